@@ -18,9 +18,6 @@ NAME = "pgtoolkit_decoding"
 _PROMPT_TOKENS = 65536
 """Padded tokens of prompts that pass the model at once: bounds the memory of its activations."""
 
-_FIRST_SEGMENT = 256
-"""Tokens before the attention looks at twice as many places: each time a new graph is captured."""
-
 _CHECK_EVERY = 32
 """Tokens between two looks, for which the host waits, at how many rows are still unfinished."""
 
@@ -54,54 +51,34 @@ def decoding(model: nn.Module) -> Iterator[None]:
 class Cache:
     """Keys and values of each layer for B rows of at most `room` tokens; a token's place is its position.
 
-    rows: those whose prompts are read now; None once each row goes on by a token at a time. positions: (B,) int64, of
-    these tokens. limit: places that attention looks at, of which those up to a row's own position count.
+    positions: (B,) int64, of the tokens that pass the model next. reading: while prompts are read, the rows that have
+    one of them, and which of them each has, both (R,) int64; None once each row goes on by a token at a time.
     """
 
-    def __init__(self, size: int, room: int):
-        self.rows: slice | None = None
-        self.limit = room
-        self._size, self._room = size, room
+    def __init__(self, positions: Tensor, room: int):
+        self.positions = positions
+        self.reading: tuple[Tensor, Tensor] | None = None
+        self._room = room
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._bias: Tensor | None = None
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, (B, key-value heads, room, width)."""
+        return self._kept[layer]
 
     def read(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep key and value, (rows, heads, P, width), of prompts from their first token on."""
+        """Keep key and value, (prompts, heads, P, width), from the first token on, for each row of a prompt."""
         if layer not in self._kept:
-            shape = (self._size, key.shape[1], self._room, key.shape[3])
+            shape = (len(self.positions), key.shape[1], self._room, key.shape[3])
             self._kept[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        rows, prompt_of = self.reading
         for kept, new in zip(self._kept[layer], (key, value), strict=True):
-            kept[self.rows, :, : new.shape[2]] = new
-
-    def go_on(self, positions: Tensor) -> None:
-        """Before a token of each row passes the model: its place counts from now on."""
-        if self._bias is None:  # 0 where a key counts, in the type that attention computes in
-            places = torch.arange(self._room, device=positions.device)
-            bias = torch.where(places < positions[:, None], 0.0, -torch.inf)
-            self._bias = bias.to(self._kept[0][0].dtype)[:, None, None]
-            self._every_row = torch.arange(len(positions), device=positions.device)
-        self._positions = positions
-        self._bias.scatter_(3, positions[:, None, None, None], 0.0)
-
-    def add(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep key and value, (B, heads, 1, width), of the token; returns all, (B, heads, limit, width)."""
-        for kept, new in zip(self._kept[layer], (key, value), strict=True):
-            kept[self._every_row, :, self._positions] = new[:, :, 0]
-        return tuple(kept[:, :, : self.limit] for kept in self._kept[layer])
-
-    def bias(self, window: int | None) -> Tensor:
-        """(B, 1, 1, limit), to be added to the products with the keys. window: see `attention`."""
-        bias = self._bias[..., : self.limit]
-        if window is None:
-            return bias
-        places = torch.arange(self.limit, device=bias.device)
-        return bias.masked_fill(places <= self._positions[:, None, None, None] - window, -torch.inf)
+            kept[rows, :, : new.shape[2]] = new[prompt_of]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forget all but these rows, (fewer,) int64."""
+        self.positions = self.positions[rows]
         for layer, kept in self._kept.items():
             self._kept[layer] = tuple(values[rows] for values in kept)
-        self._bias, self._every_row = self._bias[rows], self._every_row[: len(rows)]
 
 
 def attention(
@@ -113,26 +90,49 @@ def attention(
     query sees at most, itself among them).
     """
     cache: Cache = options["cache"]
-    scaling, window = options.get("scaling"), options.get("sliding_window")
     rows, heads, length, width = query.shape
-    if cache.rows is not None:
+    scaling, window = options.get("scaling") or width**-0.5, options.get("sliding_window")
+    if cache.reading is not None:
         # Prompts are padded on the right: causality alone keeps the padding out of sight.
         cache.read(module.layer_idx, key, value)
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-        mask = None if window is None or window >= length else _in_window(length, window, query.device)
-        causal = mask is None
+        causal = window is None or window >= length
+        mask = None if causal else _seen(torch.arange(length, device=query.device), length, window)
         out = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scaling)
+        return out.transpose(1, 2).contiguous(), None
+    if query.is_cuda:
+        from pgtoolkit.kernels.triton_attention import attend
     else:
-        keys, values = cache.add(module.layer_idx, key, value)
-        # The queries that share a key stand side by side as if they were tokens: no copy of a key for each.
-        grouped = query.reshape(rows, keys.shape[1], -1, width)
-        out = functional.scaled_dot_product_attention(grouped, keys, values, cache.bias(window), scale=scaling)
-    return out.reshape(rows, heads, length, width).transpose(1, 2).contiguous(), None
+        attend = _attend
+    out = attend(query, key, value, *cache.of(module.layer_idx), cache.positions, scaling, window)
+    return out.reshape(rows, 1, heads, width), None
 
 
-def _in_window(length: int, window: int, device: torch.device) -> Tensor:
-    places = torch.arange(length, device=device)
-    return (places <= places[:, None]) & (places > places[:, None] - window)
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """What `triton_attention.attend` does, in PyTorch; waits for the device."""
+    rows, length = torch.arange(len(positions), device=positions.device), int(positions.max()) + 1
+    keys[rows, :, positions], values[rows, :, positions] = key[:, :, 0], value[:, :, 0]
+    # The queries that share a key stand side by side as if they were tokens: no copy of a key for each.
+    grouped = query.reshape(len(rows), keys.shape[1], -1, query.shape[3])
+    keys, values = keys[:, :, :length], values[:, :, :length]
+    mask = _seen(positions, length, window)[:, None, None]
+    return functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).reshape(query.shape)
+
+
+def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
+    """(queries, length) bool: which places a query at each of these positions sees."""
+    places = torch.arange(length, device=positions.device)
+    seen = places <= positions[:, None]
+    return seen if window is None else seen & (places > positions[:, None] - window)
 
 
 @dataclass
@@ -155,96 +155,89 @@ class Decoding:
     ends: list[int]
     stopped: Callable[[Tensor, int], Tensor] | None = None
 
-    def __post_init__(self):
-        self._device = self.model.device
-        self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self._device)
-
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, max_tokens); what follows a completion's end, or 0, is to be left out."""
         self._begin(prompts, max_tokens)
-        segment = done = 1
-        self._asked = 0
-        while done < max_tokens and len(self._rows):
-            if done == segment:  # attention looks at places that are twice as many
-                segment = min(max(_FIRST_SEGMENT, 2 * segment), max_tokens)
-                self._cache.limit = min(_rounded(self._longest + segment), self._room)
-            done += self._go_on(segment - done)
+        while self._done < max_tokens and len(self._rows):
+            self._go_on(max_tokens)
         return self.tokens, self.log_probs
 
     def _begin(self, prompts: list[list[int]], max_tokens: int) -> None:
-        """Reads the prompts and draws the first token of each completion."""
-        count, self._longest = len(prompts), max(map(len, prompts))
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
-        padded = torch.tensor([prompt + [0] * (self._longest - len(prompt)) for prompt in prompts])
-        self.tokens = torch.zeros(count, max_tokens, dtype=torch.int64, device=self._device)
-        self.log_probs = torch.zeros(count, max_tokens, device=self._device)
-        self._rows = torch.arange(count, device=self._device)
-        self._place = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._positions = lengths - 1
-        self._next = torch.zeros_like(lengths)
-        self._finished = torch.zeros_like(lengths, dtype=torch.bool)
-        self._room = _rounded(self._longest + max_tokens)
-        self._cache = Cache(count, self._room)
-        size, last = max(1, _PROMPT_TOKENS // self._longest), []
-        for start in range(0, count, size):
-            self._cache.rows = slice(start, min(start + size, count))
-            tokens = padded[self._cache.rows].to(self._device)
-            hidden = self._hidden(tokens, torch.arange(self._longest, device=self._device).expand_as(tokens))
-            ends = self._positions[self._cache.rows]
-            last.append(hidden[torch.arange(len(ends), device=self._device), ends])
-        self._cache.rows = None
-        self._take(torch.cat(last))
+        """Reads each prompt once, and draws the first token of each completion."""
+        device, longest = self.model.device, max(map(len, prompts))
+        numbers: dict[tuple[int, ...], int] = {}
+        prompt_of = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
+        padded = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in numbers])
+        ends = torch.tensor([len(prompt) - 1 for prompt in numbers], device=device)
+        prompt_of = torch.tensor(prompt_of, device=device)
+        self._cache = Cache(ends[prompt_of], longest + max_tokens)
+        size, last = max(1, _PROMPT_TOKENS // longest), []
+        for start in range(0, len(numbers), size):
+            tokens = padded[start : start + size].to(device)
+            rows = ((prompt_of >= start) & (prompt_of < start + size)).nonzero()[:, 0]
+            self._cache.reading = (rows, prompt_of[rows] - start)
+            hidden = self._hidden(tokens, torch.arange(longest, device=device).expand_as(tokens))
+            last.append(hidden[torch.arange(len(tokens), device=device), ends[start : start + size]])
+        self._cache.reading = None
+        self.tokens = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(len(prompts), max_tokens, device=device)
+        self._rows = torch.arange(len(prompts), device=device)
+        self._place = torch.zeros((), dtype=torch.int64, device=device)
+        self._next = torch.zeros_like(prompt_of)
+        self._finished = torch.zeros_like(prompt_of, dtype=torch.bool)
+        self._done = self._asked = 0
+        self._take(self.logits(torch.cat(last))[prompt_of])
+        self._done = 1
 
-    def _go_on(self, most: int) -> int:
-        """Up to `most` further tokens, fewer once half of the rows have ended; returns how many."""
-        step, graph, done = self._step, None, 0
-        if self._device.type == "cuda" and most >= _GRAPH_PAYS:
+    def _go_on(self, max_tokens: int) -> None:
+        """Further tokens: all, or until half of the rows have ended, which are then dropped."""
+        step, graph = self._step, None
+        if self.model.device.type == "cuda" and max_tokens - self._done >= _GRAPH_PAYS:
             self._step()  # as the first use of a kernel may not be captured
-            done, graph = 1, torch.cuda.CUDAGraph()
+            self._done += 1
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
             step = graph.replay
-        while done < most:
+        while self._done < max_tokens:
             self.check()
-            count = min(_CHECK_EVERY, most - done)
+            count = min(_CHECK_EVERY, max_tokens - self._done)
             for _ in range(count):
                 step()
-            done += count
-            if self.stopped is not None:
-                so_far = int(self._place)
-                self._finished |= self.stopped(self.tokens[self._rows, :so_far], so_far - self._asked)
-                self._asked = so_far
-            going = (~self._finished).nonzero()[:, 0]
+            self._done += count
+            going = (~self._have_ended()).nonzero()[:, 0]
             if 2 * len(going) <= len(self._rows):
                 self._cache.keep_rows(going)
-                self._rows, self._positions = self._rows[going], self._positions[going]
-                self._next, self._finished = self._next[going], self._finished[going]
+                self._rows, self._next, self._finished = (x[going] for x in (self._rows, self._next, self._finished))
                 break
         if graph is not None:
             graph.reset()
-        return done
+
+    def _have_ended(self) -> Tensor:
+        """(rows,) bool, by the tokens since it was last asked, too."""
+        written, new = self.tokens[self._rows, : self._done], self._done - self._asked
+        ends = torch.tensor(self.ends, dtype=torch.int64, device=written.device)
+        self._finished |= torch.isin(written[:, self._asked :], ends).any(-1)
+        if self.stopped is not None:
+            self._finished |= self.stopped(written, new)
+        self._asked = self._done
+        return self._finished
 
     def _step(self) -> None:
         """One token of each row: what the graph holds, so that nothing in it waits for the device."""
-        self._cache.go_on(self._positions)
-        self._take(self._hidden(self._next[:, None], self._positions[:, None])[:, 0])
+        self._take(self.logits(self._hidden(self._next[:, None], self._cache.positions[:, None])[:, 0]))
 
-    def _take(self, hidden: Tensor) -> None:
+    def _take(self, logits: Tensor) -> None:
+        """Draw a token of each row."""
         where = (self._rows, self._place.expand_as(self._rows))
-        tokens, log_probs = self.draw(self.logits(hidden), self.uniform[where])
+        tokens, log_probs = self.draw(logits, self.uniform[where])
         self.tokens.index_put_(where, tokens)
         self.log_probs.index_put_(where, log_probs)
-        self._finished |= (tokens[:, None] == self._ends).any(-1)
         self._next.copy_(tokens)
-        self._positions += 1
+        self._cache.positions += 1
         self._place += 1
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         body = self.model.base_model
         return body(input_ids=tokens, position_ids=positions, use_cache=False, cache=self._cache).last_hidden_state
-
-
-def _rounded(length: int) -> int:
-    """To a multiple of 64, as attention's kernels read their bias."""
-    return -(-length // 64) * 64

@@ -72,10 +72,25 @@ def draw(half):
     types |= dict.fromkeys(("row_stride", "num_columns"), "i32")
     return compiled(draw_kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
 
+def attention(half, parts):
+    from pgtoolkit.kernels.triton_attention import attention_kernel
+    sizes = dict(HEADS=2, GROUP=7, QUERIES=16, WIDTH=64, COLUMNS=64, BLOCK=32 if half == "fp32" else 64, PARTS=parts)
+    sizes |= dict(NUMBER=triton.language.float32) | ({} if parts > 1 else dict(log_sums=None))
+    types = dict(positions="*i64", log_sums="*fp32", scale="fp32", out="*fp32" if parts > 1 else "*" + half)
+    types |= dict.fromkeys(strides := ("query_stride", "key_stride", "value_stride"), "i32")
+    types |= dict.fromkeys(("room", "window"), "i32")
+    return compiled(attention_kernel, sizes, types, "*" + half, strides, num_warps=4, num_stages=3)
+
+def combine():
+    from pgtoolkit.kernels.triton_attention import combine_kernel
+    sizes = dict(GROUP=7, WIDTH=64, COLUMNS=64, PARTS=4)
+    return compiled(combine_kernel, sizes, dict(out="*bf16"), "*fp32", (), num_warps=2)
+
 for line in sys.stdin:
     kernel, name, kind, path = line.split()
-    if kernel == "draw":
-        open(path, "wb").write(draw(kind))
+    if kernel in ("draw", "attention", "combine"):
+        made = draw(kind) if kernel == "draw" else combine() if kernel == "combine" else attention(kind, int(name))
+        open(path, "wb").write(made)
         print("compiled", flush=True)
         continue
     family = known[name]
@@ -154,3 +169,10 @@ def test_the_kernel_that_draws_compiles(usage_of, dtype):
     """The 8 bytes are of a division in float64."""
     usage = usage_of("draw", "none", dtype)
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 8, usage
+
+
+@pytest.mark.slow
+def test_the_kernels_for_attention_compile_and_nothing_is_spilled(usage_of):
+    for parts, dtype in (("1", "bf16"), ("4", "bf16"), ("1", "fp32")):
+        usage = usage_of("attention", parts, dtype) + usage_of("combine", parts)
+        assert usage.count(" STACK:0 ") == 2, usage

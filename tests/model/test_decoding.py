@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders.losses import DEVICE
 from builders.models import VOCABULARY, build, small_llama
 
 from pgtoolkit.model import decoding
@@ -12,6 +13,14 @@ from pgtoolkit.sampling.draw import draw, uniform_numbers
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {"gpt2": 15, "gpt2_tied": 15, "qwen2": 90, "qwen2_tied_checkpointed": 90, "qwen3": 90, "mistral": 90}
 """With the most tokens that a completion may have."""
+
+KERNEL = [
+    pytest.param(256, 256, marks=pytest.mark.gpu),
+    pytest.param(256, 640, marks=pytest.mark.gpu),
+    pytest.param(256, 4096, marks=pytest.mark.gpu),
+    pytest.param(16, 4096, marks=pytest.mark.gpu),
+]
+"""Rows, and places of the cache."""
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8], [9, 7, 9, 3], [2, 3], [8, 4, 6], [6, 4], [3]]
 
@@ -32,9 +41,7 @@ def expected(policy, prompt, tokens):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_the_models_own(monkeypatch, kind, device):
-    """Across the places where attention begins to look at more of the cache."""
-    monkeypatch.setattr(decoding, "_FIRST_SEGMENT", 8)
+def test_log_probs_are_the_models_own(kind, device):
     policy = build(kind)
     policy.model.to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])
@@ -45,11 +52,75 @@ def test_log_probs_are_the_models_own(monkeypatch, kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_completions_are_those_of_generate(monkeypatch, kind, device):
+    """Token by token in float32, each prompt by itself; here in groups, whose prompts are read once."""
+    policy, most = build(kind), min(40, KINDS[kind])
+    policy.model.float().to(device).eval()
+    groups, alone, read = [PROMPTS[0]] * 3 + [PROMPTS[3]] * 2 + PROMPTS[1:] + [PROMPTS[0]], {}, []
+    for prompt in PROMPTS:
+        whole = torch.tensor([prompt], device=device)
+        settings = {"max_new_tokens": most, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        given = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        alone[tuple(prompt)] = policy.model.generate(**given, **settings)[0, len(prompt) :]
+    keep = decoding.Cache.read
+    monkeypatch.setattr(decoding.Cache, "read", lambda *given: (read.append(len(given[2])), keep(*given)))
+    how = {"draw": likeliest, "uniform": torch.zeros(len(groups), most, device=device), "check": lambda: None}
+    tokens, log_probs = policy.decode(groups, most, False, **how, ends=[])
+    assert tokens.tolist() == [alone[tuple(prompt)].tolist() for prompt in groups]
+    assert read == [len(PROMPTS)] * 2  # in each layer
+    assert torch.equal(log_probs[:3, 0], log_probs[-1:, 0].expand(3))
+    torch.testing.assert_close(log_probs[:3], log_probs[-1:].expand(3, most), rtol=0, atol=1e-6)
+
+
+def likeliest(logits, _uniform):
+    return logits.argmax(-1), logits.log_softmax(-1).amax(-1)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+def test_the_kernels_for_attention_decode_as_pytorch_does(monkeypatch, kind):
+    """Without a GPU in Triton's interpreter; also where prompts are read one by one."""
+    from pgtoolkit.kernels import triton_attention
+
+    policy, how = build(kind), {"draw": draw, "check": lambda: None, "ends": []}
+    prompts, uniform = [PROMPTS[0], PROMPTS[1], PROMPTS[0]], uniform_numbers([(0, i) for i in range(3)], 4)
+    pytorchs = policy.decode(prompts, 4, False, **how, uniform=uniform)
+    monkeypatch.setattr(decoding, "_attend", triton_attention.attend)
+    monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
+    policy.model.to(DEVICE)
+    tokens, log_probs = policy.decode(prompts, 4, False, **how, uniform=uniform.to(DEVICE))
+    assert torch.equal(tokens.cpu(), pytorchs[0])
+    torch.testing.assert_close(log_probs.cpu(), pytorchs[1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("rows", "room"), KERNEL)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernels_for_attention_give_what_pytorch_does(rows, room, dtype):
+    """As near to float64 as PyTorch's own is, at the size of a model of half a billion parameters."""
+    from pgtoolkit.kernels.triton_attention import attend
+
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(rows, n, 1, 64, device="cuda", dtype=dtype) for n in (14, 2, 2))
+    cache = [torch.randn(rows, 2, room, 64, device="cuda", dtype=dtype) for _ in range(2)]
+    positions = torch.randint(room, (rows,), device="cuda")
+    positions[:2] = torch.tensor([0, room - 1])
+    given = query, key, value, *cache, positions, 0.125
+    for window in (None, 100):
+        found = attend(*given, window)[:, :, None]
+        pytorchs = decoding._attend(*given, window)
+        exact = [
+            decoding._attend(*(x[a : a + 16].double() for x in given[:5]), positions[a : a + 16], 0.125, window)
+            for a in range(0, rows, 16)
+        ]
+        worst = [float((x.double() - torch.cat(exact)).abs().max()) for x in (found, pytorchs)]
+        assert worst[0] <= 1.5 * worst[1] + 1e-6, worst
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("every", [1, 2, 32])
 def test_rows_that_have_ended_are_dropped_and_the_others_go_on(monkeypatch, device, every):
     """Looked at often; and prompts are read one by one."""
     monkeypatch.setattr(decoding, "_CHECK_EVERY", every)
-    monkeypatch.setattr(decoding, "_FIRST_SEGMENT", 8)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
     policy, seen = build("mistral"), []
     policy.model.to(device)

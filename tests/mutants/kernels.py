@@ -118,6 +118,11 @@ def triton_s_single_pass_has_no_temperature_in_its_gradient(
     return found
 
 
+@mutant("kernels.triton_attention:attend", "test_a_token_sees_its_row_up_to_itself")
+def a_window_is_a_key_too_wide(right, query, key, value, keys, values, positions, scaling, window):
+    return right(query, key, value, keys, values, positions, scaling, window and window + 1)
+
+
 @mutant("kernels.triton_draw:draw_tokens", "test_the_kernel_draws_where_the_cumulative_probability_exceeds")
 def tokens_are_drawn_at_temperature_one(right, logits, uniform, temperature):
     return right(logits, uniform, 1.0)

@@ -44,9 +44,17 @@ def rows_are_drawn_by_their_place_in_the_batch(right, rows, count):
     return right([(place, 0) for place in range(len(rows))], count)
 
 
-@mutant("model.decoding:Cache.go_on", "test_log_probs_are_the_models_own")
-def tokens_are_written_one_place_late(right, self, positions):
-    return right(self, positions + 1)
+@mutant("model.decoding:_attend", "test_log_probs_are_the_models_own")
+def tokens_are_written_one_place_late(right, query, key, value, keys, values, positions, scaling, window):
+    return right(query, key, value, keys, values, positions + 1, scaling, window)
+
+
+@mutant("model.decoding:Cache.read", "test_greedy_completions_are_those_of_generate")
+def rows_have_the_prompts_of_their_neighbours(right, self, layer, key, value):
+    rows, prompt_of = self.reading
+    self.reading = rows, prompt_of.roll(1)
+    right(self, layer, key, value)
+    self.reading = rows, prompt_of
 
 
 @mutant("model.attention:_one_document", "test_a_query_sees_the_keys_of_its_document_up_to_itself")

@@ -1,0 +1,183 @@
+"""The Triton kernels for attention of one new token of each row over the row's cache of keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pgtoolkit.kernels.triton_two_pass import LOWEST
+
+_BLOCK_BYTES = 8192  # of the keys that a program multiplies at once
+_PROGRAMS = 512  # that fill a large GPU: some four for each of its multiprocessors
+_FEWEST_PLACES = 256  # of a row's room that are worth a program
+
+
+@triton.jit
+def attention_kernel(
+    query,
+    key,
+    value,
+    keys,
+    values,
+    positions,
+    out,
+    log_sums,
+    query_stride,
+    key_stride,
+    value_stride,
+    room,
+    window,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUMBER: tl.constexpr,
+):
+    """A program for each row, key-value head (of HEADS) and part (of PARTS) of the places that the row's query sees.
+
+    GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to what tl.dot takes. NUMBER
+    is the type of sums. The first part has the new key and value, too, and writes them into the cache, where no program
+    reads them. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several parts log_sums: (rows, HEADS, PARTS, GROUP), to
+    base 2.
+    """
+    program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = program // HEADS, program % HEADS
+    queries, columns, places = tl.arange(0, QUERIES), tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    wide = columns < WIDTH
+    of_group = (queries < GROUP)[:, None] & wide[None, :]
+    inside = queries[:, None] * WIDTH + columns[None, :]
+    position = tl.load(positions + row).to(tl.int32)
+    q = tl.load(query + row * query_stride + head * GROUP * WIDTH + inside, mask=of_group, other=0.0)
+    keys += program * room * WIDTH
+    values += program * room * WIDTH
+
+    highest = tl.full([QUERIES], LOWEST, NUMBER)
+    sums = tl.zeros([QUERIES], NUMBER)
+    weighted = tl.zeros([QUERIES, COLUMNS], NUMBER)
+    if part == 0:
+        k = tl.load(key + row * key_stride + head * WIDTH + columns, mask=wide, other=0.0)
+        v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
+        tl.store(keys + position * WIDTH + columns, k, mask=wide)
+        tl.store(values + position * WIDTH + columns, v, mask=wide)
+        highest = tl.sum(q.to(NUMBER) * k.to(NUMBER)[None, :], 1) * scale
+        sums += 1.0
+        weighted += v.to(NUMBER)[None, :]
+
+    first = tl.maximum(position + 1 - window, 0)
+    share = tl.cdiv(tl.cdiv(position - first, BLOCK), PARTS) * BLOCK
+    begin = first + part * share
+    end = tl.minimum(begin + share, position)
+    for start in range(begin, end, BLOCK):
+        at = start + places
+        seen = at < end
+        block = at[:, None] * WIDTH + columns[None, :]
+        there = seen[:, None] & wide[None, :]
+        k = tl.load(keys + block, mask=there, other=0.0)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=NUMBER) * scale
+        x = tl.where(seen[None, :], x, LOWEST)
+        before = highest
+        highest = tl.maximum(highest, tl.max(x, 1))
+        kept = tl.exp2(before - highest)
+        weights = tl.exp2(x - highest[:, None])
+        v = tl.load(values + block, mask=there, other=0.0)
+        weighted *= kept[:, None]
+        weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee", out_dtype=NUMBER)
+        sums = sums * kept + tl.sum(weights, 1)
+
+    sums = tl.where(sums == 0, 1.0, sums)  # of a part without places
+    program = program * PARTS + part
+    tl.store(out + program * GROUP * WIDTH + inside, weighted / sums[:, None], mask=of_group)
+    if PARTS > 1:
+        tl.store(log_sums + program * GROUP + queries, highest + tl.log2(sums), mask=queries < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    parts,
+    log_sums,
+    out,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A program for each row and query: the parts of `attention_kernel` by their shares of the whole sum."""
+    query = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, COLUMNS)
+    places = (query // GROUP * PARTS + tl.arange(0, PARTS)) * GROUP + query % GROUP
+    log_sum = tl.load(log_sums + places)
+    shares = tl.exp2(log_sum - tl.max(log_sum, 0))
+    wide = columns < WIDTH
+    x = tl.load(parts + places[:, None] * WIDTH + columns[None, :], mask=wide[None, :], other=0.0)
+    tl.store(out + query * WIDTH + columns, tl.sum(x * shares[:, None], 0) / tl.sum(shares, 0), mask=wide)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """(B, heads, width): softmax attention of a token of each row, whose key and value are kept at its position.
+
+    query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width). keys, values: the cache, (B, key-value
+    heads, room, width), contiguous, of which a row's places before its own are read, once. positions: (B,) int64.
+    window: how many keys a query sees at most, its own among them. All of one float type: products are of its
+    precision, sums of float32's, or float64's. Where rows and heads are too few to fill a GPU, several programs share
+    the places of each (Dao et al. 2023, "Flash-Decoding"), so that the rounding depends on the number of rows.
+    """
+    query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
+    (rows, groups, room, width), heads = keys.shape, query.shape[1]
+    programs, columns = rows * groups, max(16, triton.next_power_of_2(width))
+    most = max(1, min(_PROGRAMS // programs, room // _FEWEST_PLACES))
+    parts = 1 << (most.bit_length() - 1)  # a power of 2
+    number = torch.promote_types(query.dtype, torch.float32)
+    found = out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    log_sums = None
+    if parts > 1:
+        found = torch.empty(programs, parts, heads // groups, width, dtype=number, device=query.device)
+        log_sums = torch.empty(found.shape[:-1], dtype=number, device=query.device)
+    shape = {"GROUP": heads // groups, "WIDTH": width, "COLUMNS": columns, "PARTS": parts}
+    attention_kernel[(programs, parts)](
+        query,
+        key,
+        value,
+        keys,
+        values,
+        positions,
+        found,
+        log_sums,
+        query.stride(0),
+        key.stride(0),
+        value.stride(0),
+        room,
+        room if window is None else window,
+        scaling / math.log(2),
+        HEADS=groups,
+        QUERIES=max(16, triton.next_power_of_2(heads // groups)),
+        BLOCK=min(128, max(16, _BLOCK_BYTES // (columns * query.element_size()))),
+        NUMBER=tl.float64 if number == torch.float64 else tl.float32,
+        num_warps=4,
+        num_stages=3,
+        **shape,
+    )
+    if parts > 1:
+        combine_kernel[(rows * heads,)](found, log_sums, out, num_warps=2, **shape)
+    return out
+
+
+def _heads_side_by_side(x: Tensor) -> Tensor:
+    """(B, heads, 1, width), of which only rows may lie apart."""
+    return x if x.stride()[1::2] == (x.shape[3], 1) else x.contiguous()
