@@ -10,10 +10,10 @@ from pathlib import Path
 GROUP = 8
 """Completions of a prompt."""
 
-_BODY = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-_BODY |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
-_TINY_BODY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-_TINY_BODY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+BODY = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+BODY |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
+TINY_BODY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY_BODY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def write_inputs(folder: Path, num_prompts: int, tiny: bool, body: dict | None =
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     untied = body is not None
-    body = body or (_TINY_BODY if tiny else _BODY)
+    body = body or (TINY_BODY if tiny else BODY)
     draw, longest = random.Random(0), longest_prompt(tiny)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(num_prompts):

@@ -12,6 +12,7 @@ from torch import Tensor
 from pgtoolkit.kernels.triton_two_pass import LOWEST
 
 _BLOCK_BYTES = 8192  # of the keys that a program multiplies at once
+_WARPS = 4
 _PROGRAMS = 512  # that fill a large GPU: some four for each of its multiprocessors
 _FEWEST_PLACES = 256  # of a row's room that are worth a program
 
@@ -169,7 +170,7 @@ def attend(
         QUERIES=max(16, triton.next_power_of_2(heads // groups)),
         BLOCK=min(128, max(16, _BLOCK_BYTES // (columns * query.element_size()))),
         NUMBER=tl.float64 if number == torch.float64 else tl.float32,
-        num_warps=4,
+        num_warps=_WARPS,
         num_stages=3,
         **shape,
     )
