@@ -35,8 +35,9 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.series import rows_until
 path, step = Path(sys.argv[1]), int(sys.argv[2])
 with RunDirectory(path) as run:
-    assert rows_until(run.metrics_path, step)[0] == step
-    run.drop_metrics_after(step)
+    rows, kept = rows_until(run.metrics_path, step)
+    assert rows == step
+    run.drop_metrics_after(step, kept)
     run.append_metrics(step + 1, {"reward": 0.5})
 """
 _END = """

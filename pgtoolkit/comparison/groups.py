@@ -133,7 +133,7 @@ def compare(
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         _keep_best(compared, best_of)
-    compared.comparisons = Comparisons([_sample(compared, group) for group in compared.groups])
+    compared.comparisons = Comparisons([_sample(compared, group, keys + following) for group in compared.groups])
     compared.notes += _notes(compared)
     return compared
 
@@ -159,13 +159,13 @@ def _rank(compared, group):
     return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), final
 
 
-def _sample(compared, group):
+def _sample(compared, group, varying):
     values = compared.spent(group, DOCUMENTS) if compared.by_documents else [one.final for one in group.reached]
-    prompts = [
-        (key, repr(value))
-        for key, value in sorted(group.runs[0].config.items())
-        if (declared := key_named(key, group.runs[0].config)) is not None and declared.fixed == POSITION
-    ]
+    config, prompts = group.runs[0].config, {}
+    for name in varying:
+        declared = key_named(name, config) if name in config else None
+        if declared is not None and declared.fixed == POSITION:
+            prompts[name] = config[name]
     return Sample(dict(zip((run.config["seed"] for run in group.counted), values, strict=True)), prompts)
 
 
@@ -229,7 +229,7 @@ def _count(group, metric):
 
 def _refuse_unknown(runs, metric, option):
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
-    known = sorted({name for run in runs for name in run.columns} - no_metrics)
+    known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
     if metric not in known:
         nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or ["reward"])[0]
         names = ", ".join(known) or "the metrics of a run that has finished a step"

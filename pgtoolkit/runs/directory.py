@@ -197,12 +197,16 @@ class RunDirectory:
             if durable:
                 os.fsync(file.fileno())
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew."""
-        for path, shape in ((self.metrics_path, METRICS_ROW), (self.evaluations_path, EVALUATION_ROW)):
+    def drop_metrics_after(self, step: int, kept: int | None = None) -> None:
+        """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew.
+
+        kept: bytes of the metrics' rows up to the step, by `rows_until`, where they have been counted.
+        """
+        files = ((self.metrics_path, METRICS_ROW, kept), (self.evaluations_path, EVALUATION_ROW, None))
+        for path, shape, size in files:
             self._bytes.pop(path, None)
             if path.exists():
-                os.truncate(path, rows_until(path, step, shape)[1])
+                os.truncate(path, rows_until(path, step, shape)[1] if size is None else size)
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:

@@ -6,6 +6,7 @@ import glob
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from math import isfinite
@@ -19,13 +20,12 @@ from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.records import (
     TIME,
     known_provenance,
-    leaves,
     read_evaluations,
-    read_resolved,
+    read_leaves,
     read_status,
     read_sweep,
 )
-from pgtoolkit.runs.series import Columns, final, read_metrics, values
+from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say
 from pgtoolkit.system.shell import shell_path
@@ -55,8 +55,8 @@ class Run:
     reason: why it is in that state, or None. config:
     dotted key to value; empty for a run that cannot be read. columns: of metrics.jsonl, by `read_metrics`; `seconds`
     since the first row, the time of evaluations and between a stop and its resume left out; `tokens_seen`, trained up
-    to then; and the metrics of evaluations, the one before the first step in a row of its own. code: commits and
-    uncommitted changes.
+    to then; and the metrics of evaluations, the one before the first step in a row of its own. names: of the metrics
+    that were recorded, also of those that are in no column. code: commits and uncommitted changes.
     """
 
     path: Path | str
@@ -66,6 +66,7 @@ class Run:
     step: int = 0
     config: dict[str, object] = field(default_factory=dict)
     columns: Columns = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
     code: tuple = ()
 
     def values(self, metric: str) -> list[float]:
@@ -104,7 +105,9 @@ def find_runs(paths: Sequence[str], metrics: Collection[str] | None = None) -> l
 
     metrics: those that are read, see `read_metrics`. Raises ConfigError for a folder without any.
     """
-    found = [read_run(path, metrics) for path in run_directories("pgtk compare", paths)]
+    directories = run_directories("pgtk compare", paths)
+    with ThreadPoolExecutor(2) as pool:  # half of the work is Arrow's, which parses beside the other's Python
+        found = list(pool.map(lambda path: read_run(path, metrics), directories))
     known = {run.path for run in found}
     return found + [job for text in paths for job in _jobs_without_run(sweep_folder(text)) if job.path not in known]
 
@@ -177,12 +180,13 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
     """
     try:
         refuse_links(path)
-        config = dict(leaves(read_resolved(path)))
+        config = read_leaves(path)
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
         status, provenance = read_status(path), known_provenance(path)
         needed = None if metrics is None else {*metrics, "time", "documents_seen", "num_tokens"}
         columns = read_metrics(path / "metrics.jsonl", needed)
+        names = set() if metrics is None else metric_names(path / "metrics.jsonl")
         evaluations, steps = read_evaluations(path), columns["step"]
         state, step = status.get("state", "running"), int(steps[-1]) if steps.size else status.get("step", 0)
         reason = status.get("reason")
@@ -193,8 +197,8 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
         _add_seconds(columns, [start["time"] for start in provenance.get("resumed", [])], evaluations)
         if steps.size and not np.isnan(tokens := columns.get("num_tokens", np.nan)).any():
             columns["tokens_seen"] = np.cumsum(tokens)
-        _add_evaluations(columns, evaluations, metrics)
-        return Run(path, path.name, state, reason, step, config, columns, code_of(provenance))
+        names |= _add_evaluations(columns, evaluations, metrics)
+        return Run(path, path.name, state, reason, step, config, columns, names | columns.keys(), code_of(provenance))
     except (PgtoolkitError, OSError) as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
@@ -216,23 +220,22 @@ def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) 
     columns["seconds"] = np.concatenate([[0.0], np.cumsum(lengths)])
 
 
-def _add_evaluations(columns: Columns, evaluations: list[dict], metrics: Collection[str] | None) -> None:
-    """Add what evaluations measured to the rows of their steps."""
+def _add_evaluations(columns: Columns, evaluations: list[dict], metrics: Collection[str] | None) -> set[str]:
+    """Add what evaluations measured to the rows of their steps; returns the names of all their metrics."""
     if any(row["step"] == 0 for row in evaluations) and 0 not in columns["step"]:
         at_start = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0.0)
         rows = columns["step"].size
         for name in at_start | columns:
-            later = columns.get(name, np.full(rows, np.nan))
-            unread = name not in at_start and not later.strides[0]
             first = np.array([at_start.get(name, np.nan)])
-            columns[name] = np.broadcast_to(np.nan, rows + 1) if unread else np.concatenate([first, later])
+            columns[name] = np.concatenate([first, columns.get(name, np.full(rows, np.nan))])
     rows = columns["step"].size
     place = {step: number for number, step in enumerate(columns["step"].tolist())}
+    names = set()
     for row in evaluations:
         for name, value in row.items():
             if name not in _OF_AN_EVALUATION and row["step"] in place and isfinite(value):
                 name = f"{HELD_OUT}{row['set']}/{name}"
+                names.add(name)
                 if metrics is None or name in metrics or name.endswith("/pass@1"):
                     columns.setdefault(name, np.full(rows, np.nan))[place[row["step"]]] = value
-                else:
-                    columns[name] = np.broadcast_to(np.nan, rows)
+    return names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -29,6 +30,29 @@ def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
 def read_resolved(run_dir: str | Path) -> dict:
     """The configuration of a run, from config.yaml alone."""
     return _yaml(Path(run_dir) / "config.yaml", dict)
+
+
+def read_leaves(run_dir: Path) -> dict[str, Any]:
+    """The same as dotted keys with their values, not to be changed: what runs have in common is parsed once."""
+    path = run_dir / "config.yaml"
+    with storage(path):
+        groups = re.split(rb"(?m)^(?=\w+:)", path.read_bytes())
+    try:
+        found = [_leaves_of_group(group) for group in groups[1:]]
+        if not groups[0] and len({group.partition(b":")[0] for group in groups}) == len(groups):
+            return {key: value for pairs in found for key, value in pairs}
+    except ValueError:  # what is wrong with the whole is said below
+        pass
+    return dict(leaves(read_resolved(run_dir)))
+
+
+@functools.lru_cache(2**12)
+def _leaves_of_group(text: bytes) -> list[tuple[str, Any]]:
+    """Of one top-level key and its value. Raises ValueError where the text is anything else."""
+    value = plain_yaml(text)
+    if not isinstance(value, dict) or [*value] != [text.partition(b":")[0].decode()]:
+        raise ValueError
+    return leaves(value)
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:

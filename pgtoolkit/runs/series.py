@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Collection, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +20,9 @@ Columns = dict[str, "np.ndarray"]
 _BLOCK_BYTES = 2**24
 """So much of a file is parsed at a time."""
 
+_READ_BYTES = 2**16
+"""So much is read at a time where lines are looked at; a file's last row begins within as much."""
+
 _MOST_POINTS = 10_000
 
 _SIGNS = tuple(b'\n":{[')
@@ -26,30 +31,38 @@ _SIGNS = tuple(b'\n":{[')
 def read_metrics(path: Path, names: Collection[str] | None = None) -> Columns:
     """The columns of a metrics.jsonl, in the order in which its rows name them; a value that is not finite is NaN.
 
-    names: of those that are read, None for all. The others are NaN throughout and take no memory, so that their names
-    are known, of which those that begin after thousands of rows may be missing.
-    A torn last line, left by a kill, is passed over. Raises StorageError for a broken line anywhere else.
+    names: of those that are read, None for all. A torn last line, left by a kill, is passed over. Raises StorageError
+    for a broken line anywhere else.
     """
     import numpy as np
 
     blocks: list[Columns] = []
-    known, kept = {"step": None}, {"step", *(names or ())}
     rows = 0
     with storage(path):
         for data in _whole_lines(path):
-            found = _parsed(data, kept if rows and names is not None else None) or _parsed_by_line(data, path, rows + 1)
-            found = {name: np.where(np.isfinite(column), column, np.nan) for name, column in found.items()}
-            known |= dict.fromkeys(name for name, column in found.items() if not np.isnan(column).all())
-            blocks.append({name: column for name, column in found.items() if names is None or name in kept})
-            rows += len(found["step"])
-    unread = np.broadcast_to(np.nan, rows)
+            blocks.append(_parsed(data, names) or _parsed_by_line(data, path, rows + 1, names))
+            rows += len(blocks[-1]["step"])
+    known = dict.fromkeys(name for block in blocks for name, column in block.items() if not np.isnan(column).all())
 
     def joined(name: str) -> np.ndarray:
         parts = [block.pop(name, np.broadcast_to(np.nan, len(block["step"]))) for block in blocks]
         return np.concatenate([[], *parts])
 
-    columns = {name: joined(name) if names is None or name in kept else unread for name in known if name != "step"}
+    columns = {name: joined(name) for name in known if name != "step"}
     return {"step": joined("step")} | columns
+
+
+def metric_names(path: Path) -> set[str]:
+    """What the first and the last row of a metrics.jsonl name."""
+    names: set[str] = set()
+    if path.exists():
+        with storage(path), path.open("rb") as file:
+            rows = [file.readline()]
+            file.seek(max(file.tell(), path.stat().st_size - _READ_BYTES))
+            for row in rows + file.read().split(b"\n")[-2:-1]:
+                with contextlib.suppress(ValueError):  # of a row that is torn, or longer than that
+                    names |= json.loads(row).keys()
+    return names
 
 
 def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, int]:
@@ -61,7 +74,7 @@ def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, i
     rows = kept = position = last = 0
     if not path.exists():
         return 0, 0
-    with storage(path), path.open("rb") as file:
+    with storage(path), path.open("rb", buffering=_READ_BYTES) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # torn by a kill
@@ -149,7 +162,7 @@ def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
     reading = ReadOptions(use_threads=len(data) > 2**20, block_size=2**20)
     parsing = None
     if names is not None:
-        schema = pa.schema([(name, pa.int64() if name == "step" else pa.float64()) for name in names])
+        schema = pa.schema([("step", pa.int64()), *((name, pa.float64()) for name in names if name != "step")])
         parsing = ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     columns, has_null = {}, False
     try:
@@ -173,11 +186,12 @@ def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
     return columns
 
 
-def _parsed_by_line(data: bytes, path: Path, number: int) -> Columns:
+def _parsed_by_line(data: bytes, path: Path, number: int, names: Collection[str] | None) -> Columns:
     """The same by Python alone. Raises StorageError with the number of a broken line; number: that of the first."""
     import numpy as np
 
     lines = data.split(b"\n")[:-1]
     rows = [parse_row(line, METRICS_ROW, path, place) for place, line in enumerate(lines, start=number)]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: np.array([row.get(name, np.nan) for row in rows], float) for name in names}
+    wanted = dict.fromkeys(name for row in rows for name in row if names is None or name in ("step", *names))
+    columns = {name: np.array([row.get(name, np.nan) for row in rows], float) for name in wanted}
+    return {name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()}

@@ -138,11 +138,11 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
         _refuse_another(config, run.path, checkpoint)
     for read in (read_status, read_provenance):  # damaged files are reported before anything is changed
         read(run.path)
-    rows, _ = rows_until(run.metrics_path, step)
+    rows, kept = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
     run.write_config(resolved, overrides, step)
     run.write_provenance(collect(sys.argv))
-    run.drop_metrics_after(step)
+    run.drop_metrics_after(step, kept)
     drop_completions_after(run.path, step)
     if rows < step:
         log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")

@@ -20,7 +20,8 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job
 from pgtoolkit.runs import series
 from pgtoolkit.runs.directory import RunDirectory, plain, read_status
-from pgtoolkit.runs.series import read_metrics, rows_until
+from pgtoolkit.runs.records import leaves, read_leaves, read_resolved
+from pgtoolkit.runs.series import metric_names, read_metrics, rows_until
 from pgtoolkit.training.train import train
 
 HOLD = "import sys, time; from pgtoolkit.runs.directory import RunDirectory as R; r = R(sys.argv[1]);"
@@ -103,7 +104,7 @@ def test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone(tmp_path):
         assert rows_until(run.metrics_path, 99) == (7, sum(map(len, lines[:7])))
         for step, kept in ((9, 7), (8, 6), (6, 4), (5, 3), (0, 0)):
             assert rows_until(run.metrics_path, step)[0] == kept
-            run.drop_metrics_after(step)
+            run.drop_metrics_after(step, rows_until(run.metrics_path, step)[1] if step % 2 else None)
             assert run.metrics_path.read_bytes() == b"".join(lines[:kept])
         rows = [
             {"step": step, "set": name, "prompts": 1, "avg": 0.5, "pass@1": 0.5} for step in (1, 2) for name in "ab"
@@ -130,10 +131,11 @@ def test_columns_are_what_the_rows_say_wherever_blocks_end(tmp_path, monkeypatch
         for name, column in found.items():
             expected = [float(row[name]) if math.isfinite(row.get(name, math.nan)) else math.nan for row in rows]
             np.testing.assert_array_equal(column, expected)
-        some = read_metrics(path, ["loss", "late"])
-        np.testing.assert_array_equal(some["loss"], found["loss"])
-        np.testing.assert_array_equal(some["late"], found["late"])
-        assert np.isnan(some["time"]).all()
+        some = read_metrics(path, ["loss", "late", "other"])
+        assert [*some] == ["step", "loss", "late"]
+        for name, column in some.items():
+            np.testing.assert_array_equal(column, found[name])
+    assert metric_names(path) == {*found}
 
 
 @pytest.mark.parametrize("number", [1, 30])
@@ -174,6 +176,34 @@ def test_drift_is_recorded_on_resume(tmp_path):
     with RunDirectory(tmp_path) as run:
         run.write_config(second, ["loss=grpo"])
     assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"  # not the other option's keys
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: 1\nloss:\n  name: a\n  both: [1, 2]\nlist:\n- a\n- b: 1e-3\nnone: {}\ntext: |+\n  a: b\n\nlast: null\n",
+        *(
+            "# words\nseed: 1\n",
+            "a: 1\n? b\n: 2\n",
+            "a: 1\nb.c: 2\n",
+            "a: 1\n1: 2\n",
+            "a: 'x\nb: y'\n",
+            "a: ${b}\nb: 1\n",
+        ),
+        *("a: 1\na: 2\n", "a: {b: 1,\nc: 2}\n", "a: &x 1\nb: *x\n", "- a\n- b\n", "a: 1\nb:2\n", "a: [\n", ""),
+    ],
+)
+def test_a_configuration_read_key_by_key_is_that_of_the_whole_file(tmp_path, text):
+    """Also where it is refused: in the same words."""
+    (tmp_path / "config.yaml").write_text(text)
+    read = []
+    for reader in (lambda path: dict(leaves(read_resolved(path))), read_leaves):
+        try:
+            read.append(reader(tmp_path))
+        except StorageError as error:
+            read.append(str(error))
+    assert read[0] == read[1]
+    assert [*map(repr, read[0])] == [*map(repr, read[1])]
 
 
 def test_provenance_of_resumes_is_kept_beside_the_first(tmp_path):
