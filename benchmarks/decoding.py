@@ -143,7 +143,7 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int) -> dict[str, tuple[f
         return linear(hidden, model.lm_head.weight, None, True)
 
     with decoding.decoding(model):
-        decoder = decoding.Decoding(model, logits, _drawn, uniform, lambda: None, [])
+        decoder = decoding.Decoding(model, logits, 1.0 if GPU else draw, uniform, lambda: None, [])
         decoder._begin(prompts, tokens)
         _wait()
         start = time.perf_counter()

@@ -20,6 +20,9 @@ def draw_kernel(
     uniform,
     tokens,
     log_probs,
+    offsets,
+    positions,
+    following,
     row_stride,
     num_columns,
     inverse_temperature,
@@ -29,9 +32,13 @@ def draw_kernel(
     """One program a row, of at most BLOCKS blocks, a power of 2.
 
     The number picks a block by their sums, and what is left of it, a token of the block. Both are counted in integers,
-    whose sums are exact: so nothing of weight 0 is picked.
+    whose sums are exact: so nothing of weight 0 is picked. offsets, positions, following: see `draw_next`, or None.
     """
     row = tl.program_id(0).to(tl.int64)
+    at = row
+    if offsets is not None:
+        position = tl.load(positions + row)
+        at = tl.load(offsets + row) + position
     logits += row * row_stride
     columns, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
     maxima = tl.full([BLOCKS], LOWEST, tl.float32)
@@ -48,7 +55,7 @@ def draw_kernel(
     weights = sums * tl.exp(maxima - largest)
     counted = (weights * LARGEST).to(tl.int64)
     whole = tl.sum(counted, 0)
-    target = tl.load(uniform + row) * whole.to(tl.float64)
+    target = tl.load(uniform + at) * whole.to(tl.float64)
     reached = tl.minimum(target.to(tl.int64), whole - 1)
     chosen = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
     before = tl.sum(tl.where(blocks < chosen, counted, 0), 0).to(tl.float64)
@@ -64,8 +71,11 @@ def draw_kernel(
     inside = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
     token = tl.minimum(chosen * BLOCK + inside, num_columns - 1)
     logit = tl.load(logits + token).to(tl.float32) * inverse_temperature
-    tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, logit - largest - tl.log(tl.sum(weights, 0)))
+    tl.store(tokens + at, token.to(tl.int64))
+    if offsets is not None:
+        tl.store(following + row, token.to(tl.int64))
+        tl.store(positions + row, position + 1)
+    tl.store(log_probs + at, logit - largest - tl.log(tl.sum(weights, 0)))
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -77,11 +87,33 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(logits), device=logits.device)
+    _launch(logits, uniform.contiguous(), temperature, tokens, log_probs, None, None, None)
+    return tokens, log_probs
+
+
+def draw_next(
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: float,
+    tokens: Tensor,
+    log_probs: Tensor,
+    offsets: Tensor,
+    positions: Tensor,
+    following: Tensor,
+) -> None:
+    """As `draw_tokens`, of rows of which each reads its number, and writes token and log-prob, at a place of its own.
+
+    offsets, positions: (B,) int64, whose sum is the place in uniform, tokens and log_probs, which are contiguous and of
+    any shape. positions become one more. following: (B,) int64, becomes the tokens.
+    """
+    _launch(logits, uniform, temperature, tokens, log_probs, offsets, positions, following)
+
+
+def _launch(logits: Tensor, uniform: Tensor, temperature: float, *written: Tensor | None) -> None:
     draw_kernel[(len(logits),)](
         logits,
         uniform,
-        tokens,
-        log_probs,
+        *written,
         logits.stride(0),
         logits.shape[1],
         1 / temperature,
@@ -89,4 +121,3 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
         BLOCKS=triton.next_power_of_2(triton.cdiv(logits.shape[1], _BLOCK)),
         num_warps=16,
     )
-    return tokens, log_probs

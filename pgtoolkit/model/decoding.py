@@ -140,16 +140,19 @@ class Decoding:
     """One completion of each prompt by a model that `decoding` has prepared.
 
     model: its body gives hidden states. logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
-    (B,) float32, of logits and numbers (B,) of `uniform`; on a GPU it may not wait for the device. uniform: (prompts,
-    max_tokens), for each token that may be drawn. check: may raise between tokens. ends: (E,) int64, the tokens that
-    end a completion. stopped: which rows have ended otherwise, (B,) bool, given the tokens of all rows so far, (B, C),
-    and how many of them are new since it was last asked. Rows that have ended are computed on until half of all have:
-    then they are dropped.
+    (B,) float32, of logits and numbers (B,) of `uniform`, for which on a GPU it may not wait; or the temperature by
+    which the Triton kernel draws. uniform: (prompts, max_tokens), for each token that may be drawn. check: may raise
+    between tokens. ends: (E,) int64, the tokens that end a completion. stopped: which rows have ended otherwise, (B,)
+    bool, given the tokens of all rows so far, (B, C), and how many of them are new since it was last asked. Rows that
+    have ended are computed on until half of all have: then they are dropped.
+
+    Equal prompts pass the model once. A row's keys, values and first logits are those of its prompt, so that equal
+    prompts differ by what is drawn for them alone; which others are read or go on beside a row changes its rounding.
     """
 
     model: nn.Module
     logits: Callable[[Tensor], Tensor]
-    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | float
     uniform: Tensor
     check: Callable[[], None]
     ends: list[int]
@@ -183,7 +186,7 @@ class Decoding:
         self.tokens = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(len(prompts), max_tokens, device=device)
         self._rows = torch.arange(len(prompts), device=device)
-        self._place = torch.zeros((), dtype=torch.int64, device=device)
+        self._offsets = self._rows * max_tokens - self._cache.positions
         self._next = torch.zeros_like(prompt_of)
         self._finished = torch.zeros_like(prompt_of, dtype=torch.bool)
         self._done = self._asked = 0
@@ -209,7 +212,8 @@ class Decoding:
             going = (~self._have_ended()).nonzero()[:, 0]
             if 2 * len(going) <= len(self._rows):
                 self._cache.keep_rows(going)
-                self._rows, self._next, self._finished = (x[going] for x in (self._rows, self._next, self._finished))
+                self._rows, self._offsets = self._rows[going], self._offsets[going]
+                self._next, self._finished = self._next[going], self._finished[going]
                 break
         if graph is not None:
             graph.reset()
@@ -229,14 +233,20 @@ class Decoding:
         self._take(self.logits(self._hidden(self._next[:, None], self._cache.positions[:, None])[:, 0]))
 
     def _take(self, logits: Tensor) -> None:
-        """Draw a token of each row."""
-        where = (self._rows, self._place.expand_as(self._rows))
-        tokens, log_probs = self.draw(logits, self.uniform[where])
-        self.tokens.index_put_(where, tokens)
-        self.log_probs.index_put_(where, log_probs)
+        """Draw a token of each row, by one kernel where that can be."""
+        positions = self._cache.positions
+        if isinstance(self.draw, float):
+            from pgtoolkit.kernels.triton_draw import draw_next
+
+            written = self.tokens, self.log_probs, self._offsets, positions, self._next
+            draw_next(logits, self.uniform.view(-1), self.draw, *written)
+            return
+        at = self._offsets + positions
+        tokens, log_probs = self.draw(logits, self.uniform.view(-1)[at])
+        self.tokens.view(-1).index_copy_(0, at, tokens)
+        self.log_probs.view(-1).index_copy_(0, at, log_probs)
         self._next.copy_(tokens)
-        self._cache.positions += 1
-        self._place += 1
+        positions += 1
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         body = self.model.base_model

@@ -137,9 +137,14 @@ class TransformersSampler:
             )
         return [self._completion(*row) for row in zip(tokens, log_probs, strict=True)]
 
+    @property
+    def _drawn_by_kernel(self) -> bool:
+        on_gpu = self._policy.model.device.type == "cuda"
+        return on_gpu and self.settings.top_p == 1 and self.settings.temperature > 0
+
     def _draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """As `draw`, of logits (B, V) in any type, by temperature and top_p."""
-        if logits.is_cuda and self.settings.top_p == 1 and self.settings.temperature > 0:
+        if self._drawn_by_kernel:
             from pgtoolkit.kernels.triton_draw import draw_tokens
 
             return draw_tokens(logits, uniform, self.settings.temperature)
@@ -150,7 +155,8 @@ class TransformersSampler:
 
     def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, (B, C), by a cache of fixed size. uniform: (B, C), for each token."""
-        how = {"draw": self._draw, "uniform": uniform, "check": self._check_open, "ends": self._ends()}
+        draws = self.settings.temperature if self._drawn_by_kernel else self._draw
+        how = {"draw": draws, "uniform": uniform, "check": self._check_open, "ends": self._ends()}
         how |= {"stopped": self._stopped} if self._stops else {}
         return self._policy.decode(prompts, self.settings.max_new_tokens, self._fp32_lm_head, **how)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from builders.losses import DEVICE
 
-from pgtoolkit.kernels.triton_draw import draw_tokens
+from pgtoolkit.kernels.triton_draw import draw_next, draw_tokens
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,11 @@ from pgtoolkit.kernels.triton_draw import draw_tokens
     ],
 )
 def test_the_kernel_draws_where_the_cumulative_probability_exceeds(vocabulary, scale, temperature, dtype):
-    """But within rounding of a bound; with the log-prob of the softmax. Rows lie further apart than they are long."""
+    """But within rounding of a bound; with the log-prob of the softmax. Rows lie further apart than they are long, and
+    the numbers are a column of several."""
     wide = scale * torch.randn(24, vocabulary + 3, generator=torch.Generator().manual_seed(3))
     logits, uniform = wide.to(DEVICE, dtype)[:, :vocabulary], ((torch.arange(24).double() * 0.618) % 1).to(DEVICE)
-    tokens, log_probs = draw_tokens(logits, uniform, temperature)
+    tokens, log_probs = draw_tokens(logits, torch.stack([uniform, 1 - uniform], -1)[:, 0], temperature)
     exact = (logits.double() / temperature).log_softmax(-1)
     cumulative = exact.exp().cumsum(-1)
     expected = torch.searchsorted(cumulative, uniform[:, None], right=True)[:, 0]
@@ -36,6 +37,26 @@ def test_the_kernel_draws_where_the_cumulative_probability_exceeds(vocabulary, s
     assert (tokens == expected).double().mean() > 0.9
     drawn = exact.gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(log_probs.double(), drawn, rtol=0, atol=1e-5)
+
+
+def test_the_kernel_notes_what_it_draws():
+    """Three rows that go on of five, at different places; other places stay as they are."""
+    generator = torch.Generator().manual_seed(4)
+    logits, uniform = torch.randn(3, 40, generator=generator).to(DEVICE), torch.rand(5, 6, generator=generator).double()
+    uniform, rows, places = uniform.to(DEVICE), [0, 2, 4], [5, 0, 3]
+    positions = torch.tensor([17, 4, 9], device=DEVICE)
+    offsets = (
+        torch.tensor([6 * row + place for row, place in zip(rows, places, strict=True)], device=DEVICE) - positions
+    )
+    tokens, log_probs = torch.full((5, 6), -1, device=DEVICE), torch.full((5, 6), 2.0, device=DEVICE)
+    following = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    draw_next(logits, uniform, 0.7, tokens, log_probs, offsets, positions, following)
+    drawn, of_drawn = draw_tokens(logits, uniform[rows, places], 0.7)
+    assert torch.equal(following, drawn)
+    assert torch.equal(tokens[rows, places], drawn)
+    assert torch.equal(log_probs[rows, places], of_drawn)
+    assert positions.tolist() == [18, 5, 10]
+    assert (tokens == -1).sum() == (log_probs == 2.0).sum() == 27
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

@@ -68,7 +68,8 @@ def vectors(family, formula, kind, level):
 def draw(half):
     from pgtoolkit.kernels.triton_draw import draw_kernel
     sizes = dict(BLOCK=8192, BLOCKS=triton.next_power_of_2(triton.cdiv(VOCABULARY, 8192)))
-    types = dict(logits="*" + half, uniform="*fp64", tokens="*i64", inverse_temperature="fp32")
+    types = dict(logits="*" + half, uniform="*fp64", inverse_temperature="fp32")
+    types |= dict.fromkeys(("tokens", "offsets", "positions", "following"), "*i64")
     types |= dict.fromkeys(("row_stride", "num_columns"), "i32")
     return compiled(draw_kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
 

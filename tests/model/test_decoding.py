@@ -52,6 +52,18 @@ def test_log_probs_are_the_models_own(kind, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3", "mistral"])
+def test_log_probs_in_bfloat16_are_the_models_own_but_for_rounding(kind, device):
+    policy = build(kind)
+    policy.model.bfloat16().to(device)
+    tokens, log_probs = decoded(policy, KINDS[kind])
+    rows = zip(PROMPTS, tokens.tolist(), log_probs, strict=True)
+    differences = torch.cat([(found - expected(policy, prompt, own)).abs() for prompt, own, found in rows])
+    assert differences.mean() < 0.01
+    assert differences.max() < 0.06
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_completions_are_those_of_generate(monkeypatch, kind, device):
     """Token by token in float32, each prompt by itself; here in groups, whose prompts are read once."""
@@ -78,17 +90,17 @@ def likeliest(logits, _uniform):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral"])
-def test_the_kernels_for_attention_decode_as_pytorch_does(monkeypatch, kind):
+def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
     """Without a GPU in Triton's interpreter; also where prompts are read one by one."""
     from pgtoolkit.kernels import triton_attention
 
-    policy, how = build(kind), {"draw": draw, "check": lambda: None, "ends": []}
+    policy, how = build(kind), {"check": lambda: None, "ends": []}
     prompts, uniform = [PROMPTS[0], PROMPTS[1], PROMPTS[0]], uniform_numbers([(0, i) for i in range(3)], 4)
-    pytorchs = policy.decode(prompts, 4, False, **how, uniform=uniform)
+    pytorchs = policy.decode(prompts, 4, False, **how, draw=draw, uniform=uniform)
     monkeypatch.setattr(decoding, "_attend", triton_attention.attend)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
     policy.model.to(DEVICE)
-    tokens, log_probs = policy.decode(prompts, 4, False, **how, uniform=uniform.to(DEVICE))
+    tokens, log_probs = policy.decode(prompts, 4, False, **how, draw=1.0, uniform=uniform.to(DEVICE))
     assert torch.equal(tokens.cpu(), pytorchs[0])
     torch.testing.assert_close(log_probs.cpu(), pytorchs[1], rtol=0, atol=2e-6)
 
@@ -113,7 +125,7 @@ def test_the_kernels_for_attention_give_what_pytorch_does(rows, room, dtype):
             for a in range(0, rows, 16)
         ]
         worst = [float((x.double() - torch.cat(exact)).abs().max()) for x in (found, pytorchs)]
-        assert worst[0] <= 1.5 * worst[1] + 1e-6, worst
+        assert worst[0] <= 2 * worst[1] + 4e-6, worst
 
 
 @pytest.mark.parametrize("device", DEVICES)
