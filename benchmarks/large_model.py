@@ -7,7 +7,7 @@ three steps. Then the model of Qwen2.5's shape with random weights, all of them 
 32 prompts x 8 completions of 512 tokens an iteration, one update of these 256 documents. It prints a line of JSON for
 each iteration (seconds by stage, `fill`: of the weights on their way to the sampler; the most memory that PyTorch had
 in use, of each GPU) and the medians without the first. Without a GPU, or with `--shape tiny`, a small model on two
-processes.
+processes. With `--trl` the same job by TRL with FSDP (version 2), whose vLLM runs in its processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 import torch
-from rollouts_job import GROUP, write_inputs
+from rollouts_job import GROUP, Case, write_inputs
 
 BODIES = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
@@ -44,6 +44,9 @@ def main() -> int:
     folder = Path(arguments.folder).resolve()
     if arguments.check:
         print(_check(folder, arguments), flush=True)
+    if arguments.trl:
+        print(_trl(folder / f"{arguments.shape}-trl", arguments), flush=True)
+        return 0
     rows = _run(folder / f"{arguments.shape}-{arguments.kind}-{arguments.sampler}", arguments, arguments.override)
     for row in rows:
         print(json.dumps(row), flush=True)
@@ -58,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=BODIES, default="7b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--kind", choices=SIZES, default="fsdp")
     parser.add_argument("--sampler", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--trl", action="store_true", help="by TRL instead")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 beside frozen weights")
     parser.add_argument("--iterations", type=int, default=3, help="the first of which warms up")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
@@ -103,23 +107,7 @@ def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: 
         *more,
     ]
     given = {override.partition("=")[0]: override for override in job}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    environment.setdefault("OMP_NUM_THREADS", "8" if torch.cuda.is_available() else "1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", __file__]
-    with (folder / "output").open("w") as output:
-        child = subprocess.Popen(
-            [*command, "--child", str(folder), *given.values()],
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = child.wait(arguments.seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            status = f"after {arguments.seconds:.0f} s"
+    status = _ended(folder, arguments, ["--child", str(folder), *given.values()])
     rows = [json.loads(line) for file in folder.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
     if len(rows) < arguments.iterations:
         raise SystemExit(f"ended {status}, {len(rows)} iterations made\n{(folder / 'output').read_text()[-3000:]}")
@@ -135,6 +123,42 @@ def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: 
         | {"most_gb": max(ranks[i]["peak_gb"] for ranks in by_rank)}
         for i, (row, end, before) in enumerate(zip(rows, ends, [*ends[:1], *ends], strict=False))
     ]
+
+
+def _ended(folder: Path, arguments: argparse.Namespace, child: list[str]) -> object:
+    """How the processes ended that run this file with these arguments; what they say is the file `output`."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    environment.setdefault("OMP_NUM_THREADS", "8" if torch.cuda.is_available() else "1")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.processes}"]
+    with (folder / "output").open("w") as output:
+        processes = subprocess.Popen(
+            [*command, __file__, *child],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return processes.wait(arguments.seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(processes.pid, signal.SIGKILL)
+            return f"after {arguments.seconds:.0f} s"
+
+
+def _trl(folder: Path, arguments: argparse.Namespace) -> str:
+    """What rank 0 says of the iterations by TRL, as JSON."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    tiny = arguments.shape == "tiny"
+    length, prompts = (16, 4) if tiny else (512, 32)
+    write_inputs(folder, prompts * arguments.iterations, tiny, BODIES[arguments.shape])
+    sampler = "vllm" if arguments.sampler == "vllm" else "generate"
+    case = Case(str(folder), "trl", sampler, length, prompts * GROUP, [], arguments.iterations, tiny)
+    status = _ended(folder, arguments, ["--trl-child", case.as_json()])
+    output = (folder / "output").read_text()
+    said = [line for line in output.splitlines() if line.startswith('{"iterations"')]
+    return said[-1] if said else f"ended {status}\n{output[-3000:]}"
 
 
 def _child(folder: Path, job: list[str]) -> None:
@@ -182,5 +206,10 @@ def _wait() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         _child(Path(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1:2] == ["--trl-child"]:
+        from rollouts_trl import run
+
+        run(Case(**json.loads(sys.argv[2])))
+        os._exit(0)  # nothing that a library does at the end is measured
     else:
         raise SystemExit(main())

@@ -1,9 +1,10 @@
-"""The rollout benchmark's job by TRL, in the process of one case."""
+"""The rollout benchmark's job by TRL, in the process of one case, or in several that FSDP divides it among."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 
 from rollouts_job import GROUP, Case, longest_prompt, reward
@@ -45,13 +46,14 @@ def run(case: Case) -> None:
 
     GRPOTrainer._generate = timed(GRPOTrainer._generate, "generate")
     GRPOTrainer._generate_and_score_completions = timed(GRPOTrainer._generate_and_score_completions, "with_scores")
-    batch = 1
-    while batch < case.completions and 2 * batch * case.longest <= 8192:  # TRL's default of 8 at 512 tokens
+    batch, processes = 1, int(os.environ.get("WORLD_SIZE", "1"))
+    completions = case.completions // processes
+    while batch < completions and 2 * batch * case.longest <= 8192:  # TRL's default of 8 at 512 tokens
         batch *= 2
     settings = {
         "max_steps": case.iterations,
         "per_device_train_batch_size": batch,
-        "gradient_accumulation_steps": case.completions // batch,
+        "gradient_accumulation_steps": completions // batch,
         "num_generations": GROUP,
         "max_completion_length": case.length,
         "gradient_checkpointing": True,
@@ -69,6 +71,10 @@ def run(case: Case) -> None:
     if case.sampler == "vllm":
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
         settings |= {"vllm_max_model_length": longest_prompt(case.tiny) + case.length}
+    if processes > 1:
+        fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "reshard_after_forward": True}
+        settings |= {"fsdp": True, "fsdp_config": fsdp, "vllm_enable_sleep_mode": case.sampler == "vllm"}
+        settings |= {"vllm_gpu_memory_utilization": 0.35}
     trainer = GRPOTrainer(
         model=case.model,
         reward_funcs=lambda completions, **_: [reward(completion) for completion in completions],

@@ -8,7 +8,6 @@ import math
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import requests
@@ -222,7 +221,7 @@ class Server:
                 503: f"It is paused (POST {self.url}{self._api.RESUME}), or its engine is dead.",
             }
             use = uses.get(answer.status_code, "")
-            if path == self._api.load(Path())[0] and not use:
+            if path == self._api.LOAD and not use:
                 use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do."
             raise SamplerLost(
                 f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {use} "

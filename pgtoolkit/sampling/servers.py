@@ -26,7 +26,7 @@ from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.server_api import Sampling, plan
 from pgtoolkit.sampling.server_client import Server
-from pgtoolkit.sampling.server_process import ServerProcess, reserve_port
+from pgtoolkit.sampling.server_process import ServerProcess, own_environment, reserve_port
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
@@ -98,7 +98,8 @@ class ServerSampler:
                 torch.cuda.empty_cache()  # the servers are about to take back the memory that they gave
         if first:
             self._start()
-        load = partial(self._wake, load=new and not (first and self._plan.gpus))
+        # What sleeps has lost its weights; what was started just now has these.
+        load = partial(self._wake, load=self._asleep or (new and not (first and self._plan.gpus)))
         loading = in_background(partial(self._of_each, load)) if self._layout.rank == 0 else None
         if new and log_probs is None:
             log_probs = self._proof.log_probs()  # while the servers load
@@ -206,6 +207,8 @@ class ServerSampler:
         variables = {variable: os.environ.get(variable, value) for variable, value in self._api.VARIABLES.items()}
         variables[self._api.KEY] = self._key  # which is its owner's alone to read there, other than in its arguments
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        paths = [own_environment().get("PYTHONPATH"), self._api.MODULES and str(self._api.MODULES)]
+        variables |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")
         process = self._folder.guard.start(command, variables, log_file, reserved)
@@ -217,7 +220,7 @@ class ServerSampler:
         if self._asleep:
             server.post(self._api.wake("weights"), deadline)
         if load:
-            server.post(self._api.load(self._folder.path), deadline)
+            server.post(self._api.load(self._folder.path, self._config), deadline)
         if self._asleep:
             server.post(self._api.wake("cache"), deadline)
         if load:

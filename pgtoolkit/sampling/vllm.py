@@ -12,6 +12,7 @@ from pgtoolkit.tasks.completion import Request
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that says which of its two parts that run the model vLLM uses."""
+_EXTENSION = "--worker-extension-cls"
 _FRONT_ENDS = 4
 """Processes of the servers on a GPU that take requests and write answers, while one computes."""
 
@@ -24,10 +25,12 @@ class Vllm:
 
     NAME = "vLLM"
     HEALTH = "/health"  # answers 200 once the server is up
+    LOAD = "/collective_rpc"  # where it is told to load weights
     RESUME = "/resume"  # by which a paused server goes on
     KEY = "VLLM_API_KEY"  # the environment variable with the key that it lets requests in with
     START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # so that it has all paths
     PROCESSED = "--logprobs-mode processed_logprobs"  # so that log-probs are those of what was sampled from
+    MODULES = Path(__file__).with_name("vllm_worker")  # on its PYTHONPATH: what runs inside a server that is started
     FIXED_MEMORY = "--kv-cache-memory-bytes"  # without which it measures how much memory is free
     VARIABLES: ClassVar[dict[str, str]] = {  # of its environment, where this process has none of that name
         "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
@@ -55,6 +58,7 @@ class Vllm:
             *(*shlex.split(chosen.executable), "serve", str(folder)),
             *(text for name, value in options.items() for text in (f"--{name}", str(value))),
             f"--api-server-count={max(1, _FRONT_ENDS // chosen.servers_per_gpu)}",
+            f"{_EXTENSION}=pgtk_vllm_worker.FromMemory",
             *([] if config.rollout.stop else ["--skip-tokenizer-init"]),  # text alone needs one
             "--disable-uvicorn-access-log",
             "--disable-log-stats",
@@ -108,22 +112,30 @@ class Vllm:
         entries = answer["choices"][0]["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
 
-    def load(self, folder: Path) -> Call:
-        """Take the weights that lie in a folder."""
-        return "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    def load(self, folder: Path, config: Config) -> Call:
+        """Take the weights that lie in a folder: by what runs inside, where it was started with that."""
+        chosen = config.sampler
+        if chosen.urls or any(argument.startswith(_EXTENSION) for argument in chosen.arguments):
+            return self.LOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        return self.LOAD, {"method": "load_from_memory", "args": [str(folder)]}
 
     def forget(self) -> Call:
         """Drop what was cached of prompts."""
         return "/reset_prefix_cache", None
 
     def sleep(self) -> Call:
-        """Give the GPU's memory back."""
-        return "/sleep?level=1", None
+        """Give the GPU's memory back, the weights with it."""
+        return "/sleep?level=2", None
 
     def wake(self, part: str) -> Call:
-        """Take it again. part: "weights", or "cache" once they are loaded."""
+        """Take it again. part: "weights", whose numbers are then to be loaded, or "cache" once they are."""
         return f"/wake_up?tags={'kv_cache' if part == 'cache' else part}", None
 
     def advice(self, last_words: str) -> str:
         """What to do about a server that ended with these words, if that is known."""
+        if "pgtk_vllm_worker" in last_words:
+            return (
+                " What loads its weights was not found: let the program of sampler.executable pass PYTHONPATH on, or "
+                f"use sampler.arguments=[{_EXTENSION}=]."
+            )
         return f" Set {_V2_RUNNER}=0 in the environment." if "Model Runner V2" in last_words else ""

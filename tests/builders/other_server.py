@@ -17,7 +17,7 @@ class OtherHandler(Handler):
             if self.path == "/generate":
                 self._answer(200, self._generated(engine, body["input_ids"], body["sampling_params"]))
             elif self.path == "/update_weights_from_disk":
-                engine.reload(body["model_path"])
+                engine.worker.reload_weights(weights_path=body["model_path"])
                 self._answer(200, {"success": True})
             elif self.path == "/flush_cache":
                 engine.cached.clear()

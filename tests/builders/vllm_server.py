@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import gzip
+import importlib
 import json
 import os
 import subprocess
@@ -47,25 +48,52 @@ class Engine:
             )
         self.tokenizer = None if options.skip_tokenizer_init else AutoTokenizer.from_pretrained(options.folder)
         self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
-        self._load(options.folder)
+        self._load(self._of(options.folder))
+        self.worker = self._worker()
+
+    def _worker(self):
+        """vLLM's worker with the class that was asked for, by whose methods it is called from outside."""
+        engine, bases = self, ()
+        if name := self.options.worker_extension_cls:
+            module, _, attribute = name.rpartition(".")
+            bases = (getattr(importlib.import_module(module), attribute),)
+
+        class Worker(*bases):
+            device = torch.device("cpu")
+
+            def reload_weights(self, weights_iterator=None, weights_path=None):
+                engine.reload(dict(weights_iterator or engine._of(weights_path)))
+
+        return Worker()
+
+    def forget(self) -> None:
+        """Level 2 of sleep: the numbers are gone."""
+        self.model = copy.deepcopy(self.model)
+        for weight in self.model.parameters():
+            weight.data.fill_(torch.nan)
 
     def failing(self, fault: str) -> bool:
         return self.options.fault == fault and self.calls > self.options.after
 
-    def reload(self, folder: str) -> None:
+    def reload(self, weights: dict) -> None:
         if self.options.fault == "stale":
             return
         self.model = copy.deepcopy(self.model)
-        self._load(folder)
+        self._load(weights)
 
-    def _load(self, folder: str) -> None:
-        """Exactly the weights that the model has; one that has several names, as that of a tied head, has one there."""
-        index, rooms = Path(folder) / "model.safetensors.index.json", self.model.state_dict()
+    def _of(self, folder: str) -> dict:
+        """The weights in a folder."""
+        index = Path(folder) / "model.safetensors.index.json"
         files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
         loaded = {name: load_file(Path(folder) / name) for name in sorted({*files.values()}) or ["model.safetensors"]}
         weights = {name: tensor for tensors in loaded.values() for name, tensor in tensors.items()}
         if files and files != {name: file for file, tensors in loaded.items() for name in tensors}:
             raise ValueError("the index does not name the tensors of the files")
+        return weights
+
+    def _load(self, weights: dict) -> None:
+        """Exactly the weights that the model has; one that has several names, as that of a tied head, has one there."""
+        rooms = self.model.state_dict()
         if strange := sorted(weights.keys() - rooms.keys()):
             raise ValueError(f"There is no module or parameter named '{strange[0]}' in {type(self.model).__name__}")
         for name, tensor in weights.items():
@@ -163,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
             mark(engine.options, f"complete {'score' if 'prompt_logprobs' in body else body.get('seed')}")
             engine.running.wait()
         else:
-            mark(engine.options, self.path)
+            mark(engine.options, " ".join(filter(None, [self.path, body.get("method")])))
         with engine.lock:
             if path.path == "/fault":
                 engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
@@ -174,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(404)
             elif path.path == "/collective_rpc":
                 try:
-                    engine.reload(body["kwargs"]["weights_path"])
+                    getattr(engine.worker, body["method"])(*body.get("args", ()), **body.get("kwargs", {}))
                 except Exception as error:
                     return self._answer(500, {"error": f"{type(error).__name__}: {error}"})
                 self._answer(200, {"results": [None]})
@@ -184,6 +212,8 @@ class Handler(BaseHTTPRequestHandler):
             elif path.path in ("/reset_prefix_cache", "/sleep", "/wake_up"):
                 if path.path == "/reset_prefix_cache":
                     engine.cached.clear()
+                if path.query == "level=2":
+                    engine.forget()
                 engine.asleep = path.path == "/sleep" or (engine.asleep and "kv_cache" not in path.query)
                 self._answer(200)
             else:
@@ -277,7 +307,7 @@ def main(handler: type[Handler] = Handler) -> None:
     parser.add_argument("--max-model-len", type=int)
     for name in ("host", "max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size", "generation-config", "seed"):
         parser.add_argument(f"--{name}")
-    for name in ("api-server-count", "kv-cache-memory-bytes"):
+    for name in ("worker-extension-cls", "api-server-count", "kv-cache-memory-bytes"):
         parser.add_argument(f"--{name}")
     for name in ("skip-tokenizer-init", "enforce-eager", "enable-sleep-mode", "disable-log-stats"):
         parser.add_argument(f"--{name}", action="store_true")

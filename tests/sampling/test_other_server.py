@@ -29,7 +29,8 @@ class SGLang:
 
     NAME, HEALTH, RESUME = "SGLang", "/health", "/continue_generation"
     KEY, START_WITH, PROCESSED = "SGLANG_API_KEY", "a version from 0.5 on", "--logprobs-mode"
-    FIXED_MEMORY, VARIABLES = "--mem-fraction-static", {}
+    LOAD = "/update_weights_from_disk"
+    FIXED_MEMORY, VARIABLES, MODULES = "--mem-fraction-static", {}, None
 
     def command(self, config, folder, plan, host, port):
         options = f"--host {host} --port {port} --dtype {plan.number_type} --logprobs-mode processed_logprobs"
@@ -68,8 +69,8 @@ class SGLang:
     def log_probs(self, answer, tokens) -> list[float]:
         return [log_prob for log_prob, _, _ in answer[0]["meta_info"]["input_token_logprobs"][1:]]
 
-    def load(self, folder) -> Call:
-        return "/update_weights_from_disk", {"model_path": str(folder)}
+    def load(self, folder, config) -> Call:
+        return self.LOAD, {"model_path": str(folder)}
 
     def forget(self) -> Call:
         return "/flush_cache", None
@@ -110,7 +111,7 @@ def test_another_kind_of_server_is_one_class(sampling, tmp_path):
         update(module)
     processes, folder = processes_of(tmp_path), sampler._folder.path
     assert len(processes) == 2
-    sampler._api.load = lambda folder: ("/flush_cache", None)  # the weights do not arrive
+    sampler._api.load = lambda folder, _: ("/flush_cache", None)  # the weights do not arrive
     with pytest.raises(SamplerLost, match=r"still from those of version 2: it answers to the last bit as it did"):
         sampler.publish(module.policy.weights, 3)
     sampler.close()

@@ -16,7 +16,7 @@ from builders.runs import SHORT, config_of, sampler_of
 from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
-from sampling.server_checks import update
+from sampling.server_checks import assert_trained, update
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.proof import check_batch
@@ -91,7 +91,7 @@ def test_the_same_version_is_published_once(server, tmp_path):
         for version in (7, 7, 7, 8):
             sampler.publish(module.policy.weights, version)
             salts.append(sampler._salt)
-    load = ["/collective_rpc", "/reset_prefix_cache"]
+    load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
     assert [line for line in server.noted() if "complete" not in line] == [*load, *load]
     assert salts[0] == salts[1] == salts[2] != salts[3]  # as of which a prompt in the cache is of other weights
 
@@ -224,28 +224,42 @@ def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
             sampler.complete(REQUESTS)
             update(module)
         sampler.publish(module.policy.weights, 2)
-    load = ["/collective_rpc", "/reset_prefix_cache"]
+    load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
     wake, rest = "/wake_up?tags=weights", "/wake_up?tags=kv_cache"
     assert [line for line in server.noted() if line[0] == "/"] == [
-        *(*load, "/sleep?level=1"),
-        *(wake, rest, "/sleep?level=1"),
-        *(wake, load[0], rest, load[1], "/sleep?level=1"),
+        *(*load, "/sleep?level=2"),
+        *(wake, load[0], rest, load[1], "/sleep?level=2"),
+        *(wake, load[0], rest, load[1], "/sleep?level=2"),
         *(wake, load[0], rest, load[1]),
     ]
 
 
 STARTS = {
     "does_not_start": r"ended with status 1\. Its last words: .*free memory on device.*vllm\.log",
+    "no_path": r"No module named 'pgtk_vllm_worker'.* pass PYTHONPATH on, or use sampler\.arguments=\[--worker-ext",
     "model_refused": r"does not yet support: stock torch\.compile .*\. Set VLLM_USE_V2_MODEL_RUNNER=0 in the env",
 }
 
 
 @pytest.mark.parametrize("fault", STARTS)
 def test_a_server_that_does_not_start_is_one_sentence(tmp_path, fault):
-    more = f"sampler.executable={COMMAND} --fault {fault}"
+    more = f"sampler.executable={'env -u PYTHONPATH ' if fault == 'no_path' else ''}{COMMAND} --fault {fault}"
     with closing(tmp_path, more) as (module, sampler), pytest.raises(SamplerLost, match=STARTS[fault]):
         sampler.publish(module.policy.weights, 0)
     assert processes_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("own", [["--worker-extension-cls="], []])
+def test_a_started_server_loads_in_the_faster_way(tmp_path, own):
+    """But where the user says what runs inside. The numbers are those of the trainer in both."""
+    more = (f"sampler.executable={COMMAND} --marks {tmp_path}/marks", f"sampler.arguments={own}")
+    with closing(tmp_path, *more) as (module, sampler):
+        for version in range(3):  # the third in the room of the second
+            sampler.publish(module.policy.weights, version)
+            assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
+            update(module)
+    calls = [line for line in (tmp_path / "marks").read_text().splitlines() if line.startswith("/collective_rpc")]
+    assert calls == [f"/collective_rpc {'reload_weights' if own else 'load_from_memory'}"] * 2
 
 
 def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
@@ -288,7 +302,7 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     assert key not in " ".join(arguments)
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
-    assert python_path == "/of/the/user"
+    assert python_path == f"/of/the/user:{Vllm.MODULES}"
     assert arguments[arguments.index("serve") + 1] == str(folder)
     options = "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 20 --generation-config vllm --seed 3"
     assert {*options.split(), "--skip-tokenizer-init", "--enforce-eager"} <= {*arguments}

@@ -16,6 +16,7 @@ from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.sampling.vllm import Vllm
 
 pytestmark = pytest.mark.slow  # servers are processes
 
@@ -135,11 +136,12 @@ def test_two_ranks_share_two_servers(whole, tmp_path):
     for marks in tmp_path.glob("marks-*"):
         lines = marks.read_text().splitlines()
         assert [line.split()[0] for line in lines].count("start") == 1
-        assert lines.count("/collective_rpc") == 2  # the first of three batches has the weights that it starts with
+        # The first of three batches has the weights that the server was started with.
+        assert lines.count("/collective_rpc load_from_memory") == 2
         assert lines.count("complete score") == 3
         variables, _, path = json.loads(lines[0][6:])
         assert variables["RANK"] is None
-        assert path == (os.environ.get("PYTHONPATH") or "")
+        assert path == os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Vllm.MODULES)]))
         asked.append(prompts_of(lines))
     assert [len(lines) for lines in asked] == [6, 6]  # of three batches of four prompts
     assert sorted(asked[0] + asked[1]) == sorted(prompts_of((whole.parent / "marks").read_text().splitlines()))
