@@ -23,7 +23,8 @@ from pgtoolkit.dumps.alignment import (
 )
 from pgtoolkit.dumps.systems import Dropped, System, Unusable
 from pgtoolkit.errors import ConfigError, DataError, StorageError
-from pgtoolkit.rollouts.rows import Row, Rules, parse_row, write_parquet
+from pgtoolkit.rollouts.recording import write_parquet
+from pgtoolkit.rollouts.rows import Row, Rules, parse_row
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import plural, refusal
 from pgtoolkit.tasks.row_files import Problems, in_order

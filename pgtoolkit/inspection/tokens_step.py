@@ -17,7 +17,8 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss, make_objective
-from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, batch_file, parse_row
+from pgtoolkit.rollouts.recording import batch_file
+from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.build import build, closes_on_groups, fit

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty
-from pgtoolkit.rollouts.rows import RolloutWriter
+from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
@@ -58,7 +59,7 @@ class PolicyRollouts(Source):
     `rollout.lag` or `rollout.max_staleness` makes it (config/plan.py); with the latter, while training goes on.
     Until a batch is used up it is part of the state, since the policy that made it is gone.
     layout: the ranks generate for every so many-th prompt each, and all hold the whole batch afterwards.
-    writer: records each batch.
+    folder: in which each batch is recorded.
     """
 
     config: Config
@@ -66,7 +67,7 @@ class PolicyRollouts(Source):
     sampler: Sampler
     trained: PolicyInTraining
     layout: Layout
-    writer: RolloutWriter | None = None
+    folder: Path | None = None
 
     def __post_init__(self):
         self._rollout = self.config.rollout
@@ -143,8 +144,8 @@ class PolicyRollouts(Source):
             self._finish()
         self._batches = {later: batch for later, batch in self._batches.items() if later >= number}
         self._number = number
-        if self.writer is not None:
-            self.writer.write(number, self._batches[number])
+        if self.folder is not None:
+            write_batch(self.folder, number, self._batches[number])
 
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
@@ -248,7 +249,7 @@ class PolicyRollouts(Source):
         """Marks the documents of the batch's first update whose old log-probs its own forward pass can give.
 
         Only where it is made of the same micro-batches as a pass before it, or where there is no other update. Not
-        where the old log-probs are read before it, by a correction or the writer, nor where it comes later.
+        where the old log-probs are read before it, by a correction or a record, nor where it comes later.
         """
         rollout, accumulation, correction = self._rollout, self.config.accumulation, self.config.correction.name
         docs, count = accumulation.docs_per_step, self.batch_size

@@ -15,7 +15,7 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
-from pgtoolkit.rollouts.rows import RolloutWriter
+from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
 from pgtoolkit.sampling.sampling_settings import ignored_settings
@@ -41,7 +41,7 @@ def source_of(
     rollout = config.rollout
     if isinstance(rollout, PolicyRolloutConfig):
         writes = rollout.save_path and module.layout.rank == 0
-        writer = RolloutWriter(rollout.save_path, resume) if writes else None
+        folder = recording_folder(rollout.save_path, resume) if writes else None
         with failing_together(module.layout):
             tokenized = _tokenized(config, config.task, task, module, room)
         _check_prompts(module.layout, "the task", task)
@@ -52,7 +52,7 @@ def source_of(
                 f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
                 "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
             )
-        return PolicyRollouts(config, tokenized, sampler, module, module.layout, writer)
+        return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
     layout = module.layout
     source = recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room, None, layout, run_dir)
     with failing_together(layout):

@@ -111,7 +111,7 @@ def new_log_probs_stand_for_the_old_ones_of_the_token_before(right, self, log_pr
     return right(self, log_probs.roll(1))
 
 
-@mutant("rollouts.rows:row_of", "test_what_is_written_reads_back_equal")
+@mutant("rollouts.recording:row_of", "test_what_is_written_reads_back_equal")
 def recorded_log_probs_are_those_of_the_sampler(right, document):
     sampling = document.sampling_log_probs
     return right(document if sampling is None else replace(document, old_log_probs=sampling))

@@ -1,6 +1,5 @@
 """Recording rollouts: what is written reads back equal, whole, and never silently different."""
 
-import json
 import os
 import resource
 from dataclasses import replace
@@ -12,7 +11,7 @@ from builders.rollout_rows import VOCABULARY_SIZE, assert_same, documents, sourc
 
 from pgtoolkit.batch import Document
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.rollouts.rows import RolloutWriter
+from pgtoolkit.rollouts.recording import recording_folder, write_batch
 
 
 def some_documents(seed=0, count=12, sampled=False):
@@ -42,55 +41,48 @@ def some_documents(seed=0, count=12, sampled=False):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("suffix", ["", ".jsonl"])
-def test_what_is_written_reads_back_equal(tmp_path, suffix, sampled):
-    folder = tmp_path / f"saved{suffix}"
-    written = some_documents(sampled=sampled)
-    writer = RolloutWriter(folder)
-    paths = [writer.write(0, written[:8]), writer.write(1, written[8:])]
-    assert [path.name for path in paths] == [f"batch-{n:06d}{suffix or '.parquet'}" for n in (0, 1)]
+def test_what_is_written_reads_back_equal(tmp_path, sampled):
+    folder, written = recording_folder(tmp_path / "saved"), some_documents(sampled=sampled)
+    paths = [write_batch(folder, 0, written[:8]), write_batch(folder, 1, written[8:])]
+    assert [path.name for path in paths] == ["batch-000000.parquet", "batch-000001.parquet"]
     for first, second in zip(written, documents(source(folder, "given", needs=("group_id",))), strict=True):
         assert_same(first, second)
 
 
-@pytest.mark.parametrize("suffix", ["", ".jsonl"])
-def test_measures_are_columns_beside_the_fields(tmp_path, suffix):
+def test_measures_are_columns_beside_the_fields(tmp_path):
     """Which no training reads; a document that lacks one has none."""
     measured = [{"reward/a": 0.25, "verifier_crash_fraction": 1.0}, {"reward/a": 0.5}]
     written = [replace(one, measures=had) for one, had in zip(some_documents(count=2), measured, strict=True)]
-    (file,) = [RolloutWriter(tmp_path / f"saved{suffix}").write(0, written)]
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if suffix else pq.read_table(file).to_pylist()
-    assert [(row["reward/a"], row.get("verifier_crash_fraction")) for row in rows] == [(0.25, 1.0), (0.5, None)]
-    assert [one.measures for one in documents(source(tmp_path / f"saved{suffix}", "given"))] == [{}, {}]
+    rows = pq.read_table(write_batch(tmp_path, 0, written)).to_pylist()
+    assert [(row["reward/a"], row["verifier_crash_fraction"]) for row in rows] == [(0.25, 1.0), (0.5, None)]
+    assert [one.measures for one in documents(source(tmp_path, "given"))] == [{}, {}]
 
 
 def test_a_resumed_writer_neither_loses_nor_doubles(tmp_path):
-    writer = RolloutWriter(tmp_path / "saved")
+    folder = recording_folder(tmp_path / "saved")
     for number in range(3):
-        writer.write(number, some_documents(number, 4))
+        write_batch(folder, number, some_documents(number, 4))
     with pytest.raises(ConfigError, match=r"needs a new or empty folder \(got one with 3 batches"):
-        RolloutWriter(tmp_path / "saved")
+        recording_folder(folder)
     for number in (1, 2, 3):  # from the checkpoint after batch 0 on
-        RolloutWriter(tmp_path / "saved", resume=True).write(number, some_documents(number, 4))
-    assert sorted(os.listdir(tmp_path / "saved")) == [f"batch-{n:06d}.parquet" for n in range(4)]
+        write_batch(recording_folder(folder, resume=True), number, some_documents(number, 4))
+    assert sorted(os.listdir(folder)) == [f"batch-{n:06d}.parquet" for n in range(4)]
     for number in range(4):
-        read = documents(source(tmp_path / "saved" / f"batch-{number:06d}.parquet", "given"))
+        read = documents(source(folder / f"batch-{number:06d}.parquet", "given"))
         for first, second in zip(some_documents(number, 4), read, strict=True):
             assert_same(first, second)
 
 
-@pytest.mark.parametrize("suffix", ["", ".jsonl"])
-def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, suffix):
-    folder = tmp_path / f"saved{suffix}"
-    RolloutWriter(folder).write(0, some_documents(0))
-    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
+    write_batch(tmp_path, 0, some_documents(0))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores the signal and raises OSError
     try:
         for number in (0, 1):
             with pytest.raises(StorageError, match=f"batch-00000{number}.*: File too large"):
-                RolloutWriter(folder, resume=True).write(number, some_documents(1))
+                write_batch(tmp_path, number, some_documents(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert {file.name: file.read_bytes() for file in folder.glob("batch-*")} == before
-    assert source(folder, "given").num_documents == 12
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("batch-*")} == before
+    assert source(tmp_path, "given").num_documents == 12
