@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from pgtoolkit.config.evaluation import watched
-from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TinyModelConfig
-from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.config.schema import Config, TinyModelConfig
+from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
-from pgtoolkit.tasks.tasks import Task, make_task
+from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.build import accelerator, begin
 from pgtoolkit.training.module import PolicyGradientModule
@@ -115,17 +115,6 @@ def evaluate(
             raise ConfigError(f"the checkpoint does not fit the configured model: {first_line(error)}") from error
         module.num_updates, module.documents_seen = state["num_updates"], state["documents_seen"]
     module.to("cuda" if accelerator(config) == "gpu" else "cpu")
-    module.evaluator = evaluator_of(config, _trained_on(trained), module, None, folder)
+    module.evaluator = evaluator_of(config, None, module, None, folder)
     with contextlib.closing(module.evaluator):
         return measure(module, 0 if state is None else state["step"])
-
-
-def _trained_on(trained: Config | None) -> Task | None:
-    """The prompts of a run on rollouts of its own; None, with a word, where they are not there any more."""
-    if trained is None or not isinstance(trained.rollout, PolicyRolloutConfig):
-        return None
-    try:
-        return make_task(trained.task, trained.seed)
-    except (ConfigError, DataError) as error:
-        log.warning(f"note: whether the prompts are those of training is not known: {first_line(error)}")
-        return None
