@@ -61,26 +61,15 @@ def without_own_settings(model):
 
 
 def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
-    """What of the model's own settings, from its generation_config.json, would sample differently."""
-    own = policy.model.generation_config.to_dict()
-    used = sampling_settings(policy, rollout)
-    found = {key: own.get(key) for key in _NEUTRAL}
+    """What of the model's own settings, from its generation_config.json, would sample differently.
+
+    0 and 1 are taken for the values of settings that are off.
+    """
+    own, used = policy.model.generation_config.to_diff_dict(), sampling_settings(policy, rollout)
     return {
         key: value
-        for key, value in found.items()
-        if value not in (None, [], _NEUTRAL[key]) and value != getattr(used, key, None)
+        for key, value in own.items()
+        if not key.endswith(("_version", "max_length", "max_new_tokens", "cache", "implementation"))
+        if not key.startswith(("_", "output_", "return_dict", "bos_", "eos_", "pad_"))
+        if value not in (None, [], 0, 1) and value != getattr(used, key, None)
     }
-
-
-_NEUTRAL = {
-    **dict.fromkeys(("temperature", "top_p", "typical_p", "guidance_scale", "num_beams", "num_return_sequences"), 1),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "min_length", "min_new_tokens"), 0),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "penalty_alpha"), 0),
-    **dict.fromkeys(("remove_invalid_values", "renormalize_logits", "token_healing", "use_mtp"), False),
-    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "force_words_ids"), None),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "constraints", "top_h"), None),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "stop_strings", "max_time"), None),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "dola_layers", "assistant_early_exit", "speculation_type"), None),
-}
-"""Settings of a GenerationConfig that change what is sampled, with the values that change nothing (or None)."""

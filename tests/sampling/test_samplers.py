@@ -120,7 +120,7 @@ def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
     train(settings(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "generation_config" in line]
     assert said == [
-        f"note: {folder}/generation_config.json suggests repetition_penalty=1.1, top_k=20, which is ignored: "
+        f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which is ignored: "
         "completions are sampled as rollout.temperature and rollout.top_p say, and nothing else."
     ]
 
