@@ -61,10 +61,6 @@ class Correction(ABC):
     def equation(self) -> str:
         """rho_t with this object's numbers, for `pgtk check`."""
 
-    def notes(self) -> list[str]:
-        """Sentences on parameters that are allowed but may surprise, for `pgtk check`."""
-        return []
-
     @abstractmethod
     def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """(rho, what lies outside of the bounds), (T,) each.
@@ -170,15 +166,6 @@ class _Sequence(_Bounded):
     def _ratio(self) -> tuple[str, str]:
         mean = "geometric mean" if self.mean == "geometric" else "product"
         return "V_d", f"V_d = the {mean} of v_t over the trained tokens of document d,  {_TOKEN}"
-
-    def notes(self) -> list[str]:
-        low, high = self.bounds
-        if self.mean != "geometric" or low > 0.9 or high < 1.1:
-            return []
-        return [
-            f"correction={self.name} with bounds {low:g} and {high:g} of a geometric mean: it stays so close to 1 that "
-            "they almost never act (others use 0.999 and 1.001)."
-        ]
 
 
 @dataclass(frozen=True)

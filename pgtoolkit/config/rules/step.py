@@ -69,8 +69,6 @@ def correction(c: Config, report: Report) -> None:
     chosen, setting, rollout = configured_correction(c.correction), f"correction={c.correction.name}", c.rollout
     if chosen is None:
         return
-    for note in chosen.notes():
-        report.note(note)
     if chosen.of_policy and c.loss.num_splits != 1:
         reason = "It masks whole documents, by all their new log-probs."
         report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
