@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -19,10 +18,9 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.runs.directory import read_config, read_status
+from pgtoolkit.runs.directory import read_config
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import best_checkpoint, read_resolved
-from pgtoolkit.runs.series import Columns, best, final, read_metrics, values
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
@@ -39,18 +37,15 @@ from pgtoolkit.training.checkpoint import (
     step_of,
 )
 
-_SHOWN = ("reward", "exact_match", "loss", "kl_new_old", "completion_length")
-"""Metrics that the card lists, as far as the run has them."""
-
 
 def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
 
     best: write the one with the highest evaluation.best instead.
 
-    The folder holds the checkpoint's model, its weights in the number type that training began with, README.md and, if
-    there is one, the run's curves.png; transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters
-    are merged into the model that model.path names.
+    The folder holds the checkpoint's model, its weights in the number type that training began with, and README.md;
+    transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters are merged into the model that
+    model.path names.
     Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
@@ -67,8 +62,6 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
             whole = Path(temporary) / "whole"
             whole.mkdir()
             _write_model(config, state, whole)
-            with contextlib.suppress(FileNotFoundError), (run_dir / "curves.png").open("rb") as picture:
-                (whole / "curves.png").write_bytes(picture.read())
             (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
             for file in whole.iterdir():
                 file.chmod(0o644)  # what safetensors writes is its owner's alone
@@ -164,11 +157,8 @@ def _merged_model(config: Config, state: dict) -> nn.Module:
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:
-    """README.md: what was trained how, what it reached, and how to load it; export.md is its template."""
+    """README.md: what was trained how, and how to load it; export.md is its template."""
     described, (resolved, overrides) = describe(run_dir), read_config(run_dir)
-    recorded = read_metrics(run_dir / "metrics.jsonl")
-    recorded = {name: column[recorded["step"] <= step] for name, column in recorded.items()}
-    seen = values(recorded, "documents_seen")
     of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
     prompt = '"..."'  # a place to put one
     if isinstance(config.model, TinyModelConfig):
@@ -182,23 +172,9 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         "task": config.task.name,
         "step": step,
         "max_steps": config.trainer.max_steps,
-        "seen": f", {seen[-1]:,.0f} documents" if seen else "",
-        "state": read_status(run_dir).get("state", "unknown"),
-        "results": _results(recorded) + ("![Curves of the run](curves.png)\n\n" * (run_dir / "curves.png").exists()),
         "prompt": prompt,
         "overrides": redact(" ".join(overrides)) or "none",
         "code": described.tags.get("git_commit", "unknown"),
         "configuration": redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
     }
     return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)
-
-
-def _results(recorded: Columns) -> str:
-    shown = {name: values(recorded, name) for name in _SHOWN}
-    if not any(shown.values()):
-        return ""
-    lines = ["## Results", "", "| metric | first step | last tenth of the steps | highest tenth |", "|---|---|---|---|"]
-    for name, series in shown.items():
-        if series:
-            lines.append(f"| {name} | {series[0]:.4g} | {final(series):.4g} | {best(series):.4g} |")
-    return "\n".join(lines) + "\n\n"
