@@ -25,31 +25,18 @@ from pgtoolkit import corrections, families
 TWICE = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
 NARROW = {"epsilon": 0.01, "epsilon_high": 0.015}
 GSPO = families.Gspo(epsilon_low=0.01, epsilon_high=0.015)
-SAPO = families.Sapo(temperature_positive=1.5, temperature_negative=2.0)
 SEQUENCE = {"importance_sampling_level": "sequence"}
+# With the flags of docs/papers.md TRL's own loss is compared in test_papers.py: here is what the trainer adds to it.
 EQUAL = [
     # (TRL's flags, our trainer's keywords, flags of both)
     ({"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}),
-    ({"loss_type": "dapo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"beta": 0.3}),
-    ({"loss_type": "dr_grpo"}, {"loss": "grpo", "aggregation": "constant", "divisor": 8}, {}),
     (
         {"epsilon_high": 0.28, "delta": 1.4},
         {"loss": families.Grpo(epsilon_high=0.28, dual_clip=1.4), "aggregation": "token_mean"},
         {},
     ),
     ({"loss_type": "grpo"} | SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "sample_mean"}, {}),
-    (
-        {"loss_type": "cispo", "epsilon_high": 1.2},
-        {"loss": families.Cispo(epsilon_high=0.2), "aggregation": "token_mean"},
-        {},
-    ),
-    (
-        {"loss_type": "sapo", "sapo_temperature_pos": 1.5, "sapo_temperature_neg": 2.0},
-        {"loss": SAPO, "aggregation": "sample_mean"},
-        {},
-    ),
-    ({"loss_type": "vespo"}, {"loss": "vespo", "aggregation": "token_mean"}, {}),
     (
         {"off_policy_mask_threshold": 0.05},
         {"loss": "grpo", "aggregation": "token_mean", "correction": corrections.OffPolicyMask(threshold=0.05)},
@@ -66,7 +53,7 @@ APART = [
 ]
 
 
-NOT_SHOWN = {"step_time", "train_runtime", "cispo_clip_ratio", "vespo/phi_seq_mean", "policy_loss", "entropy_coef"}
+NOT_SHOWN = {"step_time", "train_runtime", "policy_loss", "entropy_coef"}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +77,7 @@ def quick(rows, number):
     return [pytest.param(*row, marks=[pytest.mark.slow] if place >= number else []) for place, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 5), ids=lambda one: str(one))
+@pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 3), ids=lambda one: str(one))
 def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
     (exact, their_log), (found, log), way = both(flags, ours, common, folder)
     assert float(way) > 1

@@ -5,7 +5,7 @@ import math
 from mutants import mutant
 
 
-@mutant("rollouts.evaluation:pass_at_k", "test_pass_at_k_is_unbiased")
+@mutant("rollouts.evaluation:pass_at_k", "test_pass_at_k_is_the_share_of_all_subsets")
 def pass_at_k_by_the_share_of_right_completions(right, completions, correct, k):
     return 1 - (1 - correct / completions) ** k
 

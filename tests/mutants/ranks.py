@@ -23,7 +23,7 @@ def gradients_beyond_the_first_bucket_stay_one_rank_s(right, gradients):
     return list(right(gradients))[:1]
 
 
-@mutant("ranks.gradients:clip_gradients", "test_every_kind_of_parallelism_trains_as_one_process_does")
+@mutant("ranks.gradients:clip_gradients", "test_any_number_of_ranks_makes_the_run_of_one_process[fsdp]")
 def the_norm_is_that_of_one_rank_s_part(right, parameters, layout, limit):
     from pgtoolkit.ranks.layout import ONE_PROCESS
 
@@ -39,7 +39,7 @@ def _norm_here(parameters, limit):
     return norm
 
 
-@mutant("ranks.agreement:check_same", "test_ranks_that_read_other_documents_say_so")
+@mutant("ranks.agreement:check_same", "test_ranks_that_hold_other_documents_are_told")
 def ranks_may_hold_other_documents(right, layout, what, digest):
     return right(layout, what, 0)
 

@@ -18,7 +18,7 @@ def the_end_of_a_sequence_is_no_token_of_the_completion(right, self, tokens, log
     return right(self, tokens[:-1], log_probs[:-1]) if len(tokens) > 1 else right(self, tokens, log_probs)
 
 
-@mutant("sampling.sampling_settings:temperature_and_top_p", "test_tokens_are_as_frequent_as_the_distribution_says")
+@mutant("sampling.sampling_settings:temperature_and_top_p", "test_log_probs_are_those_of_the_distribution_sampled_from")
 def top_p_is_left_out(right, settings):
     return [one for one in right(settings) if "TopP" not in type(one).__name__]
 

@@ -92,9 +92,3 @@ def test_cut_names_a_document_that_is_too_long():
     assert [len(part) for part in cut([fits, fits], 4)] == [1, 1]
     with pytest.raises(DataError, match=r"rollouts\.jsonl:7 has 5 tokens.*max_tokens=5"):
         cut([fits, long], 4)
-
-
-def test_a_document_without_a_trained_token_stays():
-    batch = pack([document([5, 6], [False, False]), document([7, 8], [False, True])], [0, 0])
-    assert batch.num_documents == 2
-    assert batch.labels.tolist() == [-1, -1, 8, -1]

@@ -33,18 +33,6 @@ class Files(Source):
     def batch_end(self, position):
         return next(end for end in self._ends if end > position)
 
-    def seconds(self):
-        return {}
-
-    def close(self):
-        pass
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        assert state == {}
-
 
 def document(number, length=4, group=None, trained=2):
     mask = torch.zeros(length, dtype=torch.bool)

@@ -5,9 +5,7 @@ import shutil
 import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
-from builders.parallel_runs import saved_again
-from builders.processes import world
-from builders.runs import SHORT, checkpoint_of, config_of, copy_as_of, run, with_model
+from builders.runs import SHORT, checkpoint_of, config_of, run, with_model
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -56,22 +54,6 @@ def test_the_exported_model_has_the_logits_of_the_newest_checkpoint(trained, tmp
     assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
     assert tokenizer.padding_side == "left"
-
-
-def test_a_checkpoint_of_several_ranks_exports_alike(trained, tmp_path):
-    copy = copy_as_of(trained, 1, tmp_path / "run")
-    config = config_of(*SHORT, "trainer.max_steps=1", "rollout.temperature=0.5", "parallelism.data_parallel=2")
-    OmegaConf.resolve(config)
-    world(2).run(saved_again, config, copy, {"data_parallel": 2})
-    assert len(list((copy / "checkpoints" / "step-000001").glob("model-*.safetensors"))) == 2
-    one = copy_as_of(trained, 1, tmp_path / "one run")
-    for run_dir, name in ((one, "one"), (copy, "ranks")):
-        assert main(["export", str(run_dir), str(tmp_path / name)]) == 0
-    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "ranks" / name).read_bytes()
-    assert {path.name for path in (tmp_path / "one").iterdir()} == {
-        path.name for path in (tmp_path / "ranks").iterdir()
-    }
 
 
 def test_it_samples_as_the_rollouts_did(trained, tmp_path):

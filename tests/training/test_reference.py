@@ -10,7 +10,7 @@ from builders.rollout_rows import write_jsonl
 from builders.runs import assert_equal, built, checkpoint_of, config_of, copy_as_of, metrics_of, run, with_model
 
 from pgtoolkit.config.validate import validate
-from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.train import train
 
@@ -64,18 +64,6 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(tmp_path, reference):
     again = run(copy_as_of(whole, 3, tmp_path / "again"), *PENALTIES, *chosen, resume=True)
     assert_equal(metrics_of(again), metrics_of(whole))
     assert_equal(checkpoint_of(again, 6), checkpoint_of(whole, 6))
-
-
-def test_a_reference_of_its_own_changes_no_draw(tmp_path):
-    """The completions of the first batch are those of a run without it."""
-    path, other = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
-    found = []
-    for chosen in ([], ["kl=k3", f"kl.reference={other}"]):
-        folder = train_on(tmp_path / f"run {len(found)}", path, "trainer.max_steps=1", *chosen)
-        found.append(metrics_of(folder)[0])
-    assert found[1].pop("kl_ref") > 1e-3
-    same = ("reward", "completion_length", "new_logprobs", "old_logprobs", "advantage", "num_tokens")
-    assert [found[0][name] for name in same] == [found[1][name] for name in same]
 
 
 def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
@@ -143,40 +131,6 @@ def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
     # k1 of the step is the mean new log-prob less the mean reference's; without a penalty there is the metric alone.
     assert metrics["loss"] == pytest.approx(without["loss"] + 2 * (metrics["new_logprobs"] + 2.7), rel=1e-6)
     assert without["kl_ref"] == pytest.approx(metrics["kl_ref"], rel=1e-12)
-
-
-def test_a_row_without_them_is_named(tmp_path):
-    rows = rows_with_reference()
-    del rows[3]["ref_log_probs"]
-    rows[5]["ref_log_probs"][4] = None
-    rows[5]["ref_log_probs"][1] = None  # not trained there
-    rows[6]["ref_log_probs"][4] = 0.7
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    settings = ["rollout=recorded", f"rollout.path={path}", "kl=k3", "kl.reference=recorded", "tracking=none"]
-    with pytest.raises(DataError) as caught:
-        built(*settings)
-    assert "rows.jsonl:4:ref_log_probs: is missing" in str(caught.value)
-    assert "rows.jsonl:6:ref_log_probs" in str(caught.value)
-    assert "rows.jsonl:7:ref_log_probs: is 0.7 at position 4; a log-prob is at most 0" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "settings"),
-    [
-        ({"data_parallel": 2}, ["loss=grpo"]),
-        ({"data_parallel": 2}, ["parallelism.shard=true"]),
-        ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true", "loss=cispo"]),
-        ({"sequence_data_parallel": 2}, []),
-    ],
-    ids=["data", "fsdp", "sequence", "sequence_data"],
-)
-def test_ranks_train_as_one_process_does(tmp_path, recorded, sizes, settings):
-    """The reference is spread as the policy is."""
-    found = run_on_ranks(tmp_path / "ranks", [*recorded, *PENALTIES, *settings], **sizes)
-    alone = [setting for setting in settings if not setting.startswith("parallelism")]
-    expected = run_on_ranks(tmp_path / "one", [*recorded, *PENALTIES, *alone])
-    assert_close(found, expected)
-    assert metrics_of(found)[-1]["kl_ref"] > 1e-6
 
 
 def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):

@@ -81,16 +81,6 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     assert module.policy.head.weight.grad.abs().max() > 0
 
 
-def test_the_first_step_of_a_batch_of_rollouts_has_ratio_one_and_later_ones_do_not(short):
-    for row in metrics_of(short):
-        first = row["step"] % 2 == 1
-        assert (row["ratio_new_old"] == pytest.approx(1, abs=1e-6)) is first
-        assert (row["clipped_ratio_fraction"] == 0) is first
-        assert row["staleness"] == (0 if first else 1)
-        assert row["num_micro_batches"] >= 2
-        assert row["documents_seen"] == 8 * row["step"]
-
-
 def module_with_optimizer(*overrides):
     module = module_of(*overrides)
     optimizer = module.configure_optimizers()
@@ -156,15 +146,6 @@ def failure(folder):
     return status["state"], status["reason"]
 
 
-def test_a_run_of_no_step_is_refused(tmp_path):
-    rows = [trained(number) for number in range(8)]
-    overrides = ("accumulation.docs_per_step=1000", "accumulation.last_step=drop", "rollout.epochs=3")
-    with pytest.raises(DataError, match=r"leaves nothing to train on \(got 8 documents in a batch\)"):
-        train_rows(tmp_path / "run", rows, *overrides)
-    assert failure(tmp_path / "run")[0] == "failed"
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def test_a_run_without_an_update_is_not_done(tmp_path):
     """Its steps held no trained token; after it, some do."""
     rows = [*map(untrained, range(4)), *map(trained, range(4, 8))]
@@ -222,16 +203,6 @@ def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
     with pytest.raises(DataError, match="correction=token_mask needs sampling_log_probs of every document"):
         run(tmp_path, "correction=token_mask", resume=True)
     assert len(metrics_of(run(tmp_path, "correction=off_policy_mask", resume=True))) == 6
-
-
-def test_a_sampling_log_prob_that_is_not_finite_names_the_document():
-    """With numbers from elsewhere than a file, which is checked as it is read."""
-    module = module_with_optimizer("correction=token_truncate")
-    documents = [dataclasses.replace(d, sampling_log_probs=d.old_log_probs - 0.1) for d in some_documents()]
-    documents[2] = dataclasses.replace(documents[2], sampling_log_probs=documents[2].old_log_probs * math.nan)
-    module.max_bad_steps = 1
-    with pytest.raises(NumericalError, match=r"Not finite already in the log-probs of: document 2\."):
-        module.training_step(make_step(documents, 24, {}), 0)
 
 
 @pytest.mark.slow
