@@ -46,15 +46,13 @@ class RecordedIndex:
     """rows: (documents,) of dtype ROW, in the order of the files, of which none has to be read for it again.
 
     files: name, bytes, time of the last change in ns, and SHA-256 of each. rules: what the rows were checked for.
-    has_groups: whether it is known which documents share a prompt. imitates: whether every advantage is 1. notes: what
-    a user is told.
+    has_groups: whether it is known which documents share a prompt. notes: what a user is told.
     """
 
     rows: np.ndarray
     files: list[dict[str, Any]]
     rules: str
     has_groups: bool
-    imitates: bool
     notes: list[str]
 
     def digests(self) -> dict[str, dict]:
@@ -131,7 +129,7 @@ class Indexing:
             {"name": file.label, **stamp, "sha256": file.digest.hexdigest()}
             for file, stamp in zip(self.files, stamps, strict=True)
         ]
-        return RecordedIndex(self._rows, files, self.key, has_groups, imitates, self.notes)
+        return RecordedIndex(self._rows, files, self.key, has_groups, self.notes)
 
     def _read(self) -> Iterator[tuple]:
         """Each row that is right, as ROW has it; what is wrong with the others is added to the problems."""
@@ -201,10 +199,7 @@ class Indexing:
                     reason = f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}"
                     self._problems.add(file.label, reason)
         self._problems.raise_if_any()
-        has_groups = len(missing) == 0 or size is not None
-        if has_groups and groups.max() + 1 == len(groups) and not self._given:
-            self.notes.append("every group has one document, so every advantage is 0. Is group_id that of the prompt?")
-        return has_groups
+        return len(missing) == 0 or size is not None
 
     def _check_groups(self, ids: list[int | str]) -> None:
         """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
