@@ -9,8 +9,9 @@ from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watch
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.schema import AccumulationConfig, Config, PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.losses.corrections import configured as configured_correction
-from pgtoolkit.losses.families import Family, configured
+from pgtoolkit.losses.corrections import CORRECTIONS
+from pgtoolkit.losses.families import FAMILIES, Family
+from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.runs.records import leaves
@@ -57,7 +58,7 @@ def equation(config: Config) -> list[str]:
         penalties.append(f"      + {k_t},  f_t = log-prob under the reference")
     if config.entropy.coefficient:
         penalties.append(f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t")
-    correction = configured_correction(config.correction)
+    correction = configured(config.correction, CORRECTIONS)
     named = "" if correction is None else f", {correction.name}"
     factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
     return [
@@ -73,7 +74,7 @@ def equation(config: Config) -> list[str]:
 
 def family_of_config(config: Config) -> Family | None:
     """The family of a configuration; None for one of the user's own, which only a run imports."""
-    return None if config.loss.name == "custom" else configured(config.loss)
+    return None if config.loss.name == "custom" else configured(config.loss, FAMILIES)
 
 
 def reference(config: Config) -> Iterator[str]:

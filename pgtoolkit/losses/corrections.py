@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pgtoolkit.losses.checks import check_name
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, check_parameters, clamped, over_scope, parameter
@@ -239,11 +239,3 @@ def correction_of(correction: str | Correction | None) -> Correction | None:
         return correction
     check_name("correction", correction, CORRECTIONS)
     return CORRECTIONS[correction]()
-
-
-def configured(group: Any) -> Correction | None:
-    """The correction that the keys of the group `correction` describe."""
-    if group.name == "none":
-        return None
-    kind = CORRECTIONS[group.name]
-    return kind(**{field.name: getattr(group, field.name) for field in fields(kind)})

@@ -7,7 +7,7 @@ defaults; tensors bring their methods.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pgtoolkit.losses.checks import check_name
 from pgtoolkit.losses.family import Family, parameter
@@ -297,8 +297,3 @@ def family_of(loss: str | Family, **parameters: float | None) -> Family:
     for name in sorted(parameters.keys() - known):
         raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
     return FAMILIES[loss](**parameters)
-
-
-def configured(loss: Any) -> Family:
-    """The family that the keys of the group `loss` describe, of those that come with pgtoolkit."""
-    return FAMILIES[loss.name](**{field.name: getattr(loss, field.name) for field in fields(FAMILIES[loss.name])})

@@ -136,3 +136,9 @@ def over_scope(of: Family | Correction, values: Tensor, documents: DocumentSums 
     if of.scope == "document_sum":
         return documents.broadcast(documents.sum(values))
     return scope_mean(of, values, documents)
+
+
+def configured(group: Any, kinds: dict[str, type]) -> Any:
+    """The family or the correction that the keys of a group describe, one of `kinds`; None for `none`."""
+    kind = kinds.get(group.name)
+    return kind and kind(**{field.name: getattr(group, field.name) for field in fields(kind)})

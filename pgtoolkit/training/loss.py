@@ -11,8 +11,9 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.schema import Config, KLKind
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
-from pgtoolkit.losses.corrections import configured as configured_correction
-from pgtoolkit.losses.families import Family, configured
+from pgtoolkit.losses.corrections import CORRECTIONS
+from pgtoolkit.losses.families import FAMILIES, Family
+from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
@@ -25,8 +26,8 @@ def loss_of(config: Config) -> Loss:
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
     is_own = loss.name == "custom"
-    family = own_family(loss.path, dict(loss.options), loss.num_splits) if is_own else configured(loss)
-    correction = configured_correction(config.correction)
+    family = own_family(loss.path, dict(loss.options), loss.num_splits) if is_own else configured(loss, FAMILIES)
+    correction = configured(config.correction, CORRECTIONS)
     penalty = None if config.kl.kind == KLKind.none else KL(config.kl.kind.value, config.kl.coefficient)
     temperature, level = config.rollout.temperature, config.metrics.level.value
     return Loss(family, aggregation, temperature, level, correction, config.entropy.coefficient, penalty)

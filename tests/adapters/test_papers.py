@@ -14,7 +14,8 @@ from adapters.padded import LENGTHS, WIDTH
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.validate import resolve_and_validate
-from pgtoolkit.losses.families import configured
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
 
 PAGE = Path(__file__).parents[2] / "docs/papers.md"
@@ -60,7 +61,7 @@ def ours(config):
     new, old, reference, mask = batch()
     penalty = {} if config.kl.kind == "none" else {"kl": KL(config.kl.kind, config.kl.coefficient)}
     penalty = penalty and penalty | {"ref_log_probs": reference}
-    chosen = configured(config.loss), {}, config.aggregation.mode, config.aggregation.divisor
+    chosen = configured(config.loss, FAMILIES), {}, config.aggregation.mode, config.aggregation.divisor
     return padded.ours(*chosen, (new, old, ADVANTAGES, mask), **penalty)
 
 

@@ -13,7 +13,8 @@ from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_
 from pgtoolkit.config.rules.run import existing
 from pgtoolkit.config.schema import Config, ParallelismConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.losses.corrections import configured as configured_correction
+from pgtoolkit.losses.corrections import CORRECTIONS
+from pgtoolkit.losses.family import configured
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system.functions import is_findable, kind_of
 from pgtoolkit.system.model_folder import model_settings
@@ -66,7 +67,7 @@ def correction(c: Config, report: Report) -> None:
         needs = f"at most correction.high={text(high)}"
         report.refuse_value("correction.low", low, needs, "It is the lower of two bounds.", high)
         c.correction.low = None  # for the sake of what follows
-    chosen, setting, rollout = configured_correction(c.correction), f"correction={c.correction.name}", c.rollout
+    chosen, setting, rollout = configured(c.correction, CORRECTIONS), f"correction={c.correction.name}", c.rollout
     if chosen is None:
         return
     if chosen.of_policy and c.loss.num_splits != 1:
