@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from builders.processes import layout, world
 
-from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
+from pgtoolkit.ranks.layout import AXES, Layout
 
 
 def place():
@@ -29,13 +29,6 @@ def test_neighbours_are_neighbours_in_the_last_axis():
     assert [sums["data_parallel"] for _, _, sums in places] == [101, 1010, 101, 1010]
     assert [sums["loss"] for _, _, sums in places] == [101, 1010, 101, 1010]
     assert [sums["pipeline_parallel"] for _, _, sums in places] == [1, 10, 100, 1000]
-
-
-def test_one_process_has_no_group():
-    assert [ONE_PROCESS.size(axis) for axis in AXES] == [1, 1, 1, 1]
-    assert [ONE_PROCESS.group(axis) for axis in AXES] == [None] * 4
-    assert ONE_PROCESS.loss_group is None
-    assert not dist.is_initialized()
 
 
 def wrong_sizes():

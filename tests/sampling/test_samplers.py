@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders.runs import SHORT, config_of, metrics_of, sampler_of
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import config_of, metrics_of, sampler_of, with_model
 from omegaconf import OmegaConf
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from pgtoolkit.errors import ConfigError, NumericalError
-from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.tasks.completion import Request
 from pgtoolkit.training.build import build
@@ -56,17 +56,10 @@ def folder(tmp_path_factory):
 
 def save_llama(path):
     """A small Llama that is sure of some tokens, as save_pretrained leaves it."""
-    tokenizer = character_tokenizer("0123456789=")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=12, max_position_embeddings=128, bos_token_id=None, eos_token_id=END, **sizes)
-    )
+    model = small_llama(num_hidden_layers=2, max_position_embeddings=128)
     with torch.no_grad():
         model.lm_head.weight *= 15
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_with_tokenizer(model, path)
 
 
 def suggesting(folder, **settings):
@@ -76,8 +69,7 @@ def suggesting(folder, **settings):
 
 
 def settings(folder, *overrides):
-    own = [s for s in SHORT if not s.startswith("model.")]
-    return config_of(*own, "model=huggingface", f"model.path={folder}", *overrides)
+    return config_of(*with_model(folder, *overrides))
 
 
 def built(folder, *overrides):
@@ -289,8 +281,7 @@ def test_probabilities_that_are_not_finite_are_an_error(folder, static):
 def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     other = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=12, max_position_embeddings=128, eos_token_id=END, **sizes))
-    other.save_pretrained(tmp_path)
-    character_tokenizer("0123456789=").save_pretrained(tmp_path)
+    save_with_tokenizer(other, tmp_path)
     with pytest.raises(ConfigError, match=r"sampler.static_cache=true needs a model of type .* \(got gpt_neox\)"):
         built(tmp_path, "sampler.static_cache=true")
     assert len(built(tmp_path)[1].complete(once([PROMPT] * 3))) == 3
@@ -338,8 +329,7 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
             layer.mlp.down_proj.weight.zero_()
         embedding = model.get_input_embeddings().weight
         embedding.copy_(embedding.bfloat16())  # the copy that is sampled from holds bfloat16
-    model.save_pretrained(tmp_path / "model")
-    character_tokenizer("0123456789=").save_pretrained(tmp_path / "model")
+    save_with_tokenizer(model, tmp_path / "model")
     own = ["model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}", "trainer.max_steps=1"]
     train(settings(tmp_path / "model", *own, "rollout.old_log_probs=sampling"), tmp_path / "run")
     (row,) = metrics_of(tmp_path / "run")

@@ -38,17 +38,10 @@ def names(folder):
 
 
 def test_the_newest_are_kept(tmp_path):
-    for step in (1, 2, 10, 100):
+    for step in (1, 2, 10, 999_999, 1_000_000):
         save_state(tmp_path, state(step), keep=2)
-    assert names(tmp_path) == ["step-000010", "step-000100"]
-    assert load_newest(tmp_path) == state(100) | {"path": tmp_path / "step-000100"}
-
-
-def test_steps_beyond_a_million_are_newer_than_those_before(tmp_path):
-    for step in (999_998, 999_999, 1_000_000, 1_000_001):
-        save_state(tmp_path, state(step), keep=2)
-        assert load_newest(tmp_path)["step"] == step
-    assert names(tmp_path) == ["step-1000000", "step-1000001"]
+    assert names(tmp_path) == ["step-999999", "step-1000000"]
+    assert load_newest(tmp_path) == state(1_000_000) | {"path": tmp_path / "step-1000000"}
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -104,15 +97,6 @@ def test_large_models_are_written_in_several_files(trained, tmp_path, monkeypatc
     assert all(torch.equal(weight, expected["model"][name]) for name, weight in model.state_dict().items())
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
-    save_state(tmp_path, state(1))
-    newest = save_state(tmp_path, state(2), weights={"x": torch.zeros(1000)})
-    file = newest / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:700])
-    assert load_newest(tmp_path)["step"] == 1
-    assert "step-000002 cannot be read and is passed over: model.safetensors is not as manifest.json" in caplog.text
-
-
 @pytest.mark.parametrize("damage", ["empty", "one byte", "missing"])
 @pytest.mark.parametrize("name", ["model.safetensors", "training/state.safetensors", "training/state.json"])
 def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
@@ -124,7 +108,7 @@ def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
     if damage == "missing":
         (newest / name).unlink()
     assert load_newest(tmp_path)["step"] == 1
-    assert "step-000002" in caplog.text
+    assert "step-000002 cannot be read and is passed over: " in caplog.text
 
 
 def test_no_checkpoint_is_none_and_nothing_but_damaged_ones_is_an_error(tmp_path):

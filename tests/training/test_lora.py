@@ -7,7 +7,7 @@ import torch
 from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import world
-from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, once, with_model
+from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -179,16 +179,6 @@ def test_the_base_is_known_again_in_another_number_type(base, trained):
         policy = build_policy(model_config(base, lora_rank=rank), None, False)
         with pytest.raises((ConfigError, ValueError), match=says):
             load_weights(policy, load_newest(trained / "checkpoints"))
-
-
-def test_a_folder_of_adapters_is_no_model(base, trained, tmp_path, capsys):
-    for folder in (newest(trained), tmp_path / "both"):
-        if folder == tmp_path / "both":  # transformers would put them into the model at its side
-            shutil.copytree(base, folder)
-            shutil.copy(newest(trained) / "adapter_config.json", folder)
-        assert main(["check", *once(*settings(folder))]) == 2
-        said = capsys.readouterr().out
-        assert f"model.path={folder} needs a whole model (got adapters, adapter_config.json)." in said
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import run_on_ranks, saved_again
 from builders.processes import layout, world
 from builders.runs import (
@@ -21,10 +22,9 @@ from builders.runs import (
 )
 from omegaconf import OmegaConf
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, list_checkpoints, load_newest, save_checkpoint
 
 pytestmark = pytest.mark.slow  # ranks are processes
@@ -88,10 +88,7 @@ def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path
 
 
 def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    tied = LlamaConfig(vocab_size=12, tie_word_embeddings=True, bos_token_id=None, eos_token_id=11, **sizes)
-    LlamaForCausalLM(tied).save_pretrained(tmp_path / "base")
-    character_tokenizer("0123456789=").save_pretrained(tmp_path / "base")
+    save_with_tokenizer(small_llama(num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "base")
     own = with_model(tmp_path / "base", *SETTINGS, of=recorded)
     run = run_on_ranks(tmp_path / "run", [*own, "trainer.max_steps=1"])
     before = checkpoint_of(run, 1)

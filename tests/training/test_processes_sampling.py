@@ -9,7 +9,7 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
 from builders.processes import layout, world
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from omegaconf import OmegaConf
 
 from pgtoolkit.errors import DataError
@@ -36,11 +36,6 @@ FULL = (
 def llama(tmp_path_factory):
     model = small_llama(3, num_hidden_layers=2, num_attention_heads=4)
     return save_with_tokenizer(model.bfloat16(), tmp_path_factory.mktemp("llama"))
-
-
-def of_model(folder, *more: str) -> list[str]:
-    own = [setting for setting in SHORT if not setting.startswith("model.")]
-    return [*own, "model=huggingface", f"model.path={folder}", *more]
 
 
 def completions(config, sizes: dict[str, int]) -> tuple[list[list[int]], list, dict[str, float]]:
@@ -74,7 +69,7 @@ KINDS = {
 @pytest.mark.parametrize(("sizes", "more"), KINDS.values(), ids=KINDS)
 def test_a_whole_copy_is_made_for_a_batch_and_given_back(llama, sizes, more):
     """Token for token the completions of one process, from weights equal to the last bit."""
-    greedy = of_model(llama, *GREEDY, *(one for one in more if one.startswith(("model.", "metrics="))))
+    greedy = with_model(llama, *GREEDY, *(one for one in more if one.startswith(("model.", "metrics="))))
     module, loader = build(OmegaConf.to_object(config_of(*greedy)))
     asked = [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
     expected = [completion.tokens.tolist() for completion in loader.source.sampler.complete(asked)]
@@ -168,7 +163,7 @@ def test_what_is_sampled_beside_training_keeps_the_weights_that_were_published(l
     sizes, more = KINDS[kind]
     beside = ["rollout.max_staleness=2", "rollout.old_log_probs=sampling", *more]
     settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), "model.dtype=float32", *beside]
-    config = OmegaConf.to_object(config_of(*of_model(llama, *settings)))
+    config = OmegaConf.to_object(config_of(*with_model(llama, *settings)))
     assert world(math.prod(sizes.values())).run(kept_copy, config, sizes) == [[]] * math.prod(sizes.values())
 
 
@@ -191,7 +186,7 @@ def failing_rank(config, sizes: dict[str, int], place: str) -> tuple[str, list[i
 @pytest.mark.parametrize("beside", [[], ["rollout.max_staleness=2", "rollout.old_log_probs=sampling"]])
 @pytest.mark.parametrize("place", ["prompts", "completions"])
 def test_a_rank_that_fails_keeps_none_waiting_that_gathers_the_weights(llama, place, beside):
-    settings = of_model(llama, "parallelism.data_parallel=2", FSDP, *beside)
+    settings = with_model(llama, "parallelism.data_parallel=2", FSDP, *beside)
     config = OmegaConf.to_object(config_of(*settings))
     told = world(2).run(failing_rank, config, {"data_parallel": 2}, place)
     assert told == [(f"rank 1: no {place}", [0, 1])] * 2
