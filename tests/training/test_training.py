@@ -9,10 +9,9 @@ import re
 
 import pytest
 import torch
-from builders.losses import EVERY_LOSS, OBJECTIVES, PARAMETERS
+from builders.losses import EVERY_LOSS
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, assert_equal, config_of, metrics_of, run, some_documents
-from omegaconf import OmegaConf
+from builders.runs import SHORT, assert_equal, built, config_of, metrics_of, run, some_documents
 
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
@@ -20,49 +19,15 @@ from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.directory import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
-from pgtoolkit.training.train import build, train
+from pgtoolkit.training.train import train
 
 
-def module_of(*overrides, seed=0):
-    module, _ = build(OmegaConf.to_object(config_of(*SHORT, *overrides)))
-    return module
-
-
-def gradient_and_metrics(module, documents, max_tokens):
-    step = make_step(documents, max_tokens, {})
+def gradient_of(module, step):
+    """Of the step's micro-batches, one vector."""
     module.zero_grad()
-    outputs = []
     for micro_batch in step.micro_batches:
-        out = module.micro_batch_loss(micro_batch, step.totals)
-        out.loss.backward()
-        outputs.append(out)
-    sums = outputs[0].metric_sums
-    for out in outputs[1:]:
-        sums = sums.merge(out.metric_sums)
-    loss = math.fsum(out.loss.item() for out in outputs)
-    gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
-    return len(outputs), loss, gradient, {k: float(v) for k, v in sums.finalize(step.totals).items()}
-
-
-@pytest.mark.parametrize(
-    ("loss", "aggregation", "level", "kernel"),
-    [(*objective, ("torch", "fused_linear")[i % 2]) for i, objective in enumerate(OBJECTIVES)],
-)
-def test_every_parameter_gets_the_same_gradient_however_the_step_is_cut(loss, aggregation, level, kernel):
-    """The whole model in float64: packed whole, one document per micro-batch, and in between, in another order."""
-    parameters = [f"loss.{name}={value}" for name, value in PARAMETERS[loss].items()]
-    chosen = f"loss={loss}", f"aggregation={aggregation}", "metrics=none", f"kernel={kernel}"
-    module = module_of(*chosen, *parameters).double()
-    documents = some_documents()
-    count, *whole = gradient_and_metrics(module, documents, 1000)
-    assert count == 1
-    assert whole[1].abs().max() > 1e-4
-    for order, max_tokens in ((documents, 24), (documents, 12), (documents[::-1], 17)):
-        count, *cut = gradient_and_metrics(module, order, max_tokens)
-        assert count > 1
-        assert cut[0] == pytest.approx(whole[0], rel=1e-12, abs=1e-14)
-        torch.testing.assert_close(cut[1], whole[1], rtol=1e-11, atol=1e-14)
-        assert cut[2] == pytest.approx(whole[2], rel=1e-12, abs=1e-13)
+        module.micro_batch_loss(micro_batch, step.totals).loss.backward()
+    return torch.cat([p.grad.flatten() for p in module.parameters()])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -70,10 +35,10 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     """In the forward call already, and over micro-batches; the embedding's share, if tied, comes on top by autograd."""
     gradients = []
     for kernel in ("torch", "fused_linear"):
-        module = module_of("loss=gspo", f"kernel={kernel}", "loss.epsilon_low=0.1").double()
+        module, _ = built(*SHORT, "loss=gspo", f"kernel={kernel}", "loss.epsilon_low=0.1")
         if tied:
             module.policy.head.weight = module.model.get_input_embeddings().weight
-        gradients.append(gradient_and_metrics(module, some_documents(), 24)[2])
+        gradients.append(gradient_of(module, make_step(some_documents(), 24, {})))
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-14)
     step = make_step(some_documents(), 24, {})
     module.zero_grad()
@@ -81,17 +46,9 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     assert module.policy.head.weight.grad.abs().max() > 0
 
 
-def module_with_optimizer(*overrides):
-    module = module_of(*overrides)
-    optimizer = module.configure_optimizers()
-    module.optimizers = lambda use_pl_optimizer=True: optimizer
-    module.manual_backward = lambda loss: loss.backward()
-    return module
-
-
 def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
     """Of a finite loss: squares of single gradients of 1e30 are out of float32's range."""
-    module = module_with_optimizer("optimizer.max_grad_norm=1")
+    module, _ = built(*SHORT, "optimizer.max_grad_norm=1", dtype=None)
     before = [p.clone() for p in module.parameters()]
     documents = [dataclasses.replace(d, advantages=1e30 * d.advantages) for d in some_documents()]
     metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
@@ -102,7 +59,7 @@ def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
 
 
 def test_bad_steps_count_only_in_a_row():
-    module = module_with_optimizer("trainer.max_bad_steps=3")
+    module, _ = built(*SHORT, "trainer.max_bad_steps=3", dtype=None)
     good = make_step(some_documents(), 24, {})
     documents = [dataclasses.replace(d, advantages=torch.full_like(d.advantages, math.inf)) for d in some_documents()]
     bad = make_step(documents, 24, {})
@@ -117,7 +74,7 @@ def test_bad_steps_count_only_in_a_row():
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_counted():
-    module = module_of()
+    module, _ = built(*SHORT, dtype=None)
     nothing = {"old_log_probs": torch.empty(0), "advantages": torch.empty(0)}
     documents = [dataclasses.replace(d, loss_mask=torch.zeros_like(d.loss_mask), **nothing) for d in some_documents()]
     metrics = module.training_step(make_step(documents, 24, {}), 0)["metrics"]
