@@ -40,12 +40,5 @@ class NoNumber(Squared):
         return -advantages * log_ratio, -advantages * advantages / advantages
 
 
-@dataclass(frozen=True)
-class NoBounds(Squared):
-    """Its upper bound lies below the lower one."""
-
-    bounds = (1.2, 0.8)
-
-
 def no_family(tau=0.1):
     return tau

@@ -98,7 +98,6 @@ def test_what_log_prob_loss_refuses(change, message):
         ("WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.375"),
         ("NoNumber", [], "needs to return finite numbers (got nan, at a log-ratio of -18.483, an advantage of 0 and"),
         ("Squared", ["loss.options.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
-        ("NoBounds", [], "NoBounds.bounds need to be two ratios, the lower one first (got 1.2, 0.8)"),
         ("no_family", [], "float is no Family"),
         ("SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
         ("Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
