@@ -1,4 +1,4 @@
-"""From rewards to advantages: of a prompt's completions and of a batch; what lengths take off, which prompts teach."""
+"""From scored completions to documents with advantages; what lengths take off, which prompts teach."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from pgtoolkit.batch import Document
+from pgtoolkit.config.schema import PolicyRolloutConfig
 from pgtoolkit.errors import DataError
+from pgtoolkit.tasks.completion import Completion
+from pgtoolkit.tasks.tasks import Prompt, Score
 
 EPSILON = 1e-6
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k")
@@ -92,6 +97,42 @@ def overlong_penalty(length: int, longest: int, buffer: int | None, most: float)
     """
     beyond = 0 if buffer is None else max(0, min(length, longest) - (longest - buffer))
     return -most * beyond / buffer if beyond else 0.0
+
+
+def scored_group(
+    prompt: Prompt,
+    start: list[int],
+    scored: list[tuple[Completion, Score]],
+    rollout: PolicyRolloutConfig,
+    estimator: str,
+) -> list[Document]:
+    """The documents of a prompt, whose tokens are `start`, with its completions and their scores."""
+    penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
+    rewards = [score.reward + overlong_penalty(len(one.tokens), *penalty) for one, score in scored]
+    try:
+        advantages = group_advantages(estimator, rewards)
+    except DataError as error:
+        raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {error}") from error
+    documents = []
+    for i, (completion, score) in enumerate(scored):
+        tokens = torch.cat([torch.tensor(start), completion.tokens])
+        documents.append(
+            Document(
+                tokens=tokens,
+                loss_mask=torch.arange(len(tokens)) >= len(start),
+                old_log_probs=completion.log_probs,
+                advantages=torch.full((len(completion.tokens),), advantages[i]),
+                group=prompt.index,
+                name=f"prompt {prompt.index}, completion {i}",
+                reward=rewards[i],
+                exact_match=score.exact_match,
+                truncated=completion.finish_reason == "length",
+                model_version=completion.model_version,
+                measures=score.measures,
+                task_reward=None if rollout.overlong_buffer is None else score.reward,
+            )
+        )
+    return documents
 
 
 def fill(

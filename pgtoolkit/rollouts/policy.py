@@ -19,11 +19,10 @@ from torch import Tensor
 from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, LastStep, OldLogProbs
-from pgtoolkit.errors import DataError
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import batch_divisor, fill, group_advantages, overlong_penalty
+from pgtoolkit.rollouts.advantages import batch_divisor, fill, scored_group
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.sampling.proof import check_batch
@@ -32,7 +31,7 @@ from pgtoolkit.system.background import in_background
 from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Prompt, Score
+from pgtoolkit.tasks.tasks import Prompt
 
 STAGES = ("sampling", "scoring", "old_log_probs")
 
@@ -209,7 +208,8 @@ class PolicyRollouts(Source):
             scores = self.task.scores([prompt for prompt in prompts for _ in range(size)], completions)
             scored = list(zip(completions, scores, strict=True))
             parts = [scored[i * size : (i + 1) * size] for i in range(len(prompts))]
-            return [self._group(*of_prompt) for of_prompt in zip(prompts, tokens, parts, strict=True)]
+            how = self._rollout, self._estimator
+            return [scored_group(*of_prompt, *how) for of_prompt in zip(prompts, tokens, parts, strict=True)]
 
     def _checked(self, groups: list[list[Document]]) -> list[list[Document]]:
         """The groups with the log-probs that are asked for, once those of servers were compared with the trainer's.
@@ -265,36 +265,6 @@ class PolicyRollouts(Source):
             docs = max((end for end in ends if end <= docs), default=0)
         documents[:docs] = [replace(d, on_policy=True, sampling_log_probs=d.old_log_probs) for d in documents[:docs]]
         return [documents[i : i + rollout.group_size] for i in range(0, len(documents), rollout.group_size)]
-
-    def _group(self, prompt: Prompt, start: list[int], scored: list[tuple[Completion, Score]]) -> list[Document]:
-        """Of one prompt, whose tokens are `start`."""
-        rollout = self._rollout
-        penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
-        rewards = [score.reward + overlong_penalty(len(one.tokens), *penalty) for one, score in scored]
-        try:
-            advantages = group_advantages(self._estimator, rewards)
-        except DataError as error:
-            raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {error}") from error
-        documents = []
-        for i, (completion, score) in enumerate(scored):
-            tokens = torch.cat([torch.tensor(start), completion.tokens])
-            documents.append(
-                Document(
-                    tokens=tokens,
-                    loss_mask=torch.arange(len(tokens)) >= len(start),
-                    old_log_probs=completion.log_probs,
-                    advantages=torch.full((len(completion.tokens),), advantages[i]),
-                    group=prompt.index,
-                    name=f"prompt {prompt.index}, completion {i}",
-                    reward=rewards[i],
-                    exact_match=score.exact_match,
-                    truncated=completion.finish_reason == "length",
-                    model_version=completion.model_version,
-                    measures=score.measures,
-                    task_reward=None if rollout.overlong_buffer is None else score.reward,
-                )
-            )
-        return documents
 
     def _some(self, documents: list[Document]) -> list[Document]:
         """Every so many-th, as many as fit a micro-batch: enough to check what wrote them."""
