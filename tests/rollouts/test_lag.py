@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
@@ -164,14 +165,14 @@ def test_a_run_continues_bit_for_bit_from_every_step(tmp_path, chosen):
 
 
 def test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them(tmp_path):
-    saved = tmp_path / "saved.jsonl"
+    saved = tmp_path / "saved"
     run(tmp_path / "run", "rollout.lag=3", f"rollout.save_path={saved}", "trainer.max_steps=7")
     versions = {}
     for path in sorted(saved.iterdir()):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(rows) == BATCH
-        (versions[path.name],) = {row["model_version"] for row in rows}
-    assert versions == {f"batch-00000{number}.jsonl": version for number, version in enumerate([0, 0, 1, 3])}
+        column = pq.read_table(path)["model_version"].to_pylist()
+        assert len(column) == BATCH
+        (versions[path.name],) = {*column}
+    assert versions == {f"batch-00000{number}.parquet": version for number, version in enumerate([0, 0, 1, 3])}
 
 
 def overlap(most):
