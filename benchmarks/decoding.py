@@ -47,12 +47,12 @@ def main() -> None:
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(Qwen2Config(**body, tie_word_embeddings=True, max_position_embeddings=8192))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
-    for rows in arguments.rows:
-        for places in arguments.places:
-            parts = _whole(model, rows, places)
-    print(f"\nkernels of a token, {rows} rows, {places} places: us, how many, and which")
-    for name, (microseconds, count) in sorted(parts.items(), key=lambda part: -part[1][0])[:30]:
-        print(f"{microseconds:9.1f} {count:6.1f}  {name[:120]}")
+    cases = itertools.product(arguments.rows, arguments.places)
+    parts = {(rows, places): _whole(model, rows, places) for rows, places in cases}
+    for places in arguments.places:
+        print(f"\nkernels of a token, {rows} rows, {places} places: us, how many, and which")
+        for name, (microseconds, count) in sorted(parts[rows, places].items(), key=lambda part: -part[1][0])[:20]:
+            print(f"{microseconds:9.1f} {count:6.1f}  {name[:120]}")
 
 
 def _say(what: str, rows: int, places: int | str, microseconds: float, num_bytes: float) -> None:
@@ -125,11 +125,12 @@ def _attention(rows: int, places: int, body: dict, tune: bool) -> None:
     if tune:
         from pgtoolkit.kernels import triton_attention as own
 
-        before = own._BLOCK_BYTES, own._WARPS
-        for size, warps in itertools.product((4096, 8192, 16384), (2, 4, 8)):
-            own._BLOCK_BYTES, own._WARPS = size, warps
-            _say(f"  blocks of {size} bytes, {warps} warps", rows, places, _microseconds(ours), 2 * 2 * keys.numel())
-        own._BLOCK_BYTES, own._WARPS = before
+        before = own._BLOCK_BYTES, own._WARPS, own._PROGRAMS
+        for programs, size, warps in itertools.product((1, 512, 1024), (4096, 8192, 16384), (2, 4)):
+            own._BLOCK_BYTES, own._WARPS, own._PROGRAMS = size, warps, programs
+            what = f"  {programs} programs, {size} bytes, {warps} warps"
+            _say(what, rows, places, _microseconds(ours), 2 * 2 * keys.numel())
+        own._BLOCK_BYTES, own._WARPS, own._PROGRAMS = before
 
 
 @torch.no_grad()

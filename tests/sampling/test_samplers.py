@@ -306,10 +306,10 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("top_p", ["null", "0.8"])
-def test_a_gpu_draws_what_a_cpu_draws(folder, top_p):
-    """In float32: by the kernel without top_p, in a CUDA graph, against PyTorch's operations."""
-    cpu = ["rollout.max_completion_length=60", "sampler.static_cache=true", "trainer.device=cpu"]
+@pytest.mark.parametrize(("top_p", "static"), [("null", "true"), ("0.8", "true"), ("null", "false")])
+def test_a_gpu_draws_what_a_cpu_draws(folder, top_p, static):
+    """In float32: by the kernel without top_p, in a CUDA graph or in `generate`, against PyTorch's operations."""
+    cpu = ["rollout.max_completion_length=60", f"sampler.static_cache={static}", "trainer.device=cpu"]
     model, sampler = built(suggesting(folder), *cpu, f"rollout.top_p={top_p}", "accumulation.max_tokens=128")
     requests = [Request(PROMPT, 20, 8), Request(OTHER, 20, 9)]
     expected = sampler.complete(requests)
