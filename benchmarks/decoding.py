@@ -2,8 +2,9 @@
 
     python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--tiny]
 
-A model of Qwen2.5-0.5B's shape with random weights in bfloat16. Medians of replays of a CUDA graph. `limit` is what
-reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate. With --tiny it can be tried on a CPU.
+A model of Qwen2.5-0.5B's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians of
+replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate. With
+--tiny it can be tried on a CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BYTES_A_MICROSECOND = 4.3e6
 GROUP = 8
+SMALL_BODY = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
+"""Of a model whose sweeps are many small runs in float32."""
 
 
 def main() -> None:
@@ -43,7 +46,8 @@ def main() -> None:
     for rows in arguments.rows:
         _draws(rows, body["vocab_size"])
         for places in arguments.places:
-            _attention(rows, places, body, arguments.tune and GPU)
+            _attention(rows, places, body, torch.bfloat16, arguments.tune and GPU)
+    _attention(1024, 64, SMALL_BODY, torch.float32, False)
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(Qwen2Config(**body, tie_word_embeddings=True, max_position_embeddings=8192))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
@@ -99,11 +103,11 @@ def _draws(rows: int, vocabulary: int) -> None:
         _say(what, rows, "", _microseconds(lambda f=function: f(logits, uniform)), 4 * logits.numel())
 
 
-def _attention(rows: int, places: int, body: dict, tune: bool) -> None:
+def _attention(rows: int, places: int, body: dict, dtype: torch.dtype, tune: bool) -> None:
     """Each row's last place is the same: the limit is of that much, as where all are equally long."""
     heads, groups = body["num_attention_heads"], body["num_key_value_heads"]
     width = body["hidden_size"] // heads
-    made = {"device": DEVICE, "dtype": torch.bfloat16}
+    made = {"device": DEVICE, "dtype": dtype}
     query, key, value = (torch.randn(rows, n, 1, width, **made) for n in (heads, groups, groups))
     keys, values = (torch.randn(rows, groups, places, width, **made) for _ in range(2))
     positions = torch.full((rows,), places - 1, device=DEVICE)
@@ -120,8 +124,9 @@ def _attention(rows: int, places: int, body: dict, tune: bool) -> None:
 
         return attend(query, key, value, keys, values, positions, width**-0.5, None)
 
-    for what, function in (("attention of a layer, the kernel", ours), ("attention of a layer, PyTorch", pytorchs)):
-        _say(what, rows, places, _microseconds(function), 2 * 2 * keys.numel())
+    for what, function in (("kernel", ours), ("PyTorch", pytorchs)):
+        what = f"attention of a layer, {what}, {str(dtype)[6:]}"
+        _say(what, rows, places, _microseconds(function), 2 * keys.nbytes)
     if tune:
         from pgtoolkit.kernels import triton_attention as own
 
@@ -129,7 +134,7 @@ def _attention(rows: int, places: int, body: dict, tune: bool) -> None:
         for programs, size, warps in itertools.product((1, 512, 1024), (4096, 8192, 16384), (2, 4)):
             own._BLOCK_BYTES, own._WARPS, own._PROGRAMS = size, warps, programs
             what = f"  {programs} programs, {size} bytes, {warps} warps"
-            _say(what, rows, places, _microseconds(ours), 2 * 2 * keys.numel())
+            _say(what, rows, places, _microseconds(ours), 2 * keys.nbytes)
         own._BLOCK_BYTES, own._WARPS, own._PROGRAMS = before
 
 

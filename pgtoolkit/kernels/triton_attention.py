@@ -13,6 +13,7 @@ from pgtoolkit.kernels.triton_two_pass import LOWEST
 
 _BLOCK_BYTES = 8192  # of the keys that a program multiplies at once
 _WARPS = 4
+_FEWEST_QUERIES = 5  # of a group that tl.dot multiplies, as if they were 16, faster in float32 than one by one
 _PROGRAMS = 512  # that fill a large GPU: some four for each of its multiprocessors
 _FEWEST_PLACES = 256  # of a row's room that are worth a program
 
@@ -40,14 +41,15 @@ def attention_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    DOT: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
     """A program for each row, key-value head (of HEADS) and part (of PARTS) of the places that the row's query sees.
 
-    GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to what tl.dot takes. NUMBER
-    is the type of sums. The first part has the new key and value, too, and writes them into the cache, where no program
-    reads them. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several parts log_sums: (rows, HEADS, PARTS, GROUP), to
-    base 2.
+    GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to powers of 2, and to what
+    tl.dot takes if it is to multiply (DOT). NUMBER is the type of sums. The first part has the new key and value, too,
+    and writes them into the cache, where no program reads them. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several
+    parts log_sums: (rows, HEADS, PARTS, GROUP), to base 2.
     """
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = program // HEADS, program % HEADS
@@ -76,21 +78,27 @@ def attention_kernel(
     share = tl.cdiv(tl.cdiv(position - first, BLOCK), PARTS) * BLOCK
     begin = first + part * share
     end = tl.minimum(begin + share, position)
-    for start in range(begin, end, BLOCK):
+    for start in tl.range(begin, end, BLOCK, num_stages=3):
         at = start + places
         seen = at < end
         block = at[:, None] * WIDTH + columns[None, :]
         there = seen[:, None] & wide[None, :]
         k = tl.load(keys + block, mask=there, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=NUMBER) * scale
-        x = tl.where(seen[None, :], x, LOWEST)
+        if DOT:
+            x = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=NUMBER)
+        else:
+            x = tl.sum(q[:, None, :] * k[None, :, :], 2)
+        x = tl.where(seen[None, :], x * scale, LOWEST)
         before = highest
         highest = tl.maximum(highest, tl.max(x, 1))
         kept = tl.exp2(before - highest)
         weights = tl.exp2(x - highest[:, None])
         v = tl.load(values + block, mask=there, other=0.0)
         weighted *= kept[:, None]
-        weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee", out_dtype=NUMBER)
+        if DOT:
+            weighted += tl.dot(weights.to(v.dtype), v, input_precision="ieee", out_dtype=NUMBER)
+        else:
+            weighted += tl.sum(weights[:, :, None] * v[None, :, :], 1)
         sums = sums * kept + tl.sum(weights, 1)
 
     sums = tl.where(sums == 0, 1.0, sums)  # of a part without places
@@ -141,16 +149,18 @@ def attend(
     """
     query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
     (rows, groups, room, width), heads = keys.shape, query.shape[1]
-    programs, columns = rows * groups, max(16, triton.next_power_of_2(width))
+    programs, group = rows * groups, heads // groups
+    dot = query.element_size() == 2 or group >= _FEWEST_QUERIES
+    queries, columns = (max(16 * dot, triton.next_power_of_2(n)) for n in (group, width))
     most = max(1, min(_PROGRAMS // programs, room // _FEWEST_PLACES))
     parts = 1 << (most.bit_length() - 1)  # a power of 2
     number = torch.promote_types(query.dtype, torch.float32)
     found = out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
     log_sums = None
     if parts > 1:
-        found = torch.empty(programs, parts, heads // groups, width, dtype=number, device=query.device)
+        found = torch.empty(programs, parts, group, width, dtype=number, device=query.device)
         log_sums = torch.empty(found.shape[:-1], dtype=number, device=query.device)
-    shape = {"GROUP": heads // groups, "WIDTH": width, "COLUMNS": columns, "PARTS": parts}
+    shape = {"GROUP": group, "WIDTH": width, "COLUMNS": columns, "PARTS": parts}
     attention_kernel[(programs, parts)](
         query,
         key,
@@ -167,11 +177,11 @@ def attend(
         room if window is None else window,
         scaling / math.log(2),
         HEADS=groups,
-        QUERIES=max(16, triton.next_power_of_2(heads // groups)),
+        QUERIES=queries,
         BLOCK=min(128, max(16, _BLOCK_BYTES // (columns * query.element_size()))),
+        DOT=dot,
         NUMBER=tl.float64 if number == torch.float64 else tl.float32,
         num_warps=_WARPS,
-        num_stages=3,
         **shape,
     )
     if parts > 1:

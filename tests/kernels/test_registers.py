@@ -73,14 +73,16 @@ def draw(half):
     types |= dict.fromkeys(("row_stride", "num_columns"), "i32")
     return compiled(draw_kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
 
-def attention(half, parts):
+def attention(half, group, parts):
     from pgtoolkit.kernels.triton_attention import attention_kernel
-    sizes = dict(HEADS=2, GROUP=7, QUERIES=16, WIDTH=64, COLUMNS=64, BLOCK=32 if half == "fp32" else 64, PARTS=parts)
+    dot = half != "fp32" or group > 4
+    sizes = dict(HEADS=2, GROUP=group, QUERIES=16 if dot else group, WIDTH=64, COLUMNS=64, PARTS=parts, DOT=dot)
+    sizes |= dict(BLOCK=32 if half == "fp32" else 64)
     sizes |= dict(NUMBER=triton.language.float32) | ({} if parts > 1 else dict(log_sums=None))
     types = dict(positions="*i64", log_sums="*fp32", scale="fp32", out="*fp32" if parts > 1 else "*" + half)
     types |= dict.fromkeys(strides := ("query_stride", "key_stride", "value_stride"), "i32")
     types |= dict.fromkeys(("room", "window"), "i32")
-    return compiled(attention_kernel, sizes, types, "*" + half, strides, num_warps=4, num_stages=3)
+    return compiled(attention_kernel, sizes, types, "*" + half, strides, num_warps=4)
 
 def combine():
     from pgtoolkit.kernels.triton_attention import combine_kernel
@@ -90,7 +92,8 @@ def combine():
 for line in sys.stdin:
     kernel, name, kind, path = line.split()
     if kernel in ("draw", "attention", "combine"):
-        made = draw(kind) if kernel == "draw" else combine() if kernel == "combine" else attention(kind, int(name))
+        sizes = map(int, name.split("x")) if kernel == "attention" else ()
+        made = draw(kind) if kernel == "draw" else combine() if kernel == "combine" else attention(kind, *sizes)
         open(path, "wb").write(made)
         print("compiled", flush=True)
         continue
@@ -174,6 +177,6 @@ def test_the_kernel_that_draws_compiles(usage_of, dtype):
 
 @pytest.mark.slow
 def test_the_kernels_for_attention_compile_and_nothing_is_spilled(usage_of):
-    for parts, dtype in (("1", "bf16"), ("4", "bf16"), ("1", "fp32")):
-        usage = usage_of("attention", parts, dtype) + usage_of("combine", parts)
+    for sizes, dtype in (("7x1", "bf16"), ("7x4", "bf16"), ("7x1", "fp32"), ("1x1", "fp32"), ("4x4", "fp32")):
+        usage = usage_of("attention", sizes, dtype) + usage_of("combine", sizes)
         assert usage.count(" STACK:0 ") == 2, usage
