@@ -2,9 +2,9 @@
 
     python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--tiny]
 
-A model of Qwen2.5-0.5B's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians of
-replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate. With
---tiny it can be tried on a CPU.
+A model of Qwen2.5-0.5B's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians
+of replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate.
+With --tiny it can be tried on a CPU.
 """
 
 from __future__ import annotations
