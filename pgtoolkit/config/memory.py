@@ -58,12 +58,13 @@ def plan(c: Config, gpu: float | None = None) -> Plan | None:
 def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
     prompt, completion = (tokens or 1 for tokens in longest_document(c))
     rows = getattr(c.rollout, "prompts_per_batch", c.evaluation.prompts_per_set)
-    rows *= getattr(c.rollout, "group_size", c.evaluation.completions_per_prompt)
+    group = getattr(c.rollout, "group_size", c.evaluation.completions_per_prompt)
+    rows *= group
     rows = min(math.ceil(rows / world_size(c.parallelism)), c.sampler.max_sequences or rows)
     length = min(c.accumulation.max_tokens, prompt + completion)
-    prompts = min(65536, rows * prompt) * (3 * shape.inner + 4 * shape.width) * number
+    prompts = min(65536, math.ceil(rows / group) * prompt) * (3 * shape.inner + 4 * shape.width) * number
     cache = rows * length * shape.layers * shape.cached * number
-    return {"keys and values": cache, "prompts": prompts, "draws": 16 * rows * shape.vocabulary}
+    return {"keys and values": cache, "prompts": prompts, "logits": 4 * rows * shape.vocabulary}
 
 
 def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str, float]:
