@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from rollouts_job import BODY, TINY_BODY
+from rollouts_job import BODIES
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pgtoolkit.kernels.products import linear
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true", help="other sizes of the attention kernel, too")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU can try the program with")
     arguments = parser.parse_args()
-    body = TINY_BODY if arguments.tiny else BODY
+    body = BODIES["tiny" if arguments.tiny else "0.5b"]
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}, torch {torch.__version__}")
     print(f"{'what':42} {'rows':>5} {'places':>6} {'us':>9} {'limit':>7}", flush=True)
@@ -49,7 +49,7 @@ def main() -> None:
             _attention(rows, places, body, torch.bfloat16, arguments.tune and GPU)
     _attention(1024, 64, SMALL_BODY, torch.float32, False)
     with torch.device(DEVICE):
-        model = Qwen2ForCausalLM(Qwen2Config(**body, tie_word_embeddings=True, max_position_embeddings=8192))
+        model = Qwen2ForCausalLM(Qwen2Config(**body))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
     cases = itertools.product(arguments.rows, arguments.places)
     parts = {(rows, places): _whole(model, rows, places) for rows, places in cases}

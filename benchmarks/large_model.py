@@ -24,16 +24,8 @@ import time
 from pathlib import Path
 
 import torch
-from rollouts_job import GROUP, Case, write_inputs
+from rollouts_job import BODIES, GROUP, Case, write_inputs
 
-BODIES = {
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
-    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40},
-    "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
-BODIES["7b"] |= {"num_key_value_heads": 4, "vocab_size": 152064}
-BODIES["14b"] |= {"num_key_value_heads": 8, "vocab_size": 152064}
-BODIES["tiny"] |= {"num_key_value_heads": 4, "vocab_size": 512}
 SIZES = {"ddp": "data_parallel", "fsdp": "data_parallel", "tensor": "tensor_parallel", "sequence": "tensor_parallel"}
 SIZES |= {"sequence_data": "sequence_data_parallel"}
 STAGES = ("sampling", "scoring", "old_log_probs", "update")
@@ -91,8 +83,7 @@ def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: 
     folder.mkdir(parents=True)
     tiny, count = arguments.shape == "tiny", arguments.processes
     length, prompts = (16, 4) if tiny else (512, 32)
-    body = BODIES[arguments.shape]
-    write_inputs(folder, prompts * arguments.iterations, tiny, body, weights=arguments.lora)
+    write_inputs(folder, prompts * arguments.iterations, arguments.shape, weights=arguments.lora)
     job = [
         *("model=huggingface", f"model.path={folder}/model", f"model.random_weights={str(not arguments.lora).lower()}"),
         *("model.gradient_checkpointing=true", "model.dtype=bfloat16", "loss=gspo", f"parallelism={arguments.kind}"),
@@ -152,9 +143,9 @@ def _trl(folder: Path, arguments: argparse.Namespace) -> str:
     folder.mkdir(parents=True)
     tiny = arguments.shape == "tiny"
     length, prompts = (16, 4) if tiny else (512, 32)
-    write_inputs(folder, prompts * arguments.iterations, tiny, BODIES[arguments.shape])
+    write_inputs(folder, prompts * arguments.iterations, arguments.shape)
     sampler = "vllm" if arguments.sampler == "vllm" else "generate"
-    case = Case(str(folder), "trl", sampler, length, prompts * GROUP, [], arguments.iterations, tiny)
+    case = Case(str(folder), "trl", sampler, length, prompts * GROUP, [], arguments.iterations, arguments.shape)
     status = _ended(folder, arguments, ["--trl-child", case.as_json()])
     output = (folder / "output").read_text()
     said = [line for line in output.splitlines() if line.startswith('{"iterations"')]

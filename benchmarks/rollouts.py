@@ -1,6 +1,6 @@
-"""Iterations of rollouts and an update on a model of half a billion parameters: seconds by stage, and memory.
+"""Iterations of rollouts and an update of a model with random weights: seconds by stage, and memory.
 
-    python benchmarks/rollouts.py FOLDER [--sampler transformers vllm] [--trl generate static vllm]
+    python benchmarks/rollouts.py FOLDER [--shape 0.5b] [--sampler transformers vllm] [--trl generate static vllm]
         [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false ...]
 
 Each case is a process of its own with a time limit, so that one that runs out of memory or hangs costs nothing else.
@@ -23,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from rollouts_job import GROUP, Case, write_inputs
+from rollouts_job import BODIES, GROUP, Case, write_inputs
 
 SECONDS = {"sample": "seconds_sampling", "score": "seconds_scoring", "old_log_probs": "seconds_old_log_probs"}
 SECONDS |= {"update": "seconds_update"}
@@ -37,7 +37,7 @@ def main() -> int:
     arguments = _arguments()
     folder = Path(arguments.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(folder, max(arguments.completions) // GROUP * arguments.iterations, arguments.tiny)
+    write_inputs(folder, max(arguments.completions) // GROUP * arguments.iterations, arguments.shape)
     until = time.monotonic() + arguments.seconds
     who = [("pgtoolkit", sampler) for sampler in arguments.sampler] + [("trl", sampler) for sampler in arguments.trl]
     print(_line(dict(zip(COLUMNS, COLUMNS, strict=True))), flush=True)
@@ -45,7 +45,7 @@ def main() -> int:
         for completions in arguments.completions:
             for trainer, sampler in who:
                 overrides = arguments.override if trainer == "pgtoolkit" else []
-                how = (overrides, arguments.iterations, arguments.tiny)
+                how = (overrides, arguments.iterations, arguments.shape)
                 case = Case(str(folder), trainer, sampler, length, completions, *how)
                 row = _measured(case, min(arguments.seconds_per_case, until - time.monotonic()))
                 print(_line(row), flush=True)
@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=3, help="of each case, the first of which warms up")
     parser.add_argument("--seconds-per-case", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=480, help="of all cases together")
-    parser.add_argument("--tiny", action="store_true", help="a model and lengths that a CPU can try the program with")
+    parser.add_argument("--shape", choices=BODIES, default="0.5b", help="of the model; tiny for a CPU")
     found = parser.parse_args()
     if not found.sampler and not found.trl:
         found.sampler, found.trl = ["transformers"], ["generate", "vllm"]

@@ -1,4 +1,4 @@
-"""The job of the rollout benchmark: a model of Qwen2.5-0.5B's shape with random weights, prompts, and a reward."""
+"""The job of the benchmarks of rollouts: a model of Qwen2.5's shape with random weights, prompts, and a reward."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from pathlib import Path
 GROUP = 8
 """Completions of a prompt."""
 
-BODY = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-BODY |= {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}
-TINY_BODY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-TINY_BODY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+
+def _body(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool) -> dict:
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    return sizes | heads | {"tie_word_embeddings": tied, "max_position_embeddings": 8192}
+
+
+BODIES = {
+    "tiny": _body(32, 64, 2, 4, 2, 512, True),
+    "0.5b": _body(896, 4864, 24, 14, 2, 151936, True),
+    "1.5b": _body(1536, 8960, 28, 12, 2, 151936, True),
+    "7b": _body(3584, 18944, 28, 28, 4, 152064, False),
+    "14b": _body(5120, 13824, 48, 40, 8, 152064, False),
+}
+"""Of config.json, by Qwen2.5's shapes."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class Case:
 
     trainer: pgtoolkit or trl. sampler: transformers or vllm; of trl also static, transformers with a static cache.
     length: tokens of a completion, which ends before only where one token of the vocabulary is drawn. completions: of
-    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each.
+    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each. shape: of BODIES.
     """
 
     folder: str
@@ -32,7 +43,7 @@ class Case:
     completions: int
     overrides: list[str]
     iterations: int
-    tiny: bool
+    shape: str
 
     @property
     def model(self) -> str:
@@ -45,27 +56,26 @@ class Case:
     @property
     def longest(self) -> int:
         """Tokens of the longest document."""
-        return longest_prompt(self.tiny) + self.length
+        return longest_prompt(self.shape) + self.length
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
 
-def longest_prompt(tiny: bool) -> int:
-    return 16 if tiny else 160
+def longest_prompt(shape: str) -> int:
+    return 16 if shape == "tiny" else 160
 
 
-def write_inputs(folder: Path, num_prompts: int, tiny: bool, body: dict | None = None, weights: bool = True) -> None:
+def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = True) -> None:
     """The model, in the number type of those on the hub, with a tokenizer that has a word for each of its tokens.
 
-    body: entries of its configuration, for another than the benchmark's. weights: whether they are written, too.
+    shape: of BODIES. weights: whether they are written, too.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    untied = body is not None
-    body = body or (TINY_BODY if tiny else BODY)
-    draw, longest = random.Random(0), longest_prompt(tiny)
+    body = BODIES[shape]
+    draw, longest = random.Random(0), longest_prompt(shape)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(num_prompts):
             text = "".join(draw.choice("abcdefgh") for _ in range(draw.randint(longest * 2 // 5, longest)))
@@ -75,11 +85,11 @@ def write_inputs(folder: Path, num_prompts: int, tiny: bool, body: dict | None =
     tokenizer = _tokenizer(body["vocab_size"])
     end = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
-    config = Qwen2Config(**body, **end, tie_word_embeddings=not untied, max_position_embeddings=8192)
+    config = Qwen2Config(**body, **end)
     if not weights:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder / "model")
-    elif untied and torch.cuda.is_available():
+    elif torch.cuda.is_available():
         with torch.device("cuda"):
             Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
     else:

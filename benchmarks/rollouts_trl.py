@@ -70,7 +70,7 @@ def run(case: Case) -> None:
         settings |= {"cache_implementation": "static"}
     if case.sampler == "vllm":
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
-        settings |= {"vllm_max_model_length": longest_prompt(case.tiny) + case.length}
+        settings |= {"vllm_max_model_length": longest_prompt(case.shape) + case.length}
     if processes > 1:
         fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "reshard_after_forward": True}
         settings |= {"fsdp": True, "fsdp_config": fsdp, "vllm_enable_sleep_mode": case.sampler == "vllm"}
