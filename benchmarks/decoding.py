@@ -192,7 +192,7 @@ def _kernels(step: Callable[[], object], times: int = 4) -> dict[str, tuple[floa
     for event in profile.events():
         if GPU and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        microseconds[event.name] += (event.device_time_total if GPU else event.self_cpu_time_total) / times
+        microseconds[event.name] += (event.time_range.elapsed_us() if GPU else event.self_cpu_time_total) / times
         counts[event.name] += 1 / times
     return {name: (microseconds[name], counts[name]) for name in counts}
 

@@ -62,9 +62,9 @@ def expected(query, key, value, keys, values, positions, scaling, window):
 @pytest.mark.parametrize(
     ("heads", "groups", "width", "window", "dtype", "tolerance"),
     [
-        (6, 2, 16, None, torch.float32, 1e-6),
-        (4, 4, 20, 40, torch.float32, 1e-6),
-        (7, 1, 80, None, torch.float64, 2e-7),
+        (6, 2, 16, None, torch.float32, 4e-6),
+        (4, 4, 20, 40, torch.float32, 4e-6),
+        (7, 1, 80, None, torch.float64, 2e-6),
         (14, 2, 64, None, torch.bfloat16, 3e-2),
         (17, 1, 24, 290, torch.float16, 2e-3),
         (2, 2, 5, 1, torch.bfloat16, 3e-2),
