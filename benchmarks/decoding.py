@@ -1,10 +1,10 @@
 """Microseconds of a token while completions are sampled: of its kernels, of the whole, and what the whole consists of.
 
-    python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--tiny]
+    python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--shape 1.5b]
 
-A model of Qwen2.5-0.5B's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians
+A model of Qwen2.5's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians
 of replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate.
-With --tiny it can be tried on a CPU.
+With `--shape tiny` it can be tried on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from rollouts_job import BODIES
+from rollouts_job import BODIES, GROUP
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pgtoolkit.kernels.products import linear
@@ -27,7 +27,6 @@ from pgtoolkit.sampling.draw import draw
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BYTES_A_MICROSECOND = 4.3e6
-GROUP = 8
 SMALL_BODY = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 """Of a model whose sweeps are many small runs in float32."""
 
@@ -37,9 +36,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[64, 256], help="completions at a time")
     parser.add_argument("--places", nargs="+", type=int, default=[256, 640, 4096], help="tokens of a row so far")
     parser.add_argument("--tune", action="store_true", help="other sizes of the attention kernel, too")
-    parser.add_argument("--tiny", action="store_true", help="a model that a CPU can try the program with")
+    parser.add_argument("--shape", default="0.5b", choices=BODIES, help="of the model, from Qwen2.5's")
     arguments = parser.parse_args()
-    body = BODIES["tiny" if arguments.tiny else "0.5b"]
+    body = BODIES[arguments.shape]
     torch.manual_seed(0)
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}, torch {torch.__version__}")
     print(f"{'what':42} {'rows':>5} {'places':>6} {'us':>9} {'limit':>7}", flush=True)
@@ -173,7 +172,8 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int) -> dict[str, tuple[f
         parts = _kernels(step)
     per_place = 2 * 2 * model.config.num_hidden_layers * model.config.num_key_value_heads
     per_place *= model.config.hidden_size // model.config.num_attention_heads
-    whole = 2 * sum(weight.numel() for weight in model.parameters()) + 2 * 4 * rows * model.config.vocab_size
+    weights = (*model.model.layers.parameters(), *model.lm_head.parameters())
+    whole = sum(weight.nbytes for weight in weights) + 2 * 4 * rows * model.config.vocab_size
     _say("prompts and first token", rows, places - tokens, first, 0)
     _say("a token", rows, places, taken, whole + per_place * rows * places)
     if GPU:
