@@ -86,6 +86,7 @@ _TYPES = {
     "int": ("a whole number", is_whole),
     "float": ("a number", is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "AutoOrBool": ("auto, true or false", lambda value: value == "auto" or isinstance(value, bool)),
     "str": ("text", lambda value: isinstance(value, str)),
     "dict[str, Any]": ("a dictionary", lambda value: isinstance(value, dict)),
     "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),

@@ -56,7 +56,7 @@ _TRACKED = {"only_if": "tracking.name=mlflow"}
 _STARTED = {"only_if": "sampler.urls=[]"}
 _APART = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
 _CUT = {"learns": False}
-"""How a step is cut, or by how many ranks, changes nothing of it."""
+"""How a step is cut, by how many ranks, or how it rounds, changes nothing of it."""
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS])
@@ -70,6 +70,7 @@ LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
 NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+AutoOrBool = Any  # in YAML, true and false are no texts
 
 
 @dataclass
@@ -161,6 +162,7 @@ class AccumulationConfig:
 class ModelConfig:
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool
+    compile: AutoOrBool = key(**_CUT)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config import memory
+from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import name_in, name_of
 from pgtoolkit.config.plan import describe
@@ -26,6 +27,8 @@ def render_plan(checked: Checked) -> str:
         if first.values.model.name == "huggingface" and not first.report.problems:
             sizes = [float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()]
             sections.append(("Memory", [*memory.describe(first.values, min(sizes, default=None))]))
+            compiles, reason = compilation(first.values, bool(sizes) and first.values.trainer.device != "cpu")
+            sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
         if first.config.rollout.name == "policy" and not first.report.problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model import attention, lora
+from pgtoolkit.model import attention, compiled, lora
+from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -32,13 +34,16 @@ are, it is most of the norm.
 """
 
 
-def build_policy(config, alphabet: str | None, on_gpu: bool, layout: Layout = ONE_PROCESS) -> Policy:
+def build_policy(
+    config, alphabet: str | None, on_gpu: bool, layout: Layout = ONE_PROCESS, compiles: bool = False
+) -> Policy:
     """The model of `config.model` with its tokenizer.
 
     Of the ranks of a node one reads it, or draws its numbers; to the others `parallelize` gives them.
 
     alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
     on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
+    compiles: whether what lies between the matrices of a model that is known is compiled, see `compiled`.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
     tiny = isinstance(config, TinyModelConfig)
@@ -49,7 +54,10 @@ def build_policy(config, alphabet: str | None, on_gpu: bool, layout: Layout = ON
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if on_gpu and not tiny:
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
-    return policy
+    if not (compiles and is_known(policy.model)):
+        return policy
+    compiled.switch_on(policy.model)
+    return replace(policy, compiled=True)
 
 
 def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:

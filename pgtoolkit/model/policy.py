@@ -17,7 +17,7 @@ from pgtoolkit.batch import MicroBatch
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import attention, lora
+from pgtoolkit.model import attention, compiled, lora
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.ranks.collectives import whole
@@ -34,6 +34,7 @@ class Policy:
 
     base_digest: where LoRA's adapters alone are trained, a digest of the other weights, which are in compute_dtype.
     packs: whether the model keeps documents of one row apart by itself, where their position ids start again.
+    compiled: whether it computes as `compiled.switch_on` has made it, which copies of it are to do as well.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Policy:
     compute_dtype: torch.dtype = torch.float32
     base_digest: str | None = None
     packs: bool = True
+    compiled: bool = False
 
     pipeline = None  # not a field: what a policy in stages has in its place
     is_whole = True
@@ -104,7 +106,9 @@ class Policy:
         # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays in float32.
         with device:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
-        return Policy(model.requires_grad_(False), self.tokenizer, self.compute_dtype)
+        if self.compiled:
+            compiled.switch_on(model)
+        return Policy(model.requires_grad_(False), self.tokenizer, self.compute_dtype, compiled=self.compiled)
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:

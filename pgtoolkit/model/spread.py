@@ -185,6 +185,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         policy.compute_dtype,
         policy.base_digest,
         policy.packs,
+        policy.compiled,
         layout=layout,
         sharded=sharded,
         multiple=layout.size("tensor_parallel") if parallelism.sequence_parallel else 1,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from pgtoolkit.config.compilation import compilation, refuse_unknown
 from pgtoolkit.config.evaluation import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -25,6 +28,8 @@ from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.sources import evaluator_of, source_of
+
+log = logging.getLogger("pgtoolkit")
 
 
 def build(
@@ -40,7 +45,7 @@ def build(
     if accelerator(config) == "gpu":
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
-    policy = build_policy(config.model, task.alphabet, accelerator(config) == "gpu", layout)
+    policy = policy_of(config, task.alphabet, layout, config)
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
@@ -52,6 +57,20 @@ def build(
         trained = task if isinstance(source, PolicyRollouts) else None
         module.evaluator = evaluator_of(config, trained, module, source, run_dir or Path())
     return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
+
+
+def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:
+    """The policy, as it computes in a run of the configuration `run`; None: in none."""
+    on_gpu = accelerator(config) == "gpu"
+    compiles, reason = compilation(run, on_gpu) if run else (config.model.compile is True, "since nothing is trained")
+    policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
+    report = Report()
+    refuse_unknown(config.model, policy.model.config.model_type, report)
+    if report.problems:
+        raise ConfigError(report.problems[0])
+    if config.model.compile == "auto" and config.model.name == "huggingface":
+        log.info(f"model.compile=auto: {'on' if compiles else 'off'}, {reason}")
+    return policy
 
 
 def closes_on_groups(config: Config) -> bool:

@@ -13,14 +13,13 @@ import torch
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
 from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.tracking.progress import evaluation_line
-from pgtoolkit.training.build import accelerator, begin
+from pgtoolkit.training.build import accelerator, begin, policy_of
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.sources import evaluator_of
 from pgtoolkit.training.state import load_weights
@@ -106,7 +105,7 @@ def evaluate(
     origin, alphabet = trained or config, None
     if isinstance(config.model, TinyModelConfig):  # whose vocabulary is that of the prompts
         alphabet = make_task(origin.task, origin.seed).alphabet
-    policy = build_policy(config.model, alphabet, accelerator(config) == "gpu")
+    policy = policy_of(config, alphabet, ONE_PROCESS, trained)
     module = PolicyGradientModule(config, policy, ONE_PROCESS)
     if state is not None:
         try:

@@ -44,6 +44,7 @@ def check_machine(c: Config, report: Report) -> None:
     if report.problems:
         return
     devices(c, report)
+    _compiler(c, report)
     _processes(c, report)
     _servers(c, report)
     _models(c, report)
@@ -70,6 +71,18 @@ def devices(c: Config, report: Report) -> None:
         report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
     if c.kernel.needs_gpu and c.trainer.device != "cpu":  # which the rule on kernels has refused
         refuse_triton("none", report)
+
+
+def _compiler(c: Config, report: Report) -> None:
+    """A C++ compiler where torch.compile is to write programs for a CPU; for a GPU it writes them as Triton's."""
+    if c.model.compile is not True:
+        return
+    import torch
+
+    compiler = os.environ.get("CXX", "g++")
+    if (c.trainer.device == "cpu" or not torch.cuda.is_available()) and shutil.which(compiler) is None:
+        needs, got = "a C++ compiler on a CPU", f"no {compiler}"
+        report.refuse("model.compile=true", needs, got, "torch.compile writes C++ there.", "model.compile=auto")
 
 
 def _processes(c: Config, report: Report) -> None:

@@ -14,6 +14,7 @@ from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.model import compiled
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy
@@ -59,6 +60,7 @@ class PolicyGradientModule(DynamicAccumulation):
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
         self._check_log_probs(step)
         output = super().training_step(step, batch_index)
+        compiled.tell()
         weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
         if weight_sum is not None:
             output["metrics"]["weight_sum"] = weight_sum

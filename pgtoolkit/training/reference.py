@@ -38,11 +38,11 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
 
 def _loaded(path: str, policy: Policy, layout: Layout) -> Policy:
     dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
-    off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False}
+    off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False, "compile": False}
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
     chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
     try:
-        loaded = build_policy(chosen, None, policy.by_document, layout)  # as the policy was built
+        loaded = build_policy(chosen, None, policy.by_document, layout, policy.compiled)  # as the policy was built
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()

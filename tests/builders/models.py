@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
-from pgtoolkit.model import attention, lora
+from pgtoolkit.model import attention, compiled, lora
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.model.policy import Policy
 
@@ -35,7 +35,7 @@ def save_with_tokenizer(model: transformers.PreTrainedModel, folder: Path, chat_
 
 def model_config(path, **changes) -> HuggingFaceModelConfig:
     """The configuration of a model folder, without what was not asked for."""
-    values = {"random_weights": False, "dtype": NumberType.auto, "gradient_checkpointing": False}
+    values = {"random_weights": False, "dtype": NumberType.auto, "gradient_checkpointing": False, "compile": False}
     values |= {"lora_rank": None, "lora_alpha": 32.0, "lora_targets": ["all-linear"]}
     return HuggingFaceModelConfig(name="huggingface", path=str(path), fp32_lm_head=False, **(values | changes))
 
@@ -68,4 +68,6 @@ def build(kind: str) -> Policy:
         parameter.data += 0.2 * torch.randn(parameter.shape)
     if kind.endswith("_by_document"):
         attention.use_packed_attention(model)  # which it would have on a GPU, here through the loop over documents
+    if "_compiled" in kind:
+        compiled.switch_on(model)
     return Policy(model.double().train(), None, base_digest=digest)

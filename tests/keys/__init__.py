@@ -58,6 +58,10 @@ SEEN_BY = {
     "rollout/recorded.group_size": "rollouts/test_recorded.py::test_group_ids_and_group_size",
     "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_limits_of_the_run",
     "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_fault_while_sampling_is_one_sentence",
+    **dict.fromkeys(
+        ("model/huggingface.compile", "model/tiny.compile"),
+        "model/test_compiled.py::test_the_copies_of_a_policy_compute_as_it_does",
+    ),
     "model/huggingface.dtype": "model/test_huggingface.py::"
     "test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights",
     "model/huggingface.lora_alpha": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",

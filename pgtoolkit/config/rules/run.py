@@ -10,7 +10,9 @@ import shlex
 from typing import Any
 from urllib.parse import urlsplit
 
+from pgtoolkit.config.compilation import refuse_unknown
 from pgtoolkit.config.evaluation import samples
+from pgtoolkit.config.models import shape
 from pgtoolkit.config.paths import batches_in, is_local_path
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PolicyRolloutConfig, VllmSamplerConfig
@@ -79,6 +81,7 @@ def model(c: Config, report: Report) -> None:
         room_for(c, tokens_at_least(c), "the longest document", report)
     elif is_local_path(model.path):
         existing(report, "model.path", model.path)
+    refuse_unknown(model, shape(model).get("type"), report)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
     if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
