@@ -1,6 +1,6 @@
 """Microseconds of a token while completions are sampled: of its kernels, of the whole, and what the whole consists of.
 
-    python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--shape 1.5b]
+    python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--compile] [--shape 1.5b]
 
 A model of Qwen2.5's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians
 of replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate.
@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.model import decoding
+from pgtoolkit.model.compiled import switch_on
 from pgtoolkit.sampling.draw import draw
 
 GPU = torch.cuda.is_available()
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", type=int, default=[256, 640, 4096], help="tokens of a row so far")
     parser.add_argument("--tune", action="store_true", help="other sizes of the attention kernel, too")
     parser.add_argument("--shape", default="0.5b", choices=BODIES, help="of the model, from Qwen2.5's")
+    parser.add_argument("--compile", action="store_true", help="then the tokens once more by model.compile=true")
     arguments = parser.parse_args()
     body = BODIES[arguments.shape]
     torch.manual_seed(0)
@@ -50,12 +52,15 @@ def main() -> None:
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(Qwen2Config(**body))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
-    cases = itertools.product(arguments.rows, arguments.places)
-    parts = {(rows, places): _whole(model, rows, places) for rows, places in cases}
-    for places in arguments.places:
-        print(f"\nkernels of a token, {rows} rows, {places} places: us, how many, and which")
-        for name, (microseconds, count) in sorted(parts[rows, places].items(), key=lambda part: -part[1][0])[:20]:
-            print(f"{microseconds:9.1f} {count:6.1f}  {name[:120]}")
+    cases, parts = list(itertools.product(arguments.rows, arguments.places)), {}
+    for how in ["", ", compiled"] if arguments.compile else [""]:
+        if how:
+            switch_on(model)
+        parts |= {case: _whole(model, *case, how) for case in cases}
+    for (rows, places), kernels in list(parts.items())[-len(arguments.places) :]:
+        print(f"\nkernels of a token{how}, {rows} rows, {places} places: us, how many, and which")
+        for name, (microseconds, count) in sorted(kernels.items(), key=lambda kernel: -kernel[1][0])[:16]:
+            print(f"{microseconds:9.1f} {count:6.1f}  {name[:80]}")
 
 
 def _say(what: str, rows: int, places: int | str, microseconds: float, num_bytes: float) -> None:
@@ -138,7 +143,7 @@ def _attention(rows: int, places: int, body: dict, dtype: torch.dtype, tune: boo
 
 
 @torch.no_grad()
-def _whole(model: Qwen2ForCausalLM, rows: int, places: int) -> dict[str, tuple[float, float]]:
+def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[str, tuple[float, float]]:
     """Says how long a token takes at some `places`; gives its kernels, each with microseconds and count."""
     tokens = min(64, places // 2)
     prompts = torch.randint(9, model.config.vocab_size, (rows // GROUP, places - tokens)).tolist() * GROUP
@@ -174,8 +179,8 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int) -> dict[str, tuple[f
     per_place *= model.config.hidden_size // model.config.num_attention_heads
     weights = (*model.model.layers.parameters(), *model.lm_head.parameters())
     whole = sum(weight.nbytes for weight in weights) + 2 * 4 * rows * model.config.vocab_size
-    _say("prompts and first token", rows, places - tokens, first, 0)
-    _say("a token", rows, places, taken, whole + per_place * rows * places)
+    _say(f"prompts and first token{how}", rows, places - tokens, first, 0)
+    _say(f"a token{how}", rows, places, taken, whole + per_place * rows * places)
     if GPU:
         kernels = sum(microseconds for microseconds, _ in parts.values())
         _say(f"  its {sum(count for _, count in parts.values()):.0f} kernels", rows, places, kernels, 0)
