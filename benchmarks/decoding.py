@@ -34,7 +34,7 @@ SMALL_BODY = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", type=int, default=[64, 256], help="completions at a time")
+    parser.add_argument("--rows", nargs="+", type=int, default=[64, 256], help="completions at a time, by 8")
     parser.add_argument("--places", nargs="+", type=int, default=[256, 640, 4096], help="tokens of a row so far")
     parser.add_argument("--tune", action="store_true", help="other sizes of the attention kernel, too")
     parser.add_argument("--shape", default="0.5b", choices=BODIES, help="of the model, from Qwen2.5's")
