@@ -3,6 +3,7 @@
 Hydra runs this file before it is known as a module, so that annotations cannot be put off to later here.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from omegaconf import OmegaConf
 class LocalLauncherConfig:
     _target_: str
     n_jobs: int
+    jobs_per_gpu: int | None
     fail_fast: bool
 
 
@@ -25,20 +27,21 @@ ConfigStore.instance().store(group="hydra/launcher", name="local_schema", node=L
 
 
 class _Launcher(Launcher):
-    """Every job in a fresh process; see `pgtoolkit.launch.multirun.CheckedJobs`. settings: keys of hydra.launcher."""
+    """See `pgtoolkit.launch.multirun.CheckedJobs`. settings: keys of hydra.launcher."""
 
     def __init__(self, fail_fast: bool, **settings: Any):
         self._fail_fast, self._settings = fail_fast, settings
+        self._started = functools.cache(self._engine)  # once: a sweeper that searches launches many times
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: Any) -> None:
         self._jobs = hydra_context.config_loader
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        return self._jobs.run(job_overrides, initial_job_idx, self._engine, self._fail_fast)
+        return self._jobs.run(job_overrides, initial_job_idx, self._started, self._fail_fast)
 
 
 class LocalLauncher(_Launcher):
-    """On this machine. settings: n_jobs."""
+    """On this machine. settings: n_jobs, jobs_per_gpu."""
 
     def _engine(self):
         from pgtoolkit.launch.engines import LocalEngine

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgtoolkit.config.evaluation import samples
-from pgtoolkit.config.models import Sizes, sizes
+from pgtoolkit.config.models import Sizes, sizes, tiny_sizes
 from pgtoolkit.config.plan import longest_document
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
@@ -17,6 +17,9 @@ from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.report import refusal, text
 
 _TRAINED = {"weights": 4, "gradients": 4, "moments": 8}  # bytes of each number; AdamW has two moments
+
+_OF_CUDA = 0.7e9
+"""Bytes that CUDA takes for each process: its context, kernels and workspaces."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Plan:
 
 
 def plan(c: Config, gpu: float | None = None) -> Plan | None:
-    """gpu: bytes of each, by which the head's logits go. None where the model is tiny, or not known."""
-    shape = sizes(c.model)
+    """gpu: bytes of each, by which the head's logits go. None where the model is not known."""
+    shape = tiny_sizes(c.model, c.task) if c.model.name == "tiny" else sizes(c.model)
     if shape is None:
         return None
     p, number, rank = c.parallelism, 4 if c.model.dtype == "float32" else 2, c.model.lora_rank
@@ -99,6 +102,11 @@ def describe(c: Config, gpu: float | None) -> Iterator[str]:
         yield f"use {_remedy(c, gpu)}"
 
 
+def of_process(c: Config, gpu: float) -> float:
+    """Bytes that a process takes of a GPU of so many at most; of an unknown model those of CUDA alone."""
+    return _OF_CUDA + (found.most if (found := plan(c, gpu)) else 0)
+
+
 def refuse_overflow(c: Config, gpu: float) -> None:
     """ConfigError where a GPU of so many bytes has no room for what is certain, before anything is loaded."""
     if (found := plan(c, gpu)) is None:
@@ -123,7 +131,7 @@ def _remedy(c: Config, gpu: float) -> str:
 
 def _changes(c: Config) -> Iterator[dict[str, Any]]:
     """What costs little first: time, then GPUs, then that fewer weights are trained."""
-    first = {} if c.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
+    first = {} if c.model.gradient_checkpointing or c.model.name == "tiny" else {"model.gradient_checkpointing": True}
     rooms, longest = [c.accumulation.max_tokens // k for k in (2, 4, 8)], sum(x or 1 for x in longest_document(c))
     cheap = [first, *(first | {"accumulation.max_tokens": room} for room in rooms if room >= max(longest, 1024))]
     if samples(c) and c.sampler.name == "transformers":

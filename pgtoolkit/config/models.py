@@ -38,6 +38,11 @@ def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
     return size if is_whole(size) and size >= 1 else None
 
 
+def tiny_sizes(model: TinyModelConfig, task: TaskConfig) -> Sizes:
+    shape = {"n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_heads}
+    return Sizes({"model_type": "gpt2", "vocab_size": vocabulary_size(model, task) or 128, **shape})
+
+
 def sizes(model: ModelConfig) -> Sizes | None:
     """None where the model is tiny or of another type, or its config.json does not say enough."""
     known = model_settings(getattr(model, "path", None))

@@ -84,9 +84,9 @@ def reference(config: Config) -> Iterator[str]:
         yield "the column ref_log_probs of the recorded rollouts; no second model"
         return
     yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
-    share = "a quarter" if getattr(model, "gradient_checkpointing", False) else "a third"
+    share = "a quarter" if model.gradient_checkpointing else "a third"
     yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
-    if chosen == "initial" and getattr(model, "lora_rank", None) is not None:
+    if chosen == "initial" and model.lora_rank is not None:
         yield "memory: none, since it is the model in training without its adapters"
         return
     number, size = num_weights(getattr(model, "path", None) if chosen == "initial" else chosen), "those of the model"

@@ -172,6 +172,8 @@ class TinyModelConfig(ModelConfig):
     hidden_size: int = key(1, 65536, fixed=_WEIGHTS)
     num_heads: int = key(1, 1000, fixed=_WEIGHTS)
     max_positions: int = key(1, 10**6, fixed=_WEIGHTS)
+    # What other models choose; none of these is a key.
+    dtype, lora_rank, gradient_checkpointing, random_weights = "float32", None, False, True
 
 
 @dataclass

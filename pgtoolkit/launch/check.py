@@ -25,7 +25,7 @@ from pgtoolkit.config.validate import interpolated, resolve_and_validate
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import LOCAL, Job, Sweep
 from pgtoolkit.system.report import Report, key_of
-from pgtoolkit.training.machine import check_machine
+from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 
 
 @dataclass
@@ -126,6 +126,8 @@ def check(
                 kinds[kind] = _Kind(run)
         if run.values is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
             check_machine(run.values, run.report)
+            if (jobs_per_gpu := master.hydra.launcher.jobs_per_gpu) is not None and not checked.report.problems:
+                jobs_on_gpus(run.values, jobs_per_gpu, run.report)
         if checked.sweep is not None and not run.report.problems:
             _place(checked.sweep, run, number)
         return run

@@ -10,6 +10,7 @@ from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say
+from pgtoolkit.system.shell import shell_path
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,7 +52,6 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import render_comparison
     from pgtoolkit.runs.find import find_runs
-    from pgtoolkit.tracking.next_commands import shell_path
 
     if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
         from pgtoolkit.config.names import name_from
@@ -81,7 +81,6 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
     args = parser.parse_args(argv)
 
     from pgtoolkit.inspection.samples import chosen_set, kept_by, render_samples, samples
-    from pgtoolkit.tracking.next_commands import shell_path
 
     kept = kept_by(args.run)
     chosen = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
@@ -134,7 +133,6 @@ def _export(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.tracking.next_commands import shell_path
     from pgtoolkit.training.export import export
 
     step = export(args.run, args.folder, args.best)
@@ -154,7 +152,6 @@ def _convert(parser: _Parser, argv: list[str]) -> None:
 
     from pgtoolkit.dumps import convert
     from pgtoolkit.dumps.systems import system_of
-    from pgtoolkit.tracking.next_commands import shell_path
 
     system = system_of(args.system)
     policy = convert.policy_of(args.path, args.overrides) if args.overrides else None

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
+from pgtoolkit.launch.forks import Forks, JobProcess
 from pgtoolkit.system.report import refusal, say
+from pgtoolkit.training.machine import visible_gpus
 
 _SECONDS_TO_CONNECT = 30
 _SECONDS_BETWEEN_CANCELS = 10
@@ -22,53 +23,27 @@ _SECONDS_TO_CANCEL = 60
 """SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves nothing to wait for."""
 
 
-class JobProcess:
-    """The process of one job on this machine, in a session of its own; it saves and stops when this process ends.
-
-    file: the job's description, see `multirun`. log: what the process prints is added to it.
-    """
-
-    reason: str | None = None
-    """What the engine says of a job that did not end by itself."""
-
-    def __init__(self, file: str | Path, log: str | Path):
-        command = [sys.executable, "-P", "-m", "pgtoolkit.launch.job", str(file)]
-        with Path(log).open("a+", encoding="utf-8") as output:
-            # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
-            streams = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
-            self._process = subprocess.Popen(command, **streams, start_new_session=True)
-
-    def poll(self) -> int | None:
-        """The exit status once the job has ended; negative where a signal ended it."""
-        if (status := self._process.poll()) is not None:
-            self._process.stdin.close()
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # what a killed job may have left of its own processes
-        return status
-
-    def stop(self, number: int) -> None:
-        """Let the job save and stop; number: of the signal that asks for it."""
-        self._process.send_signal(number)
-
-    def wait(self) -> int:
-        """Until it has ended; also in a signal handler, which may have interrupted a `poll`."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        return self.poll()
-
-
 class LocalEngine:
-    """n_jobs processes at a time on this machine."""
+    """n_jobs at a time on this machine, or jobs_per_gpu on each of its GPUs; the CPU cores are divided among them."""
 
-    def __init__(self, n_jobs: int):
-        self.at_a_time = n_jobs
+    def __init__(self, n_jobs: int, jobs_per_gpu: int | None):
+        self._gpus = visible_gpus() * jobs_per_gpu if jobs_per_gpu else [None] * n_jobs
+        self.at_a_time, environment = len(self._gpus), dict(os.environ)
+        if self.at_a_time > 1:
+            threads = max(1, len(os.sched_getaffinity(0)) // self.at_a_time)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+        self._running: dict[int, JobProcess] = {}
+        self._forks = Forks(environment)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
         """jobs: absolute paths of each job's file, which `multirun` writes, and of its log."""
-        return [JobProcess(file, log) for file, log in jobs]
+        return [self._start(file, log) for file, log in jobs]
 
-    def close(self) -> None:
-        """Let go of the cluster, where there is one, once all jobs have ended."""
+    def _start(self, file: str, log: str) -> JobProcess:
+        taken = {place for place, process in self._running.items() if process.poll() is None}
+        place = next(place for place in range(self.at_a_time) if place not in taken)
+        self._running[place] = self._forks.start(file, log, self._gpus[place])
+        return self._running[place]
 
 
 class RayEngine:
@@ -108,9 +83,6 @@ class RayEngine:
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_RayTask]:
         return [_RayTask(self._ray, self._task.remote(os.getcwd(), file, log)) for file, log in jobs]
 
-    def close(self) -> None:
-        self._ray.shutdown()
-
 
 class _RayTask:
     def __init__(self, ray, reference):
@@ -138,12 +110,10 @@ class _RayTask:
 def _run_job(folder: str, file: str, log: str) -> int:
     """A job on a worker of Ray, which raises KeyboardInterrupt where it is cancelled; returns the exit status."""
     os.chdir(folder)
-    process, is_told = JobProcess(file, log), False
+    process, is_told = Forks().start(file, log), False
     while True:
         try:
-            while (status := process.poll()) is None:
-                time.sleep(0.2)
-            return status
+            return process.wait()
         except KeyboardInterrupt:
             if not is_told:
                 process.stop(signal.SIGTERM)
@@ -172,9 +142,6 @@ class SubmititEngine:
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_SubmittedJob]:
         with self._refused():
             return [_SubmittedJob(job) for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))]
-
-    def close(self) -> None:
-        """SLURM has nothing to let go of."""
 
     @staticmethod
     @contextlib.contextmanager
@@ -215,11 +182,9 @@ class _JobOfSubmitit:
     _process: JobProcess | None = None
 
     def __call__(self, file: str, log: str) -> int:
-        self._process = JobProcess(file, log)
+        self._process = Forks().start(file, log)
         signal.signal(signal.SIGTERM, lambda number, _: self._process.stop(number))
-        while (status := self._process.poll()) is None:
-            time.sleep(0.2)
-        return status
+        return self._process.wait()
 
     def checkpoint(self, file: str, log: str):
         """submitit asks for this when the job is preempted or out of time: save, then take a place in the queue."""
@@ -232,7 +197,7 @@ class _JobOfSubmitit:
 
 
 Engine = LocalEngine | RayEngine | SubmititEngine
-"""Runs `python -m pgtoolkit.launch.job FILE` for each job, `at_a_time` of them; `LocalEngine` says what each offers."""
+"""Starts `Forks` for its jobs, `at_a_time` of them; `LocalEngine` says what each offers."""
 
 JobHandle = JobProcess | _RayTask | _SubmittedJob
 """A job that was started; `JobProcess` says what each offers."""

@@ -149,8 +149,6 @@ class Jobs:
             finally:
                 # After a defect of the launcher itself the jobs must not run on unseen.
                 self._stop_all(signal.SIGTERM)
-                if engine is not None:
-                    engine.close()
         if self._stopped_by:
             raise Interrupted(f"the sweep was stopped by {self._stopped_by}.")
 

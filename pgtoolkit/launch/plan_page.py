@@ -13,7 +13,7 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import first_line
 from pgtoolkit.launch.check import Checked, distinctive, notes, problems
 from pgtoolkit.launch.sweep_report import summary
-from pgtoolkit.runs.provenance import gpus
+from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system.report import key_of
 
 
@@ -25,9 +25,9 @@ def render_plan(checked: Checked) -> str:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
         chosen, hydra = first.values.tracking.run_name, first.config.hydra
         if first.values.model.name == "huggingface" and not first.report.problems:
-            sizes = [float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()]
-            sections.append(("Memory", [*memory.describe(first.values, min(sizes, default=None))]))
-            compiles, reason = compilation(first.values, bool(sizes) and first.values.trainer.device != "cpu")
+            gpu = gpu_memory()
+            sections.append(("Memory", [*memory.describe(first.values, gpu)]))
+            compiles, reason = compilation(first.values, gpu is not None and first.values.trainer.device != "cpu")
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
         sections.append(("Run name", [name]))
@@ -64,5 +64,5 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     whole += [f"varies: {key} = {', '.join(values)}" for key, values in varying.items()]
     fixed = [override for override in runs[0].overrides if key_of(override) not in varying]
     whole += ["in all: " + " ".join(fixed)] if fixed else []
-    whole += [summary(sweep)] if sweep and not checked.searches else []
+    whole += [summary(sweep)] if sweep and sweep.jobs and not checked.searches else []
     return [(title, lines), ("The sweep", whole)]

@@ -59,6 +59,13 @@ def node() -> str:
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
+def visible(gpus: list[int]) -> str:
+    """GPUs as torch numbers them here, as CUDA_VISIBLE_DEVICES is to name them to a process."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = told.split(",") if told else None
+    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
+
+
 def first_host(nodes: str) -> str:
     """The first name of a SLURM list of nodes, such as `gpu[03-05,7],login`."""
     name, bracket, rest = re.match(r"([^,\[]*)(\[?)(.*)", nodes).groups()

@@ -128,3 +128,9 @@ def gpus() -> list[dict[str, str]]:
         return []
     rows = [map(str.strip, line.split(",")) for line in listing.splitlines()]
     return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows]
+
+
+@functools.cache
+def gpu_memory() -> float | None:
+    """Bytes of the smallest of them."""
+    return min((float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()), default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
+from pgtoolkit.ranks.environment import visible
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
@@ -84,18 +84,11 @@ def plan(api: Any, config: Config, layout: Layout, number_type: str, room: int) 
             raise ConfigError(refusal("sampler.urls=[]", "running servers", "none", reason, "sampler.urls=[URL,...]"))
     if chosen.gpus is not None:
         size = chosen.tensor_parallel
-        gpus = [_visible(chosen.gpus[i : i + size]) for i in range(0, len(chosen.gpus), size)]
+        gpus = [visible(chosen.gpus[i : i + size]) for i in range(0, len(chosen.gpus), size)]
     else:
-        gpus = [_visible([device]) for device in sorted({device for _, device in ranks})] if on_gpu else [None]
+        gpus = [visible([device]) for device in sorted({device for _, device in ranks})] if on_gpu else [None]
     # While documents are sampled as others are trained on, there is no time to sleep.
     sleeps = on_gpu and chosen.gpus is None and config.rollout.max_staleness is None
     measures = not any(argument.startswith(api.FIXED_MEMORY) for argument in chosen.arguments)
     servers = gpus * chosen.servers_per_gpu
     return Plan(servers, len(gpus if measures else servers), sleeps, number_type, room)
-
-
-def _visible(gpus: list[int]) -> str:
-    """GPUs as torch numbers them here, as a process must be told of them."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = told.split(",") if told else None
-    return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)

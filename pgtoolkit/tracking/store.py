@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +36,18 @@ def client_of(uri: str):
 
     MLflow limits the wait for each byte alone; here each whole call is limited, to 4 such waits.
     """
+    with importing_mlflow():
+        from mlflow import MlflowClient
+
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        # It logs each failure with its whole traceback; `failure` says it in one line.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+        return _ClientWithTimeouts(MlflowClient(uri))
+
+
+@contextlib.contextmanager
+def importing_mlflow() -> Iterator[None]:
+    """Around imports of MLflow, whose settings and parts are those that are used here."""
     # What the user has set wins.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
@@ -44,12 +56,7 @@ def client_of(uri: str):
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # Its language models' gateway is not used here, nor are its tables.
     with without(pandas=(), fastapi=("HTTPException",)):
-        from mlflow import MlflowClient
-
-        logging.getLogger("alembic").setLevel(logging.WARNING)
-        # It logs each failure with its whole traceback; `failure` says it in one line.
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
-        return _ClientWithTimeouts(MlflowClient(uri))
+        yield
 
 
 def request_seconds() -> float:

@@ -15,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pgtoolkit.config import memory
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
-from pgtoolkit.ranks.environment import AXES, joined, world_size
+from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
+from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, refusal, text
 
@@ -112,6 +114,31 @@ def _servers(c: Config, report: Report) -> None:
         setting, reason = f"sampler.gpus={text(sampler.gpus)}", "They are numbered from 0, as torch sees them."
         if max(sampler.gpus) >= (count := torch.cuda.device_count()):
             report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, "others")
+
+
+def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
+    """Whether so many jobs at a time of this configuration have room on each GPU, by the estimate of `pgtk check`."""
+    if report.problems:
+        return
+    setting, reason = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}", "It counts jobs on each GPU of this machine."
+    if c.trainer.device == "cpu" or not visible_gpus():
+        got = "trainer.device=cpu" if c.trainer.device == "cpu" else "none"
+        report.refuse(setting, "a GPU", got, reason, f"hydra.launcher.n_jobs={jobs_per_gpu}")
+    elif (size := world_size(c.parallelism)) > 1 or (samples(c) and c.sampler.name == "vllm"):
+        got = f"{size} processes" if size > 1 else "sampler=vllm"
+        needs, reason = "jobs of one process, which samples by itself", "Each job sees one GPU, and shares it."
+        report.refuse(setting, needs, got, reason, "hydra.launcher.jobs_per_gpu=null")
+    elif (gpu := gpu_memory()) and jobs_per_gpu > (most := max(1, int(gpu / (each := memory.of_process(c, gpu))))):
+        needs, reason = f"{jobs_per_gpu} times {each / 1e9:.3g} GB of each GPU", "That is what a job takes at most."
+        report.refuse(setting, needs, f"{gpu / 1e9:.3g}", reason, f"hydra.launcher.jobs_per_gpu={most}")
+
+
+@functools.cache
+def visible_gpus() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each GPU that torch sees."""
+    import torch
+
+    return [visible([number]) for number in range(torch.cuda.device_count())]
 
 
 def _models(c: Config, report: Report) -> None:

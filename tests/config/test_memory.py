@@ -6,7 +6,8 @@ import pytest
 from builders.runs import config_of
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.memory import describe, plan, refuse_overflow
+from benchmarks.sweep_throughput import GPU as SMALL
+from pgtoolkit.config.memory import describe, of_process, plan, refuse_overflow
 from pgtoolkit.errors import ConfigError
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -58,4 +59,9 @@ def test_what_does_not_fit_is_told_what_does(tmp_path):
         with pytest.raises(ConfigError, match=r"needs 1\d\d GB of each GPU .got \d+.. .* Use " + use):
             refuse_overflow(large, gpu)
     refuse_overflow(large, GPU)
-    assert plan(OmegaConf.to_object(config_of()), GPU) is None
+
+
+def test_the_estimate_of_a_tiny_model_is_near_what_was_measured():
+    """Eight jobs of `benchmarks/sweep_throughput.py --gpu` on one H200: nearly 4 GiB in most of them."""
+    overrides = [f"{key}={value}" for key, value in SMALL.items()]
+    assert of_process(OmegaConf.to_object(config_of(*overrides)), GPU) / 2**30 == pytest.approx(3.99, rel=0.1)

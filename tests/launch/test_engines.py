@@ -70,7 +70,7 @@ def ray_head():
 def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(tmp_path, ray_head):
     with started(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
         first = wait_for_steps(tmp_path, "seed-0", 25)
-        process = psutil.Process(status_of(first)["pid"])
+        process = psutil.Process(status_of(first)["pid"]).parent()
         assert process.ppid() in {child.pid for child in ray_head.children(recursive=True)}
         psutil.Process(process.ppid()).kill()
         status, output = ended(launcher)
@@ -126,7 +126,7 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path):
     command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
     with started(tmp_path, *command) as launcher:
         directory = wait_for_steps(tmp_path, "", 25)
-        task = psutil.Process(status_of(directory)["pid"]).parent()
+        task = psutil.Process(status_of(directory)["pid"]).parent().parent()
         assert "submitit.core._submit" in task.cmdline()
         task.send_signal(signal.SIGUSR2)
         status, output = ended(launcher)

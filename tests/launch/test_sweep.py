@@ -188,6 +188,27 @@ def test_all_problems_of_all_jobs_come_before_the_first_starts(tmp_path, capsys,
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
+def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
+    def refusals(*overrides: str) -> str:
+        return "\n".join(problems(check(["seed=1,2", *overrides], multirun=True)))
+
+    monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", list)
+    said = "needs a GPU (got none). It counts jobs on each GPU of this machine. Use hydra.launcher.n_jobs=2."
+    assert refusals("hydra.launcher.jobs_per_gpu=2").endswith(said)
+    monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", lambda: ["0", "1"])
+    monkeypatch.setattr("pgtoolkit.training.machine.gpu_memory", lambda: 2.3e9)
+    assert refusals("hydra.launcher.jobs_per_gpu=3") == ""
+    said = "needs 4 times 0.731 GB of each GPU (got 2.3). That is what a job takes at most. Use "
+    assert refusals("hydra.launcher.jobs_per_gpu=4").endswith(said + "hydra.launcher.jobs_per_gpu=3.")
+    assert refusals("hydra.launcher.jobs_per_gpu=3", "model.hidden_size=512").endswith("hydra.launcher.jobs_per_gpu=2.")
+    for override, got in (
+        ("trainer.device=cpu", "trainer.device=cpu"),
+        ("parallelism=ddp", "2 processes"),
+        ("hydra.launcher.n_jobs=2", "2"),
+    ):
+        assert f"(got {got})" in refusals("hydra.launcher.jobs_per_gpu=2", override)
+
+
 def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["check", "-m", "loss=grpo", "seed=1,2,3,4", "trainer.max_steps=10"]

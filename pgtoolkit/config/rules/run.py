@@ -185,9 +185,14 @@ def launcher(hydra: Any, report: Report) -> None:
             needs = "one of local, slurm and ray_cluster"
             reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
             report.refuse_value("hydra/launcher", chosen, needs, reason, "local")
-    n_jobs = hydra.launcher.get("n_jobs", 1)
-    if not (is_whole(n_jobs) and n_jobs >= 1):
-        report.refuse_value("hydra.launcher.n_jobs", n_jobs, "a whole number >= 1", "It counts jobs at a time.", 1)
+    counts = {"n_jobs": "It counts jobs at a time.", "jobs_per_gpu": "It counts jobs at a time on each GPU."}
+    given = {name: value for name in counts if (value := hydra.launcher.get(name)) is not None}
+    for name, value in given.items():
+        if value < 1:
+            report.refuse_value(f"hydra.launcher.{name}", value, "a whole number >= 1", counts[name], 1)
+    if len(given) == 2 and given["n_jobs"] != 1:
+        needs, reason = "hydra.launcher.n_jobs=1", "It says by itself how many jobs run at a time."
+        report.refuse(f"hydra.launcher.jobs_per_gpu={given['jobs_per_gpu']}", needs, given["n_jobs"], reason, needs)
 
 
 _LAUNCHERS = "hydra_plugins.pgtk_launcher."

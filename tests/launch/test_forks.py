@@ -1,0 +1,144 @@
+"""Jobs forked from one process: the same as those started alone, and nothing of one in another."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from builders.commands import ENVIRONMENT, Command, wait_until
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, metrics_of
+from omegaconf import OmegaConf
+
+from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.launch import engines
+from pgtoolkit.launch.forks import Forks, JobProcess
+
+TELLING = """
+import json, os, random, signal, threading
+import numpy, torch
+
+told = {"draws": []}
+
+def score(completion, answer):
+    told["draws"].append([random.random(), float(numpy.random.rand()), float(torch.rand(1))])
+    if len(told["draws"]) == 1:
+        told["environment"] = dict(os.environ)
+        told["threads"] = [torch.get_num_threads(), sorted(one.name for one in threading.enumerate())]
+        told["blocked"] = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        told["sockets"] = sum(os.path.exists(link) and "socket" in os.readlink(link) for link in links)
+    with open(f"{os.getpid()}.json", "w") as file:
+        json.dump(told, file)
+    return len(completion) % 3 / 2
+"""
+"""A verifier that draws from every state which a fork shares, and tells what it finds in its process."""
+
+
+@pytest.fixture
+def forks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(TELLING)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40)))
+    return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2"})
+
+
+OVERRIDES = [
+    *(one for one in SHORT if not one.startswith(("task.", "tracking"))),
+    *("task=prompts", "task.path=rows.jsonl", "task.verifier=mine.score"),
+    *("trainer.num_threads=null", "tracking.uri=sqlite:///mlflow.db"),
+]
+
+
+def start(forks: Forks, name: str, *overrides: str, gpu: str | None = None) -> JobProcess:
+    """Start the job of these overrides in the directory of this name."""
+    directory = Path(name).resolve()
+    directory.mkdir()
+    config = OmegaConf.to_container(config_of(*OVERRIDES, *overrides), resolve=True)
+    job = {"command": ["pgtk"], "sweep": "s", "directory": str(directory), "overrides": [*overrides], "config": config}
+    (directory / ".job.json").write_text(json.dumps(job))
+    return forks.start(directory / ".job.json", directory / "output.log", gpu)
+
+
+def told_by(directory: Path) -> dict:
+    return json.loads(Path(f"{json.loads((directory / 'status.json').read_text())['pid']}.json").read_text())
+
+
+def test_forked_jobs_are_those_that_are_started_alone(tmp_path, forks):
+    """Metrics, weights and moments, to the last bit; random states, environment, threads and signals."""
+    jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2, 3)]
+    assert [job.wait() for job in jobs] == [0, 0, 0], (tmp_path / "seed-1" / "output.log").read_text()
+    alone = Command(tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2"})
+    assert "reward" in alone.end()
+    assert metrics_of(tmp_path / "seed-2") == metrics_of(alone.directory) != metrics_of(tmp_path / "seed-1")
+    assert_equal(checkpoint_of(tmp_path / "seed-2", 6), checkpoint_of(alone.directory, 6))
+    forked, one = told_by(tmp_path / "seed-2"), told_by(alone.directory)
+    assert forked["draws"] == one["draws"] != told_by(tmp_path / "seed-1")["draws"]
+    assert forked["threads"] == [2, sorted([*one["threads"][1], "launcher"])]
+    assert forked["blocked"] == one["blocked"] == []
+    assert forked["sockets"] == one["sockets"] + 1  # the line to the launcher
+    assert forked["environment"] == one["environment"] | {"CUDA_VISIBLE_DEVICES": "2"}
+
+
+def test_the_process_that_forks_has_one_thread_and_outlives_its_jobs(tmp_path, forks):
+    """A thread would be missing in the jobs, with the locks that it held."""
+    pid = forks._process.pid
+    long = start(forks, "long", "trainer.max_steps=5000", "trainer.checkpoint_every=5000")
+    wait_until(lambda: (tmp_path / "long" / "metrics.jsonl").exists())
+    (job,) = psutil.Process(pid).children()
+    assert os.getsid(job.pid) == job.pid
+    assert len(os.listdir(f"/proc/{pid}/task")) == 1
+    assert "libcuda.so" not in Path(f"/proc/{pid}/maps").read_text()
+    assert long.poll() is None
+    long.stop(signal.SIGINT)
+    assert long.wait() == 75
+    status = json.loads((tmp_path / "long" / "status.json").read_text())
+    assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
+    assert checkpoint_of(tmp_path / "long", status["step"])
+    killed = start(forks, "killed", "trainer.max_steps=5000")
+    wait_until(lambda: (tmp_path / "killed" / "status.json").exists())
+    psutil.Process(pid).children()[0].kill()
+    assert killed.wait() == -signal.SIGKILL
+
+
+def test_a_killed_process_that_forks_is_said(forks):
+    waiting = start(forks, "waiting")
+    waiting.stop(signal.SIGTERM)
+    forks._process.kill()
+    assert (waiting.wait(), waiting.reason) == (75, "the process that forks the jobs was ended")
+    with pytest.raises(PgtoolkitError, match="the process that forks the jobs has ended"):
+        start(forks, "next")
+
+
+class Recorded:
+    """In the place of `Forks`: what it is made with, and the GPU of each job, which ends when `ended` holds it."""
+
+    made, started, ended = [], [], set()
+
+    def __init__(self, environment):
+        self.made.append(environment.get("OMP_NUM_THREADS"))
+
+    def start(self, file, log, gpu):
+        self.started.append(gpu)
+        return type("Job", (), {"poll": lambda job: 0 if file in self.ended else None})()
+
+
+def test_jobs_are_spread_over_gpus_and_divide_the_cores(monkeypatch):
+    monkeypatch.setattr(engines, "Forks", Recorded)
+    monkeypatch.setattr(engines, "visible_gpus", lambda: ["2", "GPU-5a"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(9))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    engine = engines.LocalEngine(n_jobs=1, jobs_per_gpu=2)
+    assert engine.at_a_time == 4
+    engine.start([(name, "") for name in "abcd"])
+    assert Recorded.started == ["2", "GPU-5a", "2", "GPU-5a"]
+    Recorded.ended |= {"b", "d"}
+    engine.start([("e", ""), ("f", "")])
+    assert Recorded.started[4:] == ["GPU-5a", "GPU-5a"]
+    engines.LocalEngine(n_jobs=12, jobs_per_gpu=None)
+    engines.LocalEngine(n_jobs=1, jobs_per_gpu=None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    engines.LocalEngine(n_jobs=2, jobs_per_gpu=None).start([("g", "")])
+    assert Recorded.made == ["2", "1", None, "7"]
+    assert Recorded.started[6:] == [None]
