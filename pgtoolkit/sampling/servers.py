@@ -98,8 +98,9 @@ class ServerSampler:
                 torch.cuda.empty_cache()  # the servers are about to take back the memory that they gave
         if first:
             self._start()
-        # What sleeps has lost its weights; what was started just now has these.
-        load = partial(self._wake, load=self._asleep or (new and not (first and self._plan.gpus)))
+        # What sleeps has lost its weights. What was started just now has these, and is given them all the same, so that
+        # it takes hold of the folder before the first step.
+        load = partial(self._wake, load=new or self._asleep)
         loading = in_background(partial(self._of_each, load)) if self._layout.rank == 0 else None
         if new and log_probs is None:
             log_probs = self._proof.log_probs()  # while the servers load

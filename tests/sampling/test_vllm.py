@@ -245,7 +245,7 @@ def test_a_started_server_loads_in_the_faster_way(tmp_path, own):
             assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
             update(module)
     calls = [line for line in (tmp_path / "marks").read_text().splitlines() if line.startswith("/collective_rpc")]
-    assert calls == [f"/collective_rpc {'reload_weights' if own else 'load_from_memory'}"] * 2
+    assert calls == [f"/collective_rpc {'reload_weights' if own else 'load_from_memory'}"] * 3
 
 
 def test_a_program_that_is_not_there_is_one_sentence(tmp_path):
