@@ -216,15 +216,18 @@ def _chosen(config: DictConfig, group: str) -> str | None:
 
 def ignored(c: Config, report: Report, group: str = "") -> None:
     """Refuse each value without effect, unless it is the usual one, which is none anywhere; of all groups, or one."""
+    refused = set()  # options, whose keys come with them
     for key in keys_of(c):
-        if not key.only_if or holds(key.only_if, c) or group not in ("", key.group):
+        if not key.only_if or holds(key.only_if, c) or group not in ("", key.group) or key.group in refused:
             continue
-        value, usual = value_of(c, key.name), report.usual(key.name)
+        value, name = value_of(c, key.name), shown(key.name)
+        usual = default_options()[key.group] if key.option else report.usual(key.name)
         if value != usual:
+            refused |= {key.group} if key.option else set()
             conditions, ways = singles(key.only_if), key.use.split(" and ") if key.use else []
             number = next(i for i, single in enumerate(conditions) if not holds(single, c))
             lacking, decides = conditions[number], parts(conditions[number])[0]
             needs, got = in_words(key.only_if if " or " in key.only_if else lacking), text(value_of(c, decides))
             reason = key.why or f"It has no effect while {shown(decides)}={got}."
             use = ways[number] if number < len(ways) else in_words(lacking)
-            report.refuse(f"{key.name}={text(value)}", needs, got, reason, f"{use} or {key.name}={text(usual)}")
+            report.refuse(f"{name}={text(value)}", needs, got, reason, f"{use} or {name}={text(usual)}")

@@ -36,6 +36,7 @@ _BY_TEMPLATE = {
     "only_if": "model.name=huggingface and task.chat!=never",
     "use": "model=huggingface and task.chat=auto",
 }
+_ASKED = "rollout.name=policy or evaluation.every>0"
 _IS_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
 _MEASURED = "its evaluations so far would not compare with those to come"
 
@@ -194,7 +195,7 @@ class TaskConfig:
 
 @dataclass
 class ReverseTaskConfig(TaskConfig):
-    num_digits: int = key(1, 1000)
+    num_digits: int = key(1, 1000, only_if=_ASKED)
 
 
 @dataclass
@@ -352,9 +353,9 @@ class Config:
     parallelism: ParallelismConfig
     accumulation: AccumulationConfig = key(evaluate="kept")
     model: ModelConfig = key(evaluate="model")
-    task: TaskConfig = key(fixed=POSITION, evaluate="run")
+    task: TaskConfig = key(fixed=POSITION, evaluate="run", only_if=f"{_ASKED} or model.name=tiny")
     rollout: RolloutConfig = key(evaluate="kept")
-    sampler: SamplerConfig = key(learns="rollout.name=policy", evaluate="run")
+    sampler: SamplerConfig = key(learns="rollout.name=policy", evaluate="run", only_if=_ASKED)
     optimizer: OptimizerConfig
     evaluation: EvaluationConfig = key(learns=False, evaluate="kept")
     trainer: TrainerConfig = key(evaluate="kept")

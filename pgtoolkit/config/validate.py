@@ -39,8 +39,7 @@ def resolve_and_validate(
     usual: Callable[[str], Any] | None = None,
 ) -> tuple[Config, Report]:
     """The configuration as an object, see `resolve`, with all problems and notes. usual: what gives defaults faster."""
-    typed = OmegaConf.to_container(config.hydra.overrides.task) if config.get("hydra") else []
-    report = Report(usual=usual or functools.partial(default, config), typed=typed)
+    report = Report(usual=usual or functools.partial(default, config))
     resolved = resolve(config, report, before, names)
     for rule in RULES:
         rule(resolved, report)

@@ -49,7 +49,7 @@ def evaluate(source: Path | None, step: int | None, best: bool, overrides: list[
         raise ConfigError(refusal(flag, "a run directory", source, "A run has several checkpoints.", f"no {flag}"))
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
     config = _configuration(command, source, of_run, overrides)
-    for note in _check(config, overrides):
+    for note in _check(config):
         say(f"note: {note}")
     trained = OmegaConf.to_object(saved_config(source)) if of_run else None
     chosen: Config = OmegaConf.to_object(config)
@@ -105,9 +105,9 @@ def _configuration(command: str, source: Path | None, of_run: bool, typed: list[
     return config
 
 
-def _check(config: DictConfig, overrides: list[str]) -> list[str]:
+def _check(config: DictConfig) -> list[str]:
     """The notes on a configuration; raises ConfigError or DataError with all problems."""
-    report = Report(usual=functools.partial(default, config), typed=overrides)
+    report = Report(usual=functools.partial(default, config))
     plain = resolve(config, report)
     ignored(plain, report)
     run.model(plain, report)

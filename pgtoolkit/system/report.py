@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +19,12 @@ from pgtoolkit.system.redaction import redact
 class Report:
     """problems: refusals, one sentence form each. notes: legal but surprising choices.
 
-    usual: the default of a key, in what is looked at. typed: the overrides that were typed, as far as they are known.
+    usual: the default of a key, in what is looked at.
     """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     usual: Callable[[str], Any] = field(default=lambda key: None, compare=False, repr=False)
-    typed: list[str] = field(default_factory=list, compare=False)
 
     def refuse(self, setting: str, needs: str, got: Any, reason: str, use: str) -> None:
         """Add `setting needs X (got Y). Reason. Use override.`"""
@@ -35,9 +33,6 @@ class Report:
     def refuse_value(self, key: str, value: Any, needs: str, reason: str, better: Any) -> None:
         """`refuse` a key's own value, where another value of it is the way out."""
         self.refuse(f"{key}={text(value)}", needs, value, reason, f"{key}={text(better)}")
-
-    def typed_of(self, group: str) -> list[str]:
-        return [override for override in self.typed if re.match(rf"{group}[.=]", override)]
 
     def note(self, sentence: str) -> None:
         self.notes.append(sentence)

@@ -42,9 +42,6 @@ _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: 
 
 def task(c: Config, report: Report) -> None:
     if c.rollout.name == "recorded":
-        if (typed := report.typed_of("task")) and not is_on(c):
-            uses = "only gives model=tiny its characters" if c.model.name == "tiny" else "changes nothing"
-            report.note(f"{' '.join(typed)} {uses}: with rollout=recorded prompts and rewards come from rollout.path.")
         return
     if isinstance(c.task, WrittenTaskConfig) and c.task.system_prompt is not None:
         _backslashes("task.system_prompt", c.task.system_prompt, report)

@@ -223,12 +223,7 @@ _SET = (
 
 
 def sampler(c: Config, report: Report) -> None:
-    if not samples(c):
-        if typed := report.typed_of("sampler"):
-            reason, needs = "It would be ignored: nothing is sampled.", "rollout=policy or evaluation.every > 0"
-            use = "rollout=policy or evaluation.every=20, or leave it out"
-            report.refuse(" ".join(typed), needs, "rollout=recorded", reason, use)
-    elif isinstance(c.sampler, VllmSamplerConfig):
+    if samples(c) and isinstance(c.sampler, VllmSamplerConfig):
         world, seconds, most = world_size(c.parallelism), c.sampler.answer_seconds, c.parallelism.timeout_seconds
         urls, plain = c.sampler.urls, [url.rstrip("/") for url in c.sampler.urls]
         if not urls:
