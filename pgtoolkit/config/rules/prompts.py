@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from typing import Any
 
@@ -19,7 +18,6 @@ from pgtoolkit.config.evaluation import (
     watched,
 )
 from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, values_of
-from pgtoolkit.config.plan import documents_per_step
 from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_answer
 from pgtoolkit.config.rules.step import importable
 from pgtoolkit.config.schema import (
@@ -28,7 +26,6 @@ from pgtoolkit.config.schema import (
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     TaskConfig,
-    WrittenTaskConfig,
 )
 from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
@@ -41,11 +38,8 @@ _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: 
 
 
 def task(c: Config, report: Report) -> None:
-    if c.rollout.name == "recorded":
-        return
-    if isinstance(c.task, WrittenTaskConfig) and c.task.system_prompt is not None:
-        _backslashes("task.system_prompt", c.task.system_prompt, report)
-    prompts(c.task, report)
+    if c.rollout.name == "policy":
+        prompts(c.task, report)
 
 
 def prompts(task: TaskConfig, report: Report) -> None:
@@ -60,19 +54,11 @@ def prompts(task: TaskConfig, report: Report) -> None:
 
 def stop(c: Config, report: Report) -> None:
     texts = c.rollout.stop if isinstance(c.rollout, PolicyRolloutConfig) else []
-    for given in texts:
-        if given == "":
-            reason = "Every completion contains it."
-            report.refuse(f"rollout.stop={texts}", "texts that are not empty", "''", reason, "rollout.stop=[]")
-        _backslashes("rollout.stop", given, report)
-
-
-def _backslashes(key: str, value: str, report: Report) -> None:
-    if re.search(r"\\[nt]", value):
-        report.note(
-            f"{key} holds a backslash and a letter, as typed; for a line break, which models write, use a file, or "
-            f"$'...' of the shell: $'{key}=[\"\\n\"]'."
-        )
+    if "" in texts:
+        reason = "Every completion contains it."
+        report.refuse(f"rollout.stop={texts}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+    if re.search(r"\\[nt]", "".join(texts)):
+        report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
 
 
 def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:
@@ -137,8 +123,6 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
 
 KINDS = ("reverse", "reasoning_gym", "prompts")
 _SETS = "'evaluation.sets={test: {path: test.jsonl}}'"
-_FEW = 0.01
-"""Share of held-out prompts that training may also ask by chance before a note says so."""
 
 
 def evaluation(c: Config, report: Report) -> None:
@@ -154,12 +138,6 @@ def evaluation(c: Config, report: Report) -> None:
             every = f"evaluation.every={c.evaluation.every}"
             setting = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else every
             report.refuse(setting, "prompts that training does not ask", got, reason, use)
-        elif (share := _by_chance(c, held_out)) > _FEW:
-            digits = held_out.task.num_digits
-            report.note(
-                f"about {share:.0%} of the prompts of evaluation set {held_out.name} are asked in training, too: there "
-                f"are only {10**digits} different ones of task.num_digits={digits}."
-            )
 
 
 def evaluated(c: Config, report: Report) -> list[HeldOut]:
@@ -249,12 +227,3 @@ def _best(c: Config, report: Report) -> None:
     elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
         needs, reason = "a number above 0, at most 1", f"{number} is a probability."
         report.refuse_value("trainer.stop_at", stop_at, needs, reason, 0.9)
-
-
-def _by_chance(c: Config, one: HeldOut) -> float:
-    """The share of a generator's held-out prompts that training is expected to ask, too, where that can be told."""
-    task = one.task
-    if c.rollout.name != "policy" or task.name != "reverse" or vars(task) != vars(c.task):
-        return 0.0
-    asked = c.trainer.max_steps * documents_per_step(c) / c.rollout.group_size
-    return -math.expm1(-asked / 10**task.num_digits)
