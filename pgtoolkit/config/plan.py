@@ -15,7 +15,6 @@ from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.runs.records import leaves
-from pgtoolkit.system.model_folder import num_weights
 from pgtoolkit.system.report import text
 
 MEBIBYTE = 2**20
@@ -88,11 +87,6 @@ def reference(config: Config) -> Iterator[str]:
     yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
     if chosen == "initial" and model.lora_rank is not None:
         yield "memory: none, since it is the model in training without its adapters"
-        return
-    number, size = num_weights(getattr(model, "path", None) if chosen == "initial" else chosen), "those of the model"
-    if number is not None:
-        size = f"{number} weights in float32, {4 * number / MEBIBYTE:.3g} MiB"
-    yield f"memory: {size}, which ranks that share a model share; matrices in bfloat16 take half"
 
 
 def arithmetic(config: Config) -> Iterator[str]:

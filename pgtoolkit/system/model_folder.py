@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system import report
@@ -89,18 +86,6 @@ def model_settings(path: str | Path | None) -> dict:
         return {}
     of_text = settings.get("text_config")
     return settings | of_text if isinstance(of_text, dict) else settings
-
-
-def num_weights(path: str | Path | None) -> int | None:
-    """How many numbers the files of weights in a folder hold, by their headers; None where these do not tell."""
-    count = 0
-    try:
-        for file in Path(os.path.expanduser(path or os.devnull)).glob("*.safetensors"):
-            with safe_open(file, "np") as opened:
-                count += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return None
-    return count or None
 
 
 def _object(file: Path) -> dict:
