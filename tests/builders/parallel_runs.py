@@ -18,7 +18,7 @@ from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
 from pgtoolkit.training.train import train
 
-RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "aggregation="))]
+RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "task.", "aggregation="))]
 CUT = ("num_micro_batches",)
 """What depends on how a step was cut."""
 

@@ -24,12 +24,6 @@ def test_seeds_of_reasoning_gym_that_overlap_are_refused():
         assert bool([one for one in problems if "overlap" in one]) is refused
 
 
-def test_a_small_generator_asks_the_same_by_chance_and_a_note_says_so():
-    (note,) = [one for one in checked(ON, "task.num_digits=3")[2] if "evaluation" in one]
-    assert note.startswith("about 91% of the prompts of evaluation set held_out are asked in training, too")
-    assert not [one for one in checked(ON)[2] if "evaluation" in one]
-
-
 def test_sets_are_what_differs_from_the_task():
     values, problems, _ = checked(
         *(ON, "evaluation.sets.a.num_digits=2", "evaluation.sets.b.seed=7", "evaluation.sets.b.prompts=9"),
