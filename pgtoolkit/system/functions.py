@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.machinery
 import inspect
 import os
 import sys
@@ -80,9 +79,3 @@ def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
             own = own.tb_next
         lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
         raise kind(f"{what} raised {type(error).__name__} on {on}:\n{lines}") from error
-
-
-def is_findable(path: str) -> bool:
-    """Whether the top-level package of a dotted path is there; nothing is imported."""
-    root = path.partition(".")[0]
-    return root in sys.modules or importlib.machinery.PathFinder.find_spec(root, [os.getcwd(), *sys.path]) is not None

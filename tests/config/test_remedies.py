@@ -61,7 +61,6 @@ def problems(capsys, *overrides):
         ("rollout.stop='</answer>'", "", "'rollout.stop=[\"</answer>\"]'"),
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
-        ("task.verifier=my_verifer.score", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
         ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
     ],

@@ -6,7 +6,7 @@ from builders.runs import SHORT, config_of, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.functions import import_function, is_findable
+from pgtoolkit.system.functions import import_function
 from pgtoolkit.training.train import build
 
 REDUCERS = """
@@ -75,10 +75,8 @@ def test_what_a_reducer_raises_comes_with_its_own_traceback(beside):
     assert lines[-1] == "KeyError: 'length'"
 
 
-def test_what_can_be_found_is_told_without_importing(beside):
+def test_what_fails_as_it_is_imported(beside):
     (beside / "explosive.py").write_text("raise RuntimeError('imported')")
-    assert is_findable("explosive.f")
-    assert not is_findable("nowhere.f")
     with pytest.raises(ConfigError, match="imported"):
         import_function("key", "explosive.f")
     assert import_function("key", "torch.sum", ["input"])(torch.ones(2)) == 2

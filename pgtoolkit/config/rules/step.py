@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
@@ -16,7 +14,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
 from pgtoolkit.ranks.environment import AXES, joined, world_size
-from pgtoolkit.system.functions import is_findable, kind_of
+from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_whole, text
 
@@ -48,16 +46,10 @@ def aggregation(c: Config, report: Report) -> None:
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
-    """Refuse what cannot be the dotted path of a function or class, as far as can be told without importing it."""
-    needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
+    """Refuse what is no dotted path of a function or class; whether it can be imported is tried before the start."""
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+        needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
         report.refuse(f"{key}={path}", needs, path, reason, use)
-    elif not is_findable(path):
-        module, _, name = path.partition(".")
-        near = difflib.get_close_matches(module, [file.stem for file in Path().glob("*.py")], n=1)
-        use = f"{key}={near[0]}.{name}" if near else use
-        reason = f"No module {module} is in the current directory, or where Python finds its packages."
-        report.refuse(f"{key}={path}", needs, f"no module {module}", reason, use)
 
 
 def correction(c: Config, report: Report) -> None:
