@@ -62,7 +62,6 @@ def problems(capsys, *overrides):
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
-        ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
     ],
 )
 def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):

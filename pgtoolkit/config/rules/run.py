@@ -30,18 +30,15 @@ def rollout(c: Config, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
-    if (batch := rollout.prompts_per_batch * rollout.group_size) > 10**6:  # as accumulation.docs_per_step may be
-        needs, got = "at most 1000000 documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
-        reason = "A batch is kept in memory until it is trained on."
-        use = f"rollout.prompts_per_batch={10**6 // rollout.group_size}"
-        report.refuse(f"rollout.prompts_per_batch={rollout.prompts_per_batch}", needs, got, reason, use)
     top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
         if old == "sampling":
             effect = "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
         report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect}.")
-    _overlong(c, length, report)
+    if rollout.overlong_buffer is not None and rollout.overlong_buffer > length:
+        reason, needs = "It is the last part of a completion.", f"at most rollout.max_completion_length={length}"
+        report.refuse_value("rollout.overlong_buffer", rollout.overlong_buffer, needs, reason, max(1, length // 5))
     if c.task.name == "reverse":
         room_for_answer(c.task.num_digits, "rollout.max_completion_length", length, report)
     elif length < 16:
@@ -54,21 +51,6 @@ def room_for_answer(digits: int, key: str, length: int, report: Report) -> None:
     if length <= digits:
         reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
         report.refuse(f"task.num_digits={digits}", f"{key} >= {digits + 1}", length, reason, f"{key}={digits + 1}")
-
-
-def _overlong(c: Config, length: int, report: Report) -> None:
-    """The buffer in which completions are punished for their length fits the longest, and the right answer."""
-    buffer = c.rollout.overlong_buffer
-    if buffer is None:
-        return
-    if buffer > length:
-        needs = f"at most rollout.max_completion_length={length}"
-        reason = "It is the last part of the longest completion."
-        report.refuse_value("rollout.overlong_buffer", buffer, needs, reason, max(1, length // 5))
-    if c.task.name == "reverse" and buffer <= length < c.task.num_digits + 1 + buffer:
-        right = f"the right answer, of {c.task.num_digits + 1} tokens"
-        setting = f"rollout.overlong_buffer={buffer} with rollout.max_completion_length={length}"
-        report.note(f"{setting} punishes {right}, for its length.")
 
 
 def model(c: Config, report: Report) -> None:
