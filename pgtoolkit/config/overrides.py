@@ -185,9 +185,8 @@ def _as_list(key: str, value: str) -> str:
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
     """A secret, a removal, several values or a moved group: nothing that one run can take."""
     typed, key = override.input_line, override.key_or_group
-    if (hidden := redact(typed)) != typed and key != "tracking.uri":
-        reason = "It would be written to the run directory and to MLflow."
-        return f"{hidden} needs to hold no secret (got what looks like one). {reason} Use an environment variable."
+    if (hidden := redact(typed)) != typed:
+        return holds_secret(hidden)
     if override.is_delete():
         use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
         return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."
@@ -198,6 +197,13 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
     if override.package is not None:
         return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
     return None
+
+
+def holds_secret(setting: str) -> str:
+    """A value that would be written to the run directory and to MLflow; setting: without it."""
+    use = "an environment variable, such as MLFLOW_TRACKING_TOKEN, or PGPASSFILE"
+    reason = "It would be written to the run directory and to MLflow."
+    return refusal(setting, "to hold no secret", "what looks like one", reason, use)
 
 
 def given_twice(parsed: list[Override]) -> list[str]:

@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import comment, default, describe, fits, ignored, key_named, keys_of
-from pgtoolkit.config.overrides import unresolvable
+from pgtoolkit.config.overrides import holds_secret, unresolvable
 from pgtoolkit.config.rules import prompts, run, step
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.system.redaction import redact
@@ -89,7 +89,7 @@ def _without_environment() -> Iterator[None]:
     """No interpolation reads an environment variable, however it spells the resolver's name."""
 
     def refuse(*_: Any) -> None:
-        raise ValueError("It would read an environment variable, where secrets are")
+        raise ValueError("It would read an environment variable, where secrets are, into the run directory")
 
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
     try:
@@ -114,18 +114,14 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
             report.refuse(path, "a value", "none", reason, f"{path}={example}")
         elif "_target_" in hidden:
             report.refuse(path, "plain values", "_target_", *_NO_CODE)
-        elif "oc.env" in hidden:
-            reason = "The value would be written to the run directory and to MLflow, where a secret does not belong."
-            report.refuse(path, "a plain value", "an environment variable", reason, f"{path}=VALUE")
         else:
             value = parent[key]
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
             setting = f"{path}={value}"
-            if path == "tracking.uri" or isinstance(value, int | float) or redact(setting) == setting:
+            if isinstance(value, int | float) or redact(setting) == setting:
                 return value
-            reason = "It would be written to the run directory and to MLflow."
-            report.refuse(path, "to hold no secret", "what looks like one", reason, "an environment variable")
+            report.problems.append(holds_secret(path))
     except (OmegaConfBaseException, RecursionError) as error:
         report.problems.append(unresolvable(path, raw._value(), error))
     return default(parent._get_root(), path)

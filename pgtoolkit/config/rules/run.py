@@ -135,12 +135,7 @@ def _uri(uri: str, report: Report) -> None:
     except ValueError:  # such as a bracket that is not closed
         scheme = None
     usual = "sqlite:///outputs/mlflow.db"
-    if (hidden := redact(uri)) != uri:
-        reason = "It would be written to the run directory and to MLflow."
-        server = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        use = f"{server}, in the environment, or for a database PGUSER and its password file"
-        report.refuse(f"tracking.uri={hidden}", "an address without user, password or key", "one with", reason, use)
-    elif scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
+    if scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
         needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
         report.refuse_value("tracking.uri", uri, needs, reason, usual)
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
@@ -264,12 +259,6 @@ def schedule(c: Config, report: Report) -> None:
     if c.accumulation.docs_per_step == 0 or c.accumulation.last_step == "carry":
         return  # which the key refuses
     most, steps = c.rollout.max_staleness, steps_of(documents_per_batch(c.rollout), c.accumulation)
-    setting, longest = f"rollout.max_staleness={most}", 2 * steps - 1
     if most < steps:
         needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
-        report.refuse(setting, needs, most, reason, f"rollout.max_staleness={longest}")
-    elif most > longest:
-        report.note(
-            f"{setting}: no document is trained more than {longest} updates after the weights that wrote it, since "
-            f"one batch is sampled while the one before, of {steps} steps, is trained."
-        )
+        report.refuse_value("rollout.max_staleness", most, needs, reason, 2 * steps - 1)

@@ -23,7 +23,6 @@ def loss(c: Config, report: Report) -> None:
     splits, family = c.loss.num_splits, family_of_config(c)
     if family is None and c.loss.path is not None:
         importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
-        report.note(f"loss.path={c.loss.path} takes the place of the families that come with pgtoolkit.")
     for note in family.notes() if family is not None else ():
         report.note(note)
     if family is not None and family.by_document and splits != 1:
@@ -39,7 +38,6 @@ def aggregation(c: Config, report: Report) -> None:
         report.refuse_value("aggregation.divisor", divisor, "a number", reason, longest)
     if reducer is not None:
         importable(report, "aggregation.reducer", str(reducer), "It is imported when the run starts.")
-        report.note(f"aggregation.reducer={reducer} takes the place of aggregation={mode}.")
     family = family_of_config(c)
     if family is not None and family.by_document and mode != "sample_mean" and reducer is None:
         report.note(f"loss={c.loss.name} with aggregation={mode} weights a document by its number of trained tokens.")
