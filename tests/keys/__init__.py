@@ -112,6 +112,7 @@ def module_of(*overrides: str) -> PolicyGradientModule:
 def settings(*overrides: str) -> list[str]:
     """The overrides, seen to be valid, on top of those small settings that they do not replace."""
     replaced = {override.partition("=")[0] for override in overrides}
+    replaced |= {"task"} if "rollout=recorded" in overrides else set()
     small = [one for one in SMALL if not {one.partition("=")[0], one.partition("=")[0].partition(".")[0]} & replaced]
     assert validate(config_of(*small, *overrides)).problems == []
     return [*small, *overrides]
