@@ -104,6 +104,8 @@ def hydra_form(override: str) -> str:
 class UserFiles(FileConfigSource):
     """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases.
 
+    A file without a list `defaults` has the keys of its group's schema, with their types.
+
     Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's with options as keys.
     """
 
@@ -115,7 +117,12 @@ class UserFiles(FileConfigSource):
                 raise ConfigError(SEARCH_PATH)
             if "/" not in config_path and (problem := options_as_keys(values, options())):
                 raise ConfigError(problem)
-        return super().load_config(config_path)
+        result, group = super().load_config(config_path), config_path.rpartition("/")[0]
+        if group in Config.__annotations__ and OmegaConf.is_dict(result.config) and "defaults" not in result.config:
+            schema = "schema" if group in SCHEMAS else f"schema_{result.config.get('name')}"
+            if group in SCHEMAS or f"{group}/{result.config.get('name')}" in SCHEMAS:
+                result.config.defaults = [schema, "_self_"]
+        return result
 
 
 @functools.cache
