@@ -113,12 +113,12 @@ def test_a_user_file_with_a_wrong_key_is_named(tmp_path, capsys):
 def test_check_says_how_a_step_is_dealt(capsys):
     assert main(["check", "parallelism=ddp", "parallelism.data_parallel=3", "accumulation.max_tokens=140"]) == 0
     shown = capsys.readouterr().out
-    assert "  processes: 3; documents dealt to 3 ranks, about as many tokens to each\n" in shown
+    assert "  processes: 3; data_parallel=3\n" in shown
     # 22 of 64 documents at most on a rank, 10 documents in a micro-batch.
     assert "in 3 micro-batches of at most 140 tokens on each data rank; 4 steps" in shown
     sizes = ["parallelism=pipeline", "metrics=none", "parallelism.tensor_parallel=2"]
     assert main(["check", *sizes, "rollout=recorded", "rollout.path=."]) in (0, 2)
-    assert "  processes: 4; matrices and vocabulary to 2, layers to 2 stages\n" in capsys.readouterr().out
+    assert "  processes: 4; pipeline_parallel=2, tensor_parallel=2\n" in capsys.readouterr().out
     assert main(["check"]) == 0
     assert "processes" not in capsys.readouterr().out
 

@@ -46,17 +46,15 @@ def changed(before: dict, now: dict) -> dict[str, list]:
     return {key: values for key, values in drift.items() if changes_learning(key, now)}
 
 
-def name_of(chosen: str | None, overrides: list[str], in_sweep: bool = False) -> str:
-    """A run's name: `chosen`, or what differs from the defaults; in a sweep also what does not, for comparison."""
-    return chosen or name_from(overrides, {} if in_sweep else default_options())
-
-
 def name_in(hydra: DictConfig, chosen: str | None) -> str:
-    """A run's name by the node `hydra` of its configuration: in a sweep, of what varies there. See `name_of`."""
+    """A run's name by the node `hydra` of its configuration: `chosen`, or what its overrides change.
+
+    In a sweep also options that are the default, for comparison.
+    """
     unnamed = hydra.job.config.override_dirname.exclude_keys
     typed = OmegaConf.to_container(hydra.overrides.task)  # as it was typed: a ${KEY} need not resolve
     overrides = [override for override in typed if key_of(override) not in unnamed]
-    return name_of(chosen, overrides, in_sweep=not OmegaConf.is_missing(hydra.job, "num"))
+    return chosen or name_from(overrides, default_options() if OmegaConf.is_missing(hydra.job, "num") else {})
 
 
 def name_from(overrides: list[str], defaults: dict[str, str]) -> str:

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.names import plain_values
 from pgtoolkit.config.schema import AccumulationConfig, Config, PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
-from pgtoolkit.ranks.environment import world_size
+from pgtoolkit.ranks.environment import AXES, world_size
+from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import text
 
@@ -110,9 +112,8 @@ def arithmetic(config: Config) -> Iterator[str]:
     else:
         yield f"longest document: known once the data is read; it must fit in {room} tokens"
     if (processes := world_size(config.parallelism)) > 1:
-        sizes = {axis: getattr(config.parallelism, axis) for axis in DEALT}
-        dealt = [DEALT[axis].format(size) for axis, size in sizes.items() if size > 1]
-        yield f"processes: {processes}; {', '.join(dealt)}"
+        sizes = [f"{axis}={size}" for axis in AXES if (size := getattr(config.parallelism, axis)) > 1]
+        yield f"processes: {processes}; {', '.join(sizes)}"
     if docs == 0:
         yield f"step: {text(accumulation.micro_batches_per_step)} micro-batches of at most {room} tokens"
         return
@@ -144,14 +145,6 @@ def evaluations(config: Config) -> Iterator[str]:
     if (best := watched(config)) is not None:
         line, stop_at = f"the best checkpoint is kept by {'/'.join(best)}", config.trainer.stop_at
         yield line + ("" if stop_at is None else f"; the run ends once that is {text(stop_at)} or more")
-
-
-DEALT = {
-    "data_parallel": "documents dealt to {} ranks, about as many tokens to each",
-    "sequence_data_parallel": "tokens of each micro-batch to {}",
-    "tensor_parallel": "matrices and vocabulary to {}",
-    "pipeline_parallel": "layers to {} stages",
-}
 
 
 def longest_document(config: Config) -> tuple[int | None, int | None]:
@@ -198,15 +191,11 @@ def logits_memory(config: Config) -> str:
 
 def differences(config: Config, defaults: Config) -> Iterator[str]:
     """One line for each key whose value is not the default's."""
-    now, before = (
-        dict(leaves({group: getattr(keys, "__dict__", keys) for group, keys in vars(one).items()}))
-        for one in (config, defaults)
-    )
-    for key, value in now.items():
-        if key not in before and value != {}:
-            yield f"{key} = {text(value)}"
-        elif before.get(key, value) != value:
-            yield f"{key} = {text(value)} (default {text(before[key])})"
+    now = plain_values(config)
+    drift = config_drift(plain_values(defaults), now)
+    for name in [name for name, _ in leaves(now) if name in drift]:
+        usual, value = map(text, drift[name])
+        yield f"{name} = {value}" + ("" if usual == "null" else f" (default {usual})")
 
 
 def steps_of(documents: int, accumulation: AccumulationConfig) -> int:

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from pgtoolkit.config import memory
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.names import name_in, name_of
+from pgtoolkit.config.names import name_in
 from pgtoolkit.config.plan import describe
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import first_line
@@ -23,14 +23,12 @@ def render_plan(checked: Checked) -> str:
     sections = _sweep_sections(checked) if checked.is_sweep else []
     if first.config is not None:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
-        chosen, hydra = first.values.tracking.run_name, first.config.hydra
         if first.values.model.name == "huggingface" and not first.report.problems:
             gpu = gpu_memory()
             sections.append(("Memory", [*memory.describe(first.values, gpu)]))
             compiles, reason = compilation(first.values, gpu is not None and first.values.trainer.device != "cpu")
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
-        name = name_in(hydra, chosen) if checked.is_sweep else name_of(chosen, first.overrides)
-        sections.append(("Run name", [name]))
+        sections.append(("Run name", [name_in(first.config.hydra, first.values.tracking.run_name)]))
         if first.config.rollout.name == "policy" and not first.report.problems:
             sections.append(("First prompt", _first_prompt(first.config)))
     sections.append(("Notes", notes(checked)))

@@ -14,7 +14,8 @@ from urllib.parse import quote
 
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.names import name_of
+from pgtoolkit.config.files import default_options
+from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.executed import folders_outside, named_code
 from pgtoolkit.losses.families import FAMILIES
@@ -122,7 +123,7 @@ def compare_command(run_dir: str | Path) -> str:
     path = Path(run_dir).absolute()
     if (path.parent / "sweep.json").exists():
         return _pgtk("compare", shortest_path(path.parent))
-    name = name_of(None, _counterpart(run_dir))
+    name = name_from(_counterpart(run_dir), default_options())
     # When the counterpart will start is not known: the shell finds its directory by its name.
     return f"{_pgtk('compare', shortest_path(path))} outputs/*/??-??-??-??????-{name}"
 

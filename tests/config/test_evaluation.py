@@ -2,7 +2,7 @@
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import held_out_sets
-from pgtoolkit.config.names import digest, name_of, plain_config
+from pgtoolkit.config.names import digest, name_from, plain_config
 from pgtoolkit.config.plan import evaluations
 from pgtoolkit.config.validate import resolve_and_validate
 
@@ -42,4 +42,4 @@ def test_runs_with_and_without_evaluation_are_of_one_configuration():
     on = [ON, "evaluation.prompts_per_set=7"]
     without, evaluated, goal = (plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"]))
     assert digest(evaluated) == digest(without) != digest(goal)  # a goal may end it before
-    assert name_of(None, on) == name_of(None, []) == "default"
+    assert name_from(on, {}) == "default"

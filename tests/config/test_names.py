@@ -2,7 +2,7 @@
 
 import re
 
-from pgtoolkit.config.names import name_from, name_of
+from pgtoolkit.config.names import name_from
 
 
 def test_run_names():
@@ -25,4 +25,3 @@ def test_run_names():
     assert len(names) == 2
     for name in [*names, name_from(["experiment=../../.x"], {}), name_from(["a=.."], {})]:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", name)
-    assert name_of("chosen", ["seed=1"]) == "chosen"
