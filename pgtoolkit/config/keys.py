@@ -215,14 +215,14 @@ def _chosen(config: DictConfig, group: str) -> str | None:
 
 
 def ignored(c: Config, report: Report, group: str = "") -> None:
-    """Refuse each value without effect, unless it is the usual one, which is none anywhere; of all groups, or one."""
+    """Refuse each value without effect but the usual one, which is none anywhere, and null; of all groups, or one."""
     refused = set()  # options, whose keys come with them
     for key in keys_of(c):
         if not key.only_if or holds(key.only_if, c) or group not in ("", key.group) or key.group in refused:
             continue
         value, name = value_of(c, key.name), shown(key.name)
         usual = default_options()[key.group] if key.option else report.usual(key.name)
-        if value != usual:
+        if value not in (usual, None):
             refused |= {key.group} if key.option else set()
             conditions, ways = singles(key.only_if), key.use.split(" and ") if key.use else []
             number = next(i for i, single in enumerate(conditions) if not holds(single, c))

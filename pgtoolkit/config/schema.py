@@ -220,8 +220,8 @@ class PromptsTaskConfig(WrittenTaskConfig):
     split: str | None
     prompt_field: str
     answer_field: str
-    verifier: str | None = key(code="function")
-    pattern: str | None
+    verifier: str | None = key(code="function", only_if="task.verifiers={}")
+    pattern: str | None = key(only_if="task.verifiers={}")
     verifiers: dict[str, Any] = key(free=True, code="function")
     verifier_processes: int = key(0, 1024, learns=False, fixed="", only_if="task.verifier_seconds!=null", **_LIMITED)
     verifier_seconds: float | None = key(0.01, 86400, fixed="", only_if="task.verifier_processes>0", **_LIMITING)

@@ -62,21 +62,15 @@ def stop(c: Config, report: Report) -> None:
 
 
 def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:
-    """Exactly one of task.verifier and task.verifiers, each with what it needs; returns those that are used."""
-    if not task.verifiers:
-        if task.verifier is None:
-            reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
-            report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
-        else:
-            _verifier("task.", task.verifier, task.pattern, report)
-        return {str(task.verifier)}
-    for key in ("verifier", "pattern"):
-        if (value := getattr(task, key)) is not None:
-            needs, reason = "task.verifiers={}", "It would be ignored: those score the completions."
-            report.refuse(f"task.{key}={value}", needs, [*task.verifiers], reason, f"{needs} or task.{key}=null")
-    entries = {name: entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
-    for name, entry in entries.items():
-        _verifier(f"task.verifiers.{name}.", entry["verifier"], entry.get("pattern"), report)
+    """Refuse verifiers that cannot score; returns those that are used."""
+    entries = {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
+    if not task.verifiers and task.verifier is None:
+        reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
+        report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
+    elif not task.verifiers:
+        entries = {"": {"verifier": task.verifier, "pattern": task.pattern}}
+    for prefix, entry in entries.items():
+        _verifier(f"task.{prefix}", entry["verifier"], entry.get("pattern"), report)
     return {entry["verifier"] for entry in entries.values()}
 
 
@@ -84,11 +78,8 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
     """Whether an entry of task.verifiers has the form of one."""
     key, named = f"task.verifiers.{name}", re.fullmatch(r"[A-Za-z]\w{0,39}", name)
     if not named:
-        needs, reason = (
-            "a name of up to 40 letters, digits and '_', a letter first",
-            "reward/NAME is its metric.",
-        )
-        report.refuse(key, needs, name, reason, _EXAMPLE)
+        needs = "a name of up to 40 letters, digits and '_', a letter first"
+        report.refuse(key, needs, name, "reward/NAME is its metric.", _EXAMPLE)
     if not isinstance(entry, dict) or set(entry) - set(_KEYS) or not isinstance(entry.get("verifier"), str):
         needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
         report.refuse(key, needs, entry, reason, _EXAMPLE)
