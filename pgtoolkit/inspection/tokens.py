@@ -97,7 +97,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     columns = list(_columns(made, [(first, config), *beside]))
     title = "this run: " if run_dir else ""
     name = Path(target).resolve().name
-    return Inspected(name, title, number, [*facts, *_notes(config, made, columns)], made, common_vectors(made), columns)
+    return Inspected(name, title, number, facts, made, common_vectors(made), columns)
 
 
 def _named_by_the_run(run_dir: Path | None, of_loss: list[str]) -> list[str]:
@@ -221,18 +221,6 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
         "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, "
         "or rollout.save_path=FOLDER in a new run."
     )
-
-
-def _notes(config: Config, made: MadeStep, columns: list[LossOnStep]) -> Iterator[str]:
-    """What a reader would take otherwise."""
-    sizes = made.step.totals.tokens_per_group.shape[0], getattr(config.rollout, "group_size", None)
-    whole = sizes[1] is None or sizes[0] * sizes[1] == len(made.step.documents)
-    if not whole and any(column.loss.aggregation.needs_groups for column in columns):
-        yield "Some prompts have documents in other steps as well: N_g counts those of this step."
-    if any(column.loss.entropy_coefficient for column in columns):
-        yield "An entropy bonus is part of a token's share of the loss and not of its coefficient."
-    if not made.has_old_log_probs:
-        yield "The documents have no old log-probs: there is no ratio, and nothing is clipped."
 
 
 def summary(inspected: Inspected, page: Path) -> str:
