@@ -110,11 +110,6 @@ def penalties(c: Config, report: Report) -> None:
         reason = "The stages hand on the training policy's hidden states, and no others."
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
-    if kind == "k1" and c.accumulation.docs_per_step == documents_per_batch(c.rollout) and not _is_late(c.rollout):
-        report.note(
-            "kl=k1 with one optimizer step per batch of rollouts: the gradient of the penalty has mean 0 on the "
-            "policy's own samples, so that it adds noise and pulls nowhere."
-        )
 
 
 def _is_late(rollout: RolloutConfig) -> bool:
