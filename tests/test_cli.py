@@ -227,8 +227,8 @@ def test_a_saved_configuration_that_does_not_fit_is_refused_in_one_sentence(run_
 
 def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "needs a run directory (got none)" in refused(capsys, "resume")
-    assert "no such directory" in refused(capsys, "resume", str(tmp_path / "x"))
-    assert "without config.yaml" in refused(capsys, "resume", str(tmp_path))
+    assert "no such folder" in refused(capsys, "resume", str(tmp_path / "x"))
+    assert "a folder without runs" in refused(capsys, "resume", str(tmp_path))
     (tmp_path / "config.yaml").write_text("seed: [")
     assert main(["resume", str(tmp_path)]) == 6
     assert f"{tmp_path}/config.yaml is damaged (no YAML, line 1: " in capsys.readouterr().err
