@@ -65,11 +65,6 @@ def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
     return SCHEMAS[f"task/{kind}"](**copy.deepcopy({key: values[key] for key in values if key != "defaults"}))
 
 
-def numbers_of(completions: int) -> list[str]:
-    """The numbers that may say which checkpoint is the best: of each, more is better."""
-    return ["avg", *(f"pass@{k}" for k in powers_of_two(completions))]
-
-
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... up to it."""
     return [2**i for i in range(most.bit_length())]

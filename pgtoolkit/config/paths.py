@@ -57,11 +57,6 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
 
 
-def is_local_path(path: str | None) -> bool:
-    """Whether the path of a model is one by its beginning, and no name on the Hugging Face hub."""
-    return path is not None and (path == "" or path.startswith((".", "/", "~")))
-
-
 def problems_of_folder(config: DictConfig, key: str, more: tuple[str, ...] = ()) -> list[str]:
     """Problems with the folder of a run, or of a sweep: it leads nowhere else, and no run or any of `more` is in it.
 

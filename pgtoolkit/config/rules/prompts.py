@@ -13,7 +13,7 @@ from pgtoolkit.config.evaluation import (
     are_training_prompts,
     held_out_sets,
     is_on,
-    numbers_of,
+    powers_of_two,
     sampling,
     watched,
 )
@@ -208,10 +208,11 @@ def _best(c: Config, report: Report) -> None:
         return
     (name, number), names = best, [*c.evaluation.sets] or [USUAL]
     setting, count = f"evaluation.best={c.evaluation.best}", c.evaluation.completions_per_prompt
+    known = ["avg", *(f"pass@{k}" for k in powers_of_two(count))]
     if name not in names:
         needs, reason = f"one of the sets {', '.join(names)}", "It is NUMBER or SET/NUMBER."
         report.refuse(setting, needs, name, reason, f"evaluation.best={names[0]}/pass@1")
-    elif number not in (known := numbers_of(count)):
+    elif number not in known:
         reason = f"The best is the highest, and of {count} completions of a prompt these are known."
         use = "evaluation.best=pass@1, or other evaluation.completions_per_prompt"
         report.refuse(setting, f"one of {', '.join(known)}", number, reason, use)

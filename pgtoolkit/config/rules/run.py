@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pgtoolkit.config.compilation import refuse_unknown
 from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import shape
-from pgtoolkit.config.paths import batches_in, is_local_path
+from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PolicyRolloutConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
@@ -61,8 +61,8 @@ def model(c: Config, report: Report) -> None:
             needs, reason = f"a multiple of model.num_heads={heads}", "Every head takes an equal share of the width."
             report.refuse_value("model.hidden_size", width, needs, reason, width + -width % heads)
         room_for(c, tokens_at_least(c), "the longest document", report)
-    elif is_local_path(model.path):
-        existing(report, "model.path", model.path)
+    else:
+        existing(report, "model.path", model.path, hub=True)
     refuse_unknown(model, shape(model).get("type"), report)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
@@ -142,9 +142,9 @@ def _uri(uri: str, report: Report) -> None:
         report.refuse_value("tracking.uri", uri, "a file, not a folder", "SQLite keeps a store in one file.", usual)
 
 
-def existing(report: Report, path: str, value: Any) -> None:
-    """Refuse the value of the key `path` where there is no such file, folder or glob."""
-    if value is None:
+def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
+    """Refuse the value of the key `path` where there is no such file, folder or glob, nor, with `hub`, a name there."""
+    if value is None or (hub and value and not value.startswith((".", "/", "~"))):
         return
     place = os.path.expanduser(value)  # as the functions of os.path, at home with any text
     if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):

@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
-from pgtoolkit.config.paths import is_local_path
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
 from pgtoolkit.config.rules.run import existing
 from pgtoolkit.config.schema import Config, ParallelismConfig, RolloutConfig
@@ -99,8 +98,7 @@ def penalties(c: Config, report: Report) -> None:
     if reference == "recorded" and c.rollout.name != "recorded":
         reason = "The reference's log-probs of completions that are still to be sampled are in no file."
         report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")
-    if is_local_path(reference):
-        existing(report, "kl.reference", reference)
+    existing(report, "kl.reference", reference, hub=True)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
         reason = "Its log-probs would be those of other tokens."
