@@ -137,6 +137,7 @@ def test_check_prints_the_plan(capsys):
         "loss.epsilon_high = 0.28 (default 0.0004)",
         "seed = 3 (default 0)",
         "dapo_seed-3",
+        "7 tokens: '3'=3 '7'=7 '6'=6 '3'=3 '7'=7 '3'=3 '='=10",
     ):
         assert expected in page
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from omegaconf import DictConfig, OmegaConf
+
 from pgtoolkit.config import memory
 from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.plan import describe
 from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.errors import first_line
 from pgtoolkit.launch.check import Checked, distinctive, notes, problems
 from pgtoolkit.launch.sweep_report import summary
 from pgtoolkit.runs.provenance import gpu_memory
@@ -26,10 +29,21 @@ def render_plan(checked: Checked) -> str:
             compiles, reason = compilation(first.values, gpu is not None and first.values.trainer.device != "cpu")
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         sections.append(("Run name", [name_in(first.config.hydra, first.values.tracking.run_name)]))
+        if first.config.rollout.name == "policy" and not first.report.problems:
+            sections.append(("First prompt", _first_prompt(first.config)))
     sections.append(("Notes", notes(checked)))
     found = problems(checked)
     sections.append((f"Problems ({len(found)})" if found else "Problems", found or ["none"]))
     return "\n\n".join(title + "\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections if lines)
+
+
+def _first_prompt(config: DictConfig) -> list[str]:
+    from pgtoolkit.tasks.prompts import preview
+
+    try:
+        return preview(OmegaConf.to_object(config.model), OmegaConf.to_object(config.task), config.seed)
+    except Exception as error:  # a damaged tokenizer raises whatever its reader stumbles over
+        return [f"cannot be shown: {first_line(error)}"]
 
 
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:

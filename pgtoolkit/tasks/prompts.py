@@ -7,13 +7,15 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgtoolkit.config.schema import Chat, PromptsTaskConfig
+from pgtoolkit.config.schema import Chat, HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Prompt, Score, Task, TaskConfig
+from pgtoolkit.tasks.tasks import Prompt, Score, Task, TaskConfig, make_task
 
 if TYPE_CHECKING:
     from pgtoolkit.tasks.completion import Completion
@@ -239,3 +241,28 @@ class TokenizedTask:
 def scored_by_nobody(task: PromptsTaskConfig) -> PromptsTaskConfig:
     """The same prompts where nothing is scored, without a verifier of the user's, whose code would run."""
     return dataclasses.replace(task, verifier="exact_match", pattern=None, verifiers={}, verifier_processes=0)
+
+
+def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
+    """Lines that show the first prompt and its tokens; without them for a model that is not here. Asks no hub.
+
+    Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
+    """
+    prompts = make_task(scored_by_nobody(task) if isinstance(task, PromptsTaskConfig) else task, seed)
+    prompt = prompts.prompt(0)
+    text = repr(prompt.text)
+    lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
+    if isinstance(model, TinyModelConfig):
+        characters = tiny_tokenizer(prompts.alphabet)  # that of transformers around it takes a second to import
+        encoding = characters.encode(prompt.text)
+        tokens, names = encoding.ids, encoding.tokens
+    elif Path(model.path).expanduser().is_dir():
+        tokenizer = load_tokenizer(model.path)
+        ends = end_tokens(load_generation_config(model.path), tokenizer)
+        (tokens,) = TokenizedTask(prompts, tokenizer, ends, chat_of(task, tokenizer)).encode([prompt])
+        names = tokenizer.convert_ids_to_tokens(tokens)
+    else:
+        return [*lines, f"its tokens are known where model.path={model.path} is a folder"]
+    shown = " ".join(f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20))
+    more = f" and {len(tokens) - 20} more" if len(tokens) > 20 else ""
+    return [*lines, f"{len(tokens)} tokens: {shown}{more}"]

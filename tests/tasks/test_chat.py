@@ -13,7 +13,7 @@ from pgtoolkit.config.schema import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.completion import Request
-from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of
+from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, preview
 from pgtoolkit.tasks.tasks import Prompt
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
@@ -173,3 +173,7 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     assert shown == {asked % "6 * 7?", asked % "7 * 7?"}
     train(config, folder / "run")
     assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
+    values = OmegaConf.to_object(config)
+    place, tokens = preview(values.model, values.task, 0)
+    assert place.startswith("p.jsonl:")
+    assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
