@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import tempfile
 from pathlib import Path, PurePath
 
 from omegaconf import DictConfig, OmegaConf
@@ -58,7 +59,8 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def problems_of_folder(config: DictConfig, key: str, more: tuple[str, ...] = ()) -> list[str]:
-    """Problems with the folder of a run, or of a sweep: it leads nowhere else, and no run or any of `more` is in it.
+    """Problems with the folder of a run, or of a sweep: it leads nowhere else, no run or any of `more` is in it, and it
+    can be made.
 
     config: with its node `hydra`. key: hydra.run.dir or hydra.sweep.dir.
     """
@@ -71,8 +73,17 @@ def problems_of_folder(config: DictConfig, key: str, more: tuple[str, ...] = ())
         if leads_out or not path.isprintable():  # it also stands in the scripts of SLURM's jobs
             needs = "a path of printable characters without '..'"
             return [refusal(name, needs, repr(path), _NAMES_A_FOLDER, f"{name}=FOLDER")]
-    by = occupied_by(Path(path), more)
-    return [occupied(f"{key}={path}", Path(path), by)] if by else []
+    if by := occupied_by(Path(path), more):
+        return [occupied(f"{key}={path}", Path(path), by)]
+    place = Path(path).absolute()
+    nearest = next(folder for folder in (place, *place.parents) if os.path.lexists(folder))
+    try:  # some file systems refuse what they allow
+        with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest) as trial:
+            Path(trial, place.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        needs, got = "a place where folders can be made", f"{nearest}: {error.strerror}"
+        return [refusal(f"{key}={path}", needs, got, "It names a folder.", f"{key}=outputs/FOLDER")]
+    return []
 
 
 def problems_of_job(directory: str) -> list[str]:

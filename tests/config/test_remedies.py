@@ -62,6 +62,10 @@ def problems(capsys, *overrides):
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
+        ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
+        ("hydra.run.dir=/proc/foo", "", "hydra.run.dir=outputs/FOLDER"),
+        ("hydra.run.dir=prompts.jsonl/run", "", "hydra.run.dir=outputs/FOLDER"),
+        (f"hydra.run.dir={'x' * 256}", "", "hydra.run.dir=outputs/FOLDER"),
     ],
 )
 def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
