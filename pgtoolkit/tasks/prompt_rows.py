@@ -1,7 +1,8 @@
-"""Prompts with their answers, read from files and from folders as downloaded from the Hugging Face hub."""
+"""Prompts with their answers, read from files and from folders of Hugging Face data sets."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -33,27 +34,52 @@ class Prompt:
 
 
 def prompt_files(path: str, split: str | None) -> list[Path]:
-    """The files of task.path and task.split, in the order of their names.
+    """The files of task.path and task.split, in the order of their names, or as the data set lists them.
 
-    A folder with a split is a data set as downloaded from the hub: files named `train.jsonl` or
-    `train-00000-of-00002.parquet`, or in a folder `train`, at any depth. Anything else is a file, a folder of files or
-    a glob. Raises ConfigError where the split does not fit, DataError without files.
+    A folder is a data set that `save_to_disk` has written, with or without splits; or, with a split, one of the hub:
+    files named `train.jsonl` or `train-00000-of-00002.parquet`, or in a folder `train`, at any depth. Anything else is
+    a file, a folder of files or a glob. Raises ConfigError where the split does not fit, DataError without files.
     """
     from pgtoolkit.tasks.row_files import SUFFIXES, find_files
 
     folder = Path(path).expanduser()
-    files = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    here = [file for file in files if file.parent == folder]
-    splits = sorted({name for file in here or files for name in _USUAL if _is_of(file, name)})
-    if split is None and (not splits or (here and len(splits) == 1)):
-        return find_files(path, "task.path")
-    if split is not None and (files := [file for file in files if _is_of(file, split)]):
-        return _of_one_data_set(path, split, folder, files)
-    splits = splits or ["null"]
-    needs = f"one of {', '.join(splits)}" if len(splits) > 1 else splits[0]
-    setting, use = f"task.split={text(split)} with task.path={path}", " or ".join(f"task.split={one}" for one in splits)
+    if (folder / "dataset_dict.json").is_file():
+        splits = [str(name) for name in _json(folder / "dataset_dict.json")["splits"]]
+        if split in splits:
+            return _saved(folder / split)
+    elif (folder / "state.json").is_file():
+        splits = [_json(folder / "state.json").get("_split")]
+        if split in (None, *splits):
+            return _saved(folder)
+    elif not folder.is_dir():
+        splits = [None]
+        if split is None:
+            return find_files(path, "task.path")
+    else:
+        files = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+        here = [file for file in files if file.parent == folder]
+        splits = sorted({name for file in here or files for name in _USUAL if _is_of(file, name)}) or [None]
+        if split is None and (splits == [None] or (here and len(splits) == 1)):
+            return find_files(path, "task.path")
+        if split is not None and (files := [file for file in files if _is_of(file, split)]):
+            return _of_one_data_set(path, split, folder, files)
+    known, use = ", ".join(map(text, splits)), " or ".join(f"task.split={text(name)}" for name in splits)
+    needs = f"one of {known}" if len(splits) > 1 else known
+    setting = f"task.split={text(split)} with task.path={path}"
     raise ConfigError(refusal(setting, needs, split, "These are the splits that it has.", use))
+
+
+def _saved(folder: Path) -> list[Path]:
+    """The Arrow files of one data set."""
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        reason = "An old version of datasets kept an order beside the rows"
+        raise DataError(f"{folder} needs rows in the order of its files. {reason}. Save it again with a newer one.")
+    files = [folder / Path(one["filename"]).name for one in state["_data_files"]]
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise DataError(f"{folder} lacks {', '.join(missing)}, which its state.json names. Copy or save it again.")
+    return files
 
 
 def _of_one_data_set(path: str, split: str, folder: Path, files: list[Path]) -> list[Path]:
@@ -68,6 +94,13 @@ def _of_one_data_set(path: str, split: str, folder: Path, files: list[Path]) -> 
 def _is_of(file: Path, split: str) -> bool:
     name = re.fullmatch(rf"{re.escape(split)}(-\d+-of-\d+(-\w+)?)?", file.stem)
     return bool(name) or file.parent.name == split
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error
 
 
 def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: str) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Reads the files that rollouts and prompts are kept in, JSONL and Parquet, one row at a time."""
+"""Reads the files that rollouts and prompts are kept in, JSONL, Parquet and Arrow, one row at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,7 @@ SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
 _BATCH_ROWS = 256
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Problems:
@@ -85,14 +86,14 @@ def _listing(folder: Path) -> str:
 def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:
     """The files, ready to read `columns`; labelled by their paths below the folder that holds them all."""
     common = os.path.commonpath([file.absolute().parent for file in paths])
-    kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile}
+    kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile, ".arrow": ArrowFile}
     return [kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns) for file in paths]
 
 
 class RowFile:
     """A file of rows, which must stay as it was opened: `RecordedRollouts` compares a row that it reads again.
 
-    names: all its columns, where the file has columns.
+    names: all its columns, where the file has columns; known at the latest with its first row.
     rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
     What rows() has read is in `digest`, the SHA-256 of the whole file once it has come to its end.
     Raise DataError for a file that cannot be read or is damaged, row also for one that was changed meanwhile.
@@ -160,8 +161,7 @@ class ParquetFile(RowFile):
             return file.schema_arrow.names
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        rows = itertools.chain.from_iterable(map(rows_of, self.batches()))
-        return ((place + 1, place, row) for place, row in enumerate(rows))
+        return _numbered(map(rows_of, self.batches()))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, many at a time."""
@@ -211,6 +211,25 @@ class ParquetFile(RowFile):
         options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
         with self._whole("Parquet file, truncated or damaged"), pq.ParquetFile(self.path, **options) as file:
             yield file
+
+
+class ArrowFile(RowFile):
+    """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last only."""
+
+    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+        with self._whole("Arrow stream"), pa.memory_map(str(self.path)) as file:
+            file.seek(max(0, file.size() - len(_END_OF_STREAM)))
+            if file.read() != _END_OF_STREAM:  # without which a stream may end after any batch
+                raise pa.ArrowInvalid("its end is missing")
+            file.seek(0)
+            with pa.ipc.open_stream(file) as stream:
+                self.names = stream.schema.names
+                wanted = [name for name in self.names if name in self._columns]
+                yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
+
+
+def _numbered(batches: Iterable[list[dict]]) -> Iterator[tuple[int, int, dict]]:
+    return ((place + 1, place, row) for place, row in enumerate(itertools.chain.from_iterable(batches)))
 
 
 def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Prompts from folders as downloaded from the Hugging Face hub, and chats."""
+"""Prompts from folders of Hugging Face data sets, written here as datasets does (format_of_datasets compares)."""
 
 import json
 
@@ -17,8 +17,81 @@ def table(numbers):
     return pa.table({"prompt": [f"{i}?" for i in numbers], "messages": messages, "answer": [*numbers]})
 
 
+def save_to_disk(folder, *shards, split=None):
+    """As datasets' `save_to_disk`: Arrow streams of a few batches, and a state that names them."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
+    for name, numbers in zip(names, shards, strict=True):
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table([0]).schema) as stream:
+            stream.write_table(table(numbers), 2)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": split, "_format_type": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
 def texts(path, split=None, field="prompt"):
     return [row.text for row in read_prompts(str(path), split, field, "answer")]
+
+
+def test_a_saved_data_set_is_read_in_the_order_of_its_files(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", [5, 3, 9], [1, 2])
+    rows = read_prompts(str(folder), None, "prompt", "answer")
+    assert [row.text for row in rows] == ["5?", "3?", "9?", "1?", "2?"]
+    assert [row.answer for row in rows] == ["5", "3", "9", "1", "2"]
+    assert [row.place for row in rows[2:4]] == ["data-00000-of-00002.arrow:3", "data-00001-of-00002.arrow:1"]
+    assert {row.messages for row in rows} == {None}
+    (folder / "cache-123.arrow").write_bytes(b"what datasets leaves there")
+    assert texts(folder) == ["5?", "3?", "9?", "1?", "2?"]
+
+
+def test_a_saved_data_set_with_splits_needs_one(tmp_path):
+    for name, numbers in (("train", [1, 2]), ("test", [3])):
+        save_to_disk(tmp_path / "both" / name, numbers)
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert texts(tmp_path / "both", "train") == ["1?", "2?"]
+    assert texts(tmp_path / "both", "test") == ["3?"]
+    assert texts(tmp_path / "both" / "test") == ["3?"]
+    for split in (None, "validation"):
+        with pytest.raises(ConfigError) as error:
+            texts(tmp_path / "both", split)
+        assert str(error.value) == (
+            f"task.split={split or 'null'} with task.path={tmp_path / 'both'} needs one of train, test (got "
+            f"{split or 'null'}). These are the splits that it has. Use task.split=train or task.split=test."
+        )
+
+
+def test_a_split_that_would_be_ignored_is_refused(tmp_path):
+    own, none = save_to_disk(tmp_path / "own", [1], split="train"), save_to_disk(tmp_path / "none", [1])
+    assert texts(own, "train") == texts(own) == ["1?"]
+    with pytest.raises(ConfigError, match=r"needs train \(got test\)"):
+        texts(own, "test")
+    with pytest.raises(ConfigError, match=r"needs null \(got train\)"):
+        texts(none, "train")
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "1?", "answer": 1}\n')
+    with pytest.raises(ConfigError, match=r"needs null \(got train\)"):
+        texts(file, "train")
+
+
+def test_a_saved_data_set_that_is_not_whole(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", [1, 2, 3, 4], [5])
+    file = folder / "data-00000-of-00002.arrow"
+    whole = file.read_bytes()
+    for damaged in (whole[:-8], whole[: len(whole) // 2], b""):  # without its end, the first would lose no row
+        file.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"data-00000-of-00002\.arrow is not a whole Arrow stream"):
+            texts(folder)
+    file.unlink()
+    with pytest.raises(DataError, match=r"lacks data-00000-of-00002\.arrow, which its state\.json names"):
+        texts(folder)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    with pytest.raises(DataError, match="An old version of datasets kept an order beside the rows"):
+        texts(folder)
+    (folder / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
+        texts(folder)
 
 
 def hub(folder, *names):
@@ -58,11 +131,7 @@ def test_a_folder_of_several_splits_is_not_read_as_a_whole(tmp_path):
         texts(hub(tmp_path / "flat", "train.jsonl", "test.jsonl"))
     with pytest.raises(ConfigError, match=r" Use task\.split=train\."):
         texts(hub(tmp_path / "deep", "data/train-00000-of-00001.parquet"))
-    own = hub(tmp_path / "own", "hard.jsonl", "easy.jsonl")
-    assert texts(own) == ["1?", "0?"]
-    for path in (own, own / "easy.jsonl"):  # a split that would be ignored
-        with pytest.raises(ConfigError, match=r"needs null \(got train\).*Use task\.split=null\."):
-            texts(path, "train")
+    assert texts(hub(tmp_path / "own", "hard.jsonl", "easy.jsonl")) == ["1?", "0?"]
 
 
 def test_several_data_sets_in_one_folder_are_not_mixed(tmp_path):
@@ -76,6 +145,8 @@ def test_several_data_sets_in_one_folder_are_not_mixed(tmp_path):
 
 
 def test_chats_are_read_from_every_kind_of_file(tmp_path):
+    folder = save_to_disk(tmp_path / "saved", [7])
+    assert read_prompts(str(folder), None, "messages", "answer")[0].messages == ({"role": "user", "content": "7!"},)
     extra = pa.table({"prompt": [[*CHAT, {"role": "user", "content": "?", "name": "me"}]], "answer": [42]})
     pq.write_table(extra, tmp_path / "p.parquet")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": CHAT, "answer": 42}) + "\n")
@@ -101,3 +172,18 @@ def test_what_is_no_chat_is_refused_with_its_row(tmp_path, prompt, reason):
     with pytest.raises(DataError) as error:
         read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
     assert f"p.jsonl:1:prompt: {reason}" in str(error.value)
+
+
+def test_format_of_datasets(tmp_path):
+    """What the package itself writes, where it is installed."""
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset(table([*range(7)]))
+    whole.save_to_disk(tmp_path / "sharded", num_shards=3)
+    assert texts(tmp_path / "sharded") == [f"{i}?" for i in range(7)]
+    chosen = whole.shuffle(seed=1).filter(lambda row: row["answer"] != 3)  # an order that is not that of the rows
+    chosen.save_to_disk(tmp_path / "chosen")
+    assert texts(tmp_path / "chosen") == list(chosen["prompt"])
+    datasets.DatasetDict({"train": whole, "test": chosen}).save_to_disk(tmp_path / "both")
+    assert texts(tmp_path / "both", "test", "messages") == [one[0]["content"] for one in chosen["messages"]]
+    with pytest.raises(ConfigError, match="needs one of train, test"):
+        texts(tmp_path / "both")
