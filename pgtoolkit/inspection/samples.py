@@ -1,10 +1,15 @@
-"""`pgtk samples`: the best and the worst completions, and how answers changed."""
+"""`pgtk samples`: the best and the worst completions, how answers changed, and all as one page by samples.html."""
 
 from __future__ import annotations
 
 import functools
+import json
+import math
+import re
 from collections import Counter
 from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +21,17 @@ from pgtoolkit.runs.completions import (
     CompletionRow,
     completion_files,
     read_completions,
+    some_completions,
 )
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import mean
-from pgtoolkit.system.legible import legible, lines_of
+from pgtoolkit.system.legible import legible, lines_of, shortened
 from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import WIDTH
+
+MOST_COMPLETIONS = 2000
+MOST_CHARACTERS = 8000
+"""Of each text. More completions, or longer ones, make a page that no browser likes."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,29 @@ def facts(row: CompletionRow) -> str:
     advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     ends = "cut off at the length limit" if row.finish_reason == "length" else "ended by itself"
     return ", ".join([*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"])
+
+
+def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
+    """The page of these sets. step: of this one alone. command: what has made the page."""
+    chosen, total = some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
+    rows = [_plain(name, row) for name, row in chosen]
+    count = f"{total:,} completion{'s' * (total != 1)}"
+    if len(rows) < total:
+        count = f"{len(rows):,} of {count}: all of some prompts, spread evenly"
+    data = {"about": legible(f"{run}: {count}"), "rows": rows}
+    # Whatever a model has written, nothing in it ends the script's element.
+    written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    page = files(__package__).joinpath("samples.html").read_text(encoding="utf-8")
+    return re.sub("@(COMMAND|DATA)@", lambda mark: written if mark[1] == "DATA" else escape(legible(command)), page)
+
+
+def _plain(name: str, row: CompletionRow) -> dict:
+    texts = {key: getattr(row, key) for key in ("prompt", "completion", "answer")}
+    return {
+        **{key: text and shortened(legible(text), MOST_CHARACTERS) for key, text in texts.items()},
+        **{"set": name, "step": row.step, "name": legible(row.name), "tokens": row.tokens, "facts": facts(row)},
+        "reward": row.reward if math.isfinite(row.reward) else None,
+    }
 
 
 def _texts(row, completions, lines):

@@ -74,17 +74,22 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
 def _samples(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
-    parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last)")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
     parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
     parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
     parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.inspection.samples import chosen_set, kept_by, render_samples, samples
+    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, render_samples, samples
 
     kept = kept_by(args.run)
     chosen = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
     say(render_samples(chosen, kept, shell_path(args.run), args.count, args.lines))
+    if args.html:
+        sets = [kept[args.set]] if args.set else [*kept.values()]
+        args.html.write_text(html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8")
+        say(f"\nhtml  {shell_path(args.html)}")
 
 
 def _diff(parser: _Parser, argv: list[str]) -> None:
@@ -224,7 +229,7 @@ REPORTS = {
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
-    "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed", _samples),
+    "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),

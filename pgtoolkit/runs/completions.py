@@ -131,16 +131,23 @@ def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
     return set([*counts][-1:])
 
 
-def some_completions(files: Sequence[CompletionFile], most: int) -> list[tuple[str, CompletionRow]]:
-    """The completions of these files, each with its set; of more than `most`, which the sets share alike, those of
-    `some_prompts`."""
-    chosen = []
+def some_completions(
+    files: Sequence[CompletionFile], most: int, step: int | None = None
+) -> tuple[list[tuple[str, CompletionRow]], int]:
+    """The completions of these files, each with its set, and their number; of more than `most`, which the sets share
+    alike, those of `some_prompts`.
+
+    step: of this one alone.
+    """
+    chosen, total = [], 0
     for name in (sets := dict.fromkeys(file.set for file in files)):
         paths = [file.path for file in files if file.set == name]
         keys = [row for path in paths for row in read_completions(path, ("step", "name"))]
-        names = some_prompts(keys, most // len(sets))
-        chosen += [(name, row) for path in paths for row in read_completions(path) if row.name in names]
-    return chosen
+        keys = [row for row in keys if step in (None, row.step)]
+        total, names = total + len(keys), some_prompts(keys, most // len(sets))
+        rows = (row for path in paths for row in read_completions(path))
+        chosen += [(name, row) for row in rows if row.name in names and step in (None, row.step)]
+    return chosen, total
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:

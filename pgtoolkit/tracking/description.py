@@ -149,7 +149,7 @@ def _milliseconds(row):
 
 def table_of(run_dir: Path) -> dict[str, list] | None:
     """`columns`, and `data` with a list for each completion, as `mlflow.log_table` writes them; None of none."""
-    rows = some_completions(completion_files(run_dir), MOST_COMPLETIONS)
+    rows, _ = some_completions(completion_files(run_dir), MOST_COMPLETIONS)
     if not rows:
         return None
     parts = list(dict.fromkeys(part for _, row in rows for part in row.rewards))

@@ -1,5 +1,6 @@
-"""`pgtk samples`: what it shows of a run's completions."""
+"""`pgtk samples`: what it shows of a run's completions, on the terminal and as a page."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.cli import main
-from pgtoolkit.inspection.samples import best_and_worst, chosen_set, kept_by, render_samples, samples
+from pgtoolkit.inspection import samples as inspected
+from pgtoolkit.inspection.samples import best_and_worst, chosen_set, html, kept_by, render_samples, samples
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.system.legible import legible, lines_of, shortened
 
@@ -154,3 +156,34 @@ def test_long_texts_are_cut_in_their_middle():
     assert lines_of("a\tb", 9, 9) == ["a   b"]
     assert shortened("abcdefghi", 6) == "abcd\n… 3 more characters …\nhi"
     assert shortened("abcdef", 6) == "abcdef"
+
+
+def data_of(written):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1])
+
+
+def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, monkeypatch):
+    kept = kept_by(folder)
+    found = data_of(html([*kept.values()], None, "run", "pgtk samples"))
+    assert [(one["set"], one["step"], one["name"], one["reward"]) for one in found["rows"]] == [
+        *(("held_out", one.step, one.name, one.reward) for one in EVALUATED),
+        *(("training", one.step, one.name, one.reward) for one in TRAINED),
+    ]
+    assert found["about"] == "run: 28 completions"
+    assert {one["step"] for one in data_of(html([kept["held_out"]], 50, "run", ""))["rows"]} == {50}
+
+    monkeypatch.setattr(inspected, "MOST_COMPLETIONS", 14)
+    found = data_of(html([*kept.values()], None, "run", ""))
+    assert found["about"] == "run: 10 of 28 completions: all of some prompts, spread evenly"
+    assert {one["name"] for one in found["rows"] if one["set"] == "held_out"} == {"a", "e"}
+
+    hostile = [row(1, HOSTILE, float("inf"), HOSTILE + "x" * 9000, answer="@DATA@")]
+    written = html([kept_by(write(tmp_path / "run", training=hostile))["training"]], None, HOSTILE, f"{HOSTILE} @DATA@")
+    assert written.count("<script") == 2
+    assert written.count("</script>") == 2
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", written)
+    (only,) = data_of(written)["rows"]
+    assert only["reward"] is None
+    assert only["answer"] == "@DATA@"
+    assert len(only["completion"]) < 8100
+    assert "more characters" in only["completion"]
