@@ -208,7 +208,7 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
 
 def holds_secret(setting: str) -> str:
     """A value that would be written to the run directory and to MLflow; setting: without it."""
-    use = "an environment variable, such as MLFLOW_TRACKING_TOKEN, or PGPASSFILE"
+    use = "an environment variable, such as MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN"
     reason = "It would be written to the run directory and to MLflow."
     return refusal(setting, "to hold no secret", "what looks like one", reason, use)
 

@@ -89,6 +89,8 @@ def reference(config: Config) -> Iterator[str]:
     yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
     if chosen == "initial" and model.lora_rank is not None:
         yield "memory: none, since it is the model in training without its adapters"
+    else:
+        yield "memory: that of a second model, which ranks that share a model share; matrices in bfloat16 take half"
 
 
 def arithmetic(config: Config) -> Iterator[str]:

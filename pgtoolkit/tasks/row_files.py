@@ -24,6 +24,7 @@ from pgtoolkit.errors import DataError
 SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
+_COUNTED_BYTES = 2**30
 _BATCH_ROWS = 256
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
@@ -46,6 +47,20 @@ class Problems:
 
     def _raise(self, title: str) -> None:
         raise DataError("\n".join([title, *self._lines]))
+
+
+def count_rows(path: str, key: str) -> int | None:
+    """How many rows the files of `find_files` have; None where that cannot be said without reading them at length."""
+    count = 0
+    for file in find_files(path, key):
+        if file.suffix == ".parquet":
+            count += pq.read_metadata(file).num_rows
+        elif file.stat().st_size > _COUNTED_BYTES:
+            return None
+        else:
+            with open(file, "rb") as lines:
+                count += sum(1 for line in lines if line.strip())
+    return count
 
 
 def find_files(path: str, key: str) -> list[Path]:

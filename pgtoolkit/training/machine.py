@@ -58,6 +58,7 @@ def check_machine(c: Config, report: Report) -> None:
             loss = loss_of(c)
             if c.rollout.name == "recorded":
                 _recorded(c, loss)
+                _epochs(c, report)
 
 
 def devices(c: Config, report: Report) -> None:
@@ -211,6 +212,19 @@ def _recorded(c: Config, loss: Loss) -> None:
 
     room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
     recorded_rollouts(c, loss, vocabulary_size(c.model, c.task) or 2**31, room, first=100)
+
+
+def _epochs(c: Config, report: Report) -> None:
+    """A note where recorded rollouts end before the last step."""
+    from pgtoolkit.tasks.row_files import count_rows
+
+    size, steps = c.accumulation.docs_per_step, c.trainer.max_steps
+    documents = count_rows(c.rollout.path, "rollout.path")
+    if size and documents and (last := -(-documents * c.rollout.epochs // size)) < steps:
+        report.note(
+            f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most {last} of "
+            f"trainer.max_steps={steps} steps. To make them all, use rollout.epochs={-(-steps * size // documents)}."
+        )
 
 
 @contextlib.contextmanager

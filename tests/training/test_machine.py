@@ -102,6 +102,15 @@ def test_recorded_rows_that_cannot_be_trained_on(capsys, beside, rows, overrides
     assert says in refused(capsys, "rollout=recorded", "rollout.path=rows.jsonl", *overrides, status=3)
 
 
+def test_recorded_rollouts_that_end_before_the_last_step(capsys, beside):
+    (beside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GROUP * 5))
+    recorded = ("rollout=recorded", "rollout.path=rows.jsonl", "accumulation.docs_per_step=4", "trainer.max_steps=5")
+    note = "rollout.epochs=1 of 10 documents ends after at most 3 of trainer.max_steps=5 steps. To make them all, use "
+    for epochs, is_noted in ((1, True), (2, False)):
+        main(["check", *recorded, f"rollout.epochs={epochs}"])
+        assert (f"{note}rollout.epochs=2." in capsys.readouterr().out) is is_noted
+
+
 def test_completions_as_long_as_all_positions(capsys):
     save_with_tokenizer(small_llama(), Path("model"))
     of_folder = (*HUGGING_FACE, "model.path=model", "task.num_digits=3")

@@ -30,6 +30,11 @@ def rollout(c: Config, report: Report) -> None:
         setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
+    if (batch := rollout.prompts_per_batch * rollout.group_size) > 10**6:  # as accumulation.docs_per_step may be
+        needs, got = "at most 1000000 documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
+        reason = "A batch is kept in memory until it is trained on."
+        use = f"rollout.prompts_per_batch={10**6 // rollout.group_size}"
+        report.refuse(f"rollout.prompts_per_batch={rollout.prompts_per_batch}", needs, got, reason, use)
     top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
