@@ -30,6 +30,7 @@ CHOSEN = {
     "prompt_mean": ("grpo", "prompt_mean"),
     "rloo": ("grpo", "constant"),
     "sapo": ("sapo", "sample_mean"),
+    "on_policy": ("gspo", "sample_mean"),
     "short": ("gspo", "sample_mean"),
 }
 SMALL = (
@@ -67,6 +68,7 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
     assert {"loss", "grad_norm", "new_logprobs"} <= row.keys()
     assert ("ratio_new_old" in row) == ("reward" in row) == (name != "sft")
     assert all(math.isfinite(value) for value in row.values()), row
+    assert ("entropy" in row) is (name == "on_policy")
     assert row.get("ratio_new_old", 1) == pytest.approx(1, abs=1e-6)
     assert (config.loss.name, config.aggregation.mode) == CHOSEN[name]
     assert all(torch.isfinite(weight).all() for weight in checkpoint_of(tmp_path, 1)["model"].values())
