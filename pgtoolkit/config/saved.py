@@ -15,7 +15,6 @@ from pgtoolkit.config.keys import keys_of, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.runs.find import not_a_run
 from pgtoolkit.runs.records import leaves, plain, read_resolved
 from pgtoolkit.system.report import text
 
@@ -23,6 +22,8 @@ from pgtoolkit.system.report import text
 def saved_config(run_dir: Path) -> DictConfig:
     """The configuration that a run was started with. Raises ConfigError where there is none, or an unknown one."""
     if not os.path.lexists(run_dir / "config.yaml"):
+        from pgtoolkit.runs.find import not_a_run  # which loads NumPy
+
         raise not_a_run(f"pgtk resume {run_dir}", run_dir, "a run directory")
     config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
     make_absolute(config)  # so that a path means the same file as one that is typed now
