@@ -51,10 +51,6 @@ def prompt_files(path: str, split: str | None) -> list[Path]:
         splits = [_json(folder / "state.json").get("_split")]
         if split in (None, *splits):
             return _saved(folder)
-    elif not folder.is_dir():
-        splits = [None]
-        if split is None:
-            return find_files(path, "task.path")
     else:
         files = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
         files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
