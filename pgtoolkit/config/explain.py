@@ -16,7 +16,7 @@ from typing import Any
 
 from pgtoolkit.config.files import config_directory, default_options, docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, values_of
+from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, shown, values_of
 from pgtoolkit.config.overrides import ALSO_CALLED, nearest
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.report import refusal, text
@@ -39,11 +39,6 @@ class Entry:
     key: Key
     meaning: str
     defaults: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """As it is typed: the group, where the key names its option."""
-        return self.key.group if self.key.option else self.key.name
 
     @property
     def options(self) -> str:
@@ -128,7 +123,8 @@ def keys_page() -> str:
             group = entry.key.group
             lines += ["", f"## {group or 'seed'}", ""]
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        cells = [f"`{entry.name}`" + (f" ({entry.options})" if entry.options else ""), *entry.told().values()]
+        of = f" ({entry.options})" if entry.options else ""
+        cells = [f"`{shown(entry.key.name)}`{of}", *entry.told().values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -167,16 +163,16 @@ def explanations() -> dict[str, list[str]]:
     for group, names in options().items():
         usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
         heads = {f"{group}={name}{' (default)' if name == usual else ''}": _head(group, name) for name in names}
-        told = heads | {"keys": ", ".join(dict.fromkeys(entry.name for entry in keys))}
+        told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
         explained([group], f"{group}: a group of options", told)
         for name in names:
-            having = [entry.name for entry in keys if name in entry.defaults]
+            having = [entry.key.name for entry in keys if name in entry.defaults]
             told = {"": _head(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
             explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
         words = [] if entry.key.option else [entry.key.name, entry.key.leaf]
-        explained(words, f"{entry.name}: a key{of}", entry.told())
+        explained(words, f"{entry.key.name}: a key{of}", entry.told())
     for heads, row in [*_table("metrics.md"), *_table("evaluation.md")]:
         for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
             explained([name], f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False)))

@@ -21,9 +21,9 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
-    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, run.rollout, prompts.stop),
-    *(run.model, step.penalties, prompts.task, run.sampler, run.schedule, run.kernel),
-    *(step.parallelism, run.tracking, prompts.evaluation, run.lora, run.optimizer, ignored),
+    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, run.rollout, run.model),
+    *(step.penalties, prompts.task, run.sampler, run.kernel, step.parallelism, run.tracking, prompts.evaluation),
+    *(run.optimizer, ignored),
 )
 
 

@@ -1,4 +1,4 @@
-"""The rules on prompts: tasks, stop strings, verifiers, and the sets of held-out prompts of an evaluation."""
+"""The rules on prompts: tasks, verifiers, and the sets of held-out prompts of an evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_a
 from pgtoolkit.config.rules.step import importable
 from pgtoolkit.config.schema import (
     Config,
-    PolicyRolloutConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     TaskConfig,
@@ -50,15 +49,6 @@ def prompts(task: TaskConfig, report: Report) -> None:
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
-
-
-def stop(c: Config, report: Report) -> None:
-    texts = c.rollout.stop if isinstance(c.rollout, PolicyRolloutConfig) else []
-    if "" in texts:
-        reason = "Every completion contains it."
-        report.refuse(f"rollout.stop={texts}", "texts that are not empty", "''", reason, "rollout.stop=[]")
-    if re.search(r"\\[nt]", "".join(texts)):
-        report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
 
 
 def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:

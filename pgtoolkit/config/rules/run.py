@@ -15,7 +15,7 @@ from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
-from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, PolicyRolloutConfig, VllmSamplerConfig
+from pgtoolkit.config.schema import Config, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
@@ -31,10 +31,9 @@ def rollout(c: Config, report: Report) -> None:
         needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
         report.refuse(setting, needs, "other files at that place", reason, use)
     if (batch := rollout.prompts_per_batch * rollout.group_size) > 10**6:  # as accumulation.docs_per_step may be
-        needs, got = "at most 1000000 documents a batch", f"{batch}, with {rollout.group_size} of each prompt"
-        reason = "A batch is kept in memory until it is trained on."
-        use = f"rollout.prompts_per_batch={10**6 // rollout.group_size}"
-        report.refuse(f"rollout.prompts_per_batch={rollout.prompts_per_batch}", needs, got, reason, use)
+        needs, reason = "at most 1000000 documents a batch", "A batch is kept in memory until it is trained on."
+        setting, most = f"rollout.prompts_per_batch={rollout.prompts_per_batch}", 10**6 // rollout.group_size
+        report.refuse(setting, needs, batch, reason, f"rollout.prompts_per_batch={most}")
     top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
@@ -44,6 +43,16 @@ def rollout(c: Config, report: Report) -> None:
     if rollout.overlong_buffer is not None and rollout.overlong_buffer > length:
         reason, needs = "It is the last part of a completion.", f"at most rollout.max_completion_length={length}"
         report.refuse_value("rollout.overlong_buffer", rollout.overlong_buffer, needs, reason, max(1, length // 5))
+    if "" in rollout.stop:
+        reason = "Every completion contains it."
+        report.refuse(f"rollout.stop={rollout.stop}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+    if re.search(r"\\[nt]", "".join(rollout.stop)):
+        report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
+    is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
+    steps = steps_of(documents_per_batch(rollout), c.accumulation) if is_counted else 0
+    if rollout.max_staleness is not None and rollout.max_staleness < steps:
+        needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
+        report.refuse_value("rollout.max_staleness", rollout.max_staleness, needs, reason, 2 * steps - 1)
     if c.task.name == "reverse":
         room_for_answer(c.task.num_digits, "rollout.max_completion_length", length, report)
     elif length < 16:
@@ -68,6 +77,12 @@ def model(c: Config, report: Report) -> None:
         room_for(c, tokens_at_least(c), "the longest document", report)
     else:
         existing(report, "model.path", model.path, hub=True)
+        if model.lora_rank is not None:
+            installed(report, f"model.lora_rank={model.lora_rank}", "peft", "lora")
+        targets = model.lora_targets
+        if not targets or len(set(targets)) < len(targets) or ("all-linear" in targets and len(targets) > 1):
+            needs, reason = "names, each of them once, or all-linear by itself", "They say which layers get adapters."
+            report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
     refuse_unknown(model, shape(model).get("type"), report)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
@@ -78,17 +93,6 @@ def model(c: Config, report: Report) -> None:
             "the same computation: after every update, and with rollout.old_log_probs=sampling from the start. The "
             "clip then acts on documents for their rounding."
         )
-
-
-def lora(c: Config, report: Report) -> None:
-    model = c.model
-    if not isinstance(model, HuggingFaceModelConfig) or model.lora_rank is None:
-        return
-    installed(report, f"model.lora_rank={model.lora_rank}", "peft", "lora")
-    targets = model.lora_targets
-    if not targets or len(set(targets)) < len(targets) or ("all-linear" in targets and len(targets) > 1):
-        needs, reason = "names, each of them once, or all-linear by itself", "They say which layers get adapters."
-        report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
 
 
 def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
@@ -255,15 +259,3 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
     elif min(gpus) < first:
         needs, reason = f"numbers from {first} on", f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}."
         report.refuse(setting, needs, min(gpus), reason, f"{use}, or sampler.gpus=null to share it")
-
-
-def schedule(c: Config, report: Report) -> None:
-    """Training and sampling at the same time."""
-    if not isinstance(c.rollout, PolicyRolloutConfig) or c.rollout.max_staleness is None:
-        return
-    if c.accumulation.docs_per_step == 0 or c.accumulation.last_step == "carry":
-        return  # which the key refuses
-    most, steps = c.rollout.max_staleness, steps_of(documents_per_batch(c.rollout), c.accumulation)
-    if most < steps:
-        needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
-        report.refuse_value("rollout.max_staleness", most, needs, reason, 2 * steps - 1)
