@@ -72,16 +72,11 @@ def find_files(path: str, key: str) -> list[Path]:
     if place.is_dir():
         files = [file for file in place.iterdir() if file.suffix in SUFFIXES and file.is_file()]
         files = [file for file in files if not file.name.startswith(".")]
-        if not files:
-            raise DataError(f"{key}={path} needs .jsonl or .parquet files (got a folder with {_listing(place)}).")
     else:
         files = [place] if place.exists() else [Path(name) for name in glob.glob(str(place), recursive=True)]
-        if not files:
-            parent = next(folder for folder in place.absolute().parents if folder.is_dir())
-            raise DataError(
-                f"{key}={path} needs a file, a folder or a glob (got no such file). "
-                f"The folder {parent} has {_listing(parent)}."
-            )
+    if not files:
+        got = f"a folder with {_listing(place)}" if place.is_dir() else "no such file"
+        raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {got}).")
     for file in files:
         if file.suffix not in SUFFIXES:
             raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it: docs/data.md.")

@@ -156,7 +156,7 @@ def test_missing_and_empty_files(tmp_path):
     (tmp_path / "dump.pt").write_bytes(b"")
     assert "got a folder with dump.pt" in refused(tmp_path)
     assert "got dump.pt" in refused(tmp_path / "dump.pt")
-    assert f"{tmp_path} has dump.pt" in refused(tmp_path / "no" / "such.jsonl")
+    assert "needs .jsonl or .parquet files (got no such file)" in refused(tmp_path / "no" / "such.jsonl")
     assert "got no such file" in refused(tmp_path / "*.jsonl")
     (tmp_path / "e.jsonl").write_text("\n\n")
     assert "at least one row (got none in e.jsonl)" in refused(tmp_path)
