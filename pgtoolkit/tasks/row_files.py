@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pgtoolkit.errors import DataError
+from pgtoolkit.system.report import listed
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
@@ -75,7 +76,8 @@ def find_files(path: str, key: str) -> list[Path]:
     else:
         files = [place] if place.exists() else [Path(name) for name in glob.glob(str(place), recursive=True)]
     if not files:
-        got = f"a folder with {_listing(place)}" if place.is_dir() else "no such file"
+        there = listed(sorted(file.name for file in place.iterdir()), 8) or "nothing" if place.is_dir() else ""
+        got = f"a folder with {there}" if there else "no such file"
         raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {got}).")
     for file in files:
         if file.suffix not in SUFFIXES:
@@ -86,11 +88,6 @@ def find_files(path: str, key: str) -> list[Path]:
 def in_order(files: list[Path]) -> list[Path]:
     """Ordered by name, with 2 before 10."""
     return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))])
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(file.name for file in folder.iterdir())
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
 
 
 def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:

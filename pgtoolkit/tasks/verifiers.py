@@ -224,16 +224,12 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     finite number, and whatever a function of yours raises.
     """
     if name == "exact_match":
-        return _exact_match
+        return lambda completion, answer: float(completion.strip() == answer.strip())
     if name == "regular_expression":
         return _regular_expression(pattern)
     if name == "math_verify":
         return _math_verify()
     return _imported(key, name)
-
-
-def _exact_match(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer.strip())
 
 
 def _regular_expression(pattern: str) -> Verifier:
