@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from model.spread import configuration, step
 
-from pgtoolkit.model import attention
+from pgtoolkit.model import attention, compiled
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -23,13 +23,14 @@ OBJECTIVE = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "basic"}
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
 CUTS = {
     2: {"ddp": ({DP: 2}, ""), "fsdp": ({DP: 2}, "shard"), "tensor": ({TP: 2}, ""), "sequence": ({TP: 2}, "sequence")}
-    | {"sequence_data": ({SDP: 2}, ""), "pipeline": ({PP: 2}, "")},
+    | {"sequence_data": ({SDP: 2}, ""), "pipeline": ({PP: 2}, "")}
+    | {"fsdp, compiled": ({DP: 2}, "shard compiled"), "sequence, compiled": ({TP: 2}, "sequence compiled")},
     4: {"ddp": ({DP: 4}, ""), "fsdp": ({DP: 4}, "shard"), "tensor": ({TP: 4}, ""), "sequence_data": ({SDP: 4}, "")}
     | {"fsdp x tensor": ({DP: 2, TP: 2}, "shard"), "sequence_data x sequence": ({SDP: 2, TP: 2}, "sequence")},
 }
 
 
-def build(device: torch.device, dtype: torch.dtype) -> Policy:
+def build(device: torch.device, dtype: torch.dtype, how: str = "") -> Policy:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(7)
@@ -38,6 +39,8 @@ def build(device: torch.device, dtype: torch.dtype) -> Policy:
     model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, max_position_embeddings=1024, tie_word_embeddings=False))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     attention.switch_on(model, dtype, device)
+    if "compiled" in how:
+        compiled.switch_on(model)
     return Policy(model.to(device).train(), None, dtype)
 
 
@@ -66,7 +69,7 @@ def main() -> None:
         layout = Layout.of_world(device.type, **sizes)
         objective = OBJECTIVE | ({"metrics": "none"} if PP in sizes else {})
         policy = parallelize(
-            build(device, torch.bfloat16), layout, configuration(sizes, "shard" in how, "sequence" in how, SCALE)
+            build(device, torch.bfloat16, how), layout, configuration(sizes, "shard" in how, "sequence" in how, SCALE)
         )
         rows[name] = distances(step(policy, layout, SCALE, **objective), whole)
     everyone = [None] * dist.get_world_size()

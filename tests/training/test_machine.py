@@ -51,6 +51,12 @@ def test_a_gpu_that_is_not_there(capsys, monkeypatch):
     assert "kernel=triton needs a GPU (got none). Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels" in said
 
 
+def test_a_compiler_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = refused(capsys, "model.compile=true", "trainer.device=cpu", "tracking=none")
+    assert "model.compile=true needs a C++ compiler on a CPU (got no no-such-compiler)." in said
+
+
 def test_a_check_of_the_defaults_imports_nothing_large(beside):
     script = (
         "import sys; from pgtoolkit.cli import main; main(['check', 'experiment=dapo']); "
