@@ -210,8 +210,9 @@ def test_auto_is_on_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
     assert on
     assert "20 % of about 121 s of updates, each of up to 131072 tokens" in why
     assert not chosen(False)[0]
-    assert not chosen(True, "trainer.max_steps=50")[0]
-    assert not chosen(True, "parallelism.data_parallel=2")[0]
+    assert chosen(True, "trainer.max_steps=30")[0]
+    assert not chosen(True, "trainer.max_steps=28")[0]
+    assert not chosen(True, "parallelism.data_parallel=4")[0]
     assert not chosen(True, "accumulation.docs_per_step=64")[0]
     assert chosen(True, "accumulation=fixed", "accumulation.micro_batches_per_step=2")[0]
     assert chosen(False, "model.compile=true")[0]
