@@ -36,9 +36,11 @@ def switch_on(model: nn.Module) -> None:
             layer.mlp.act.forward = functools.partial(_activated, model.config.activation_function)
             continue
         attention = layer.get_submodule(parts.attention)
-        methods = {layer: _layer, layer.mlp: _gated_mlp, attention: _with_rotary(type(attention))}
-        norms = [module for name, module in layer.named_modules() if name in parts.norms + parts.head_norms]
-        for module, method in (methods | dict.fromkeys(norms, _norm)).items():
+        methods = {layer.mlp: _gated_mlp, attention: _with_rotary(type(attention))}
+        for name, module in layer.named_modules():
+            if name in parts.norms + parts.head_norms:
+                methods[module] = _norm if name in parts.norms else _head_norm
+        for module, method in methods.items():
             module.forward = types.MethodType(method, module)
     if parts.positions is None:
         norm = getattr(model.base_model, parts.final_norm)
@@ -144,34 +146,26 @@ def _of_any_number(rows: Tensor) -> Tensor:
     return rows
 
 
-def _layer(layer: nn.Module, hidden_states: Tensor, **options) -> Tensor:
-    """As the layer of transformers, with the sum before the second norm in its kernel."""
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
-    normed, hidden = _normalized(layer.post_attention_layernorm, hidden_states, attended)
-    return hidden + layer.mlp(normed)
-
-
 def _norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return _normalized(norm, x)[0]
+    """In the type that the matrices behind it take, once and not for each of them."""
+    return _normalized(norm, x, _type_of_products(x, norm.weight))
 
 
-def _normalized(norm: nn.Module, *summands: Tensor) -> tuple[Tensor, ...]:
-    """The norm of a sum in the type that the matrices behind it take, and of several summands the sum."""
-    dtype = _type_of_products(*summands, norm.weight)
-    rows = (x.reshape(-1, x.shape[-1]) for x in summands)
-    return tuple(x.view(summands[0].shape) for x in _rms_norm(norm.variance_epsilon, dtype)(*rows, weight=norm.weight))
+def _head_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    return _normalized(norm, x, torch.promote_types(x.dtype, norm.weight.dtype))
+
+
+def _normalized(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    (found,) = _rms_norm(norm.variance_epsilon, dtype)(x.reshape(-1, x.shape[-1]), weight=norm.weight)
+    return found.view(x.shape)
 
 
 @functools.cache
 def _rms_norm(epsilon: float, dtype: torch.dtype) -> Rowwise:
-    def rms_norm(x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        *summands, weight = others
-        for summand in summands:
-            x = x + summand
+    def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        normed = (weight * wide.to(x.dtype)).to(dtype)
-        return (normed, x) if summands else (normed,)
+        return ((weight * wide.to(x.dtype)).to(dtype),)
 
     return Rowwise(rms_norm)
 
@@ -189,7 +183,7 @@ def _activation(name: str) -> Rowwise:
     from transformers.activations import ACT2FN
 
     activation = ACT2FN[name]
-    return Rowwise(lambda x, factor=1: (activation(x) * factor,))
+    return Rowwise(lambda x, *factor: (activation(x) * factor[0] if factor else activation(x),))
 
 
 @functools.cache

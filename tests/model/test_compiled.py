@@ -171,8 +171,8 @@ def replaced(policy):
 
 
 def test_the_copies_of_a_policy_compute_as_it_does(folder):
-    """model.compile: two layers, each with two norms, an MLP and an attention, and the last norm."""
-    for value, count in (("true", 11), ("false", 0), ("auto", 0)):
+    """model.compile: two layers, each with two norms, an MLP and an attention; and the last norm."""
+    for value, count in (("true", 9), ("false", 0), ("auto", 0)):
         path = f"kl.reference={folder}"
         chosen = OmegaConf.to_object(config(folder, f"model.compile={value}", "kl=k3", "kl.coefficient=0.1", path))
         policy = policy_of(chosen, None, ONE_PROCESS, chosen)
