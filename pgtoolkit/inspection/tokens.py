@@ -75,7 +75,10 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     of_loss = [override for override in overrides if key_of(override).split(".")[0] in OF_THE_LOSS]
     others = [override for override in overrides if override not in of_loss]
     if not run_dir:
-        others = [*_reading(target), *others]
+        path = Path(target)
+        if not path.exists() or (path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]):
+            raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
+        others = [*reading(target), *others]
     named = _named_by_the_run(run_dir, of_loss)
     varied = [override for override in of_loss if override not in named]
     chosen = [_with_functions(job, named) for job in jobs(varied)] if varied else []
@@ -113,14 +116,6 @@ def _with_functions(job: list[str], named: list[str]) -> list[str]:
     chosen = {*map(key_of, job)}
     kept = [override for override in named if not chosen & {key_of(override), key_of(override).split(".")[0]}]
     return [*kept, *job]
-
-
-def _reading(target: str) -> tuple[str, str]:
-    """The overrides that stand for recorded rollouts."""
-    path = Path(target)
-    if not path.exists() or (path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]):
-        raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
-    return reading(target)
 
 
 def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[tuple[list[str], Config]]:

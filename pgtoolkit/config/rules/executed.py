@@ -16,11 +16,9 @@ from pgtoolkit.system.report import refusal, text
 if TYPE_CHECKING:  # loads Hydra, which what only reads runs has no use for
     from hydra.core.override_parser.types import Override
 
-_TARGETS = {
-    ("launcher", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
-    ("sweeper", "_target_"): ("hydra_plugins.", "hydra._internal.core_plugins."),
-    ("sweeper", "sampler", "_target_"): ("optuna.samplers.",),
-}
+_PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")
+_TARGETS = {("launcher", "_target_"): _PLUGINS, ("sweeper", "_target_"): _PLUGINS}
+_TARGETS |= {("sweeper", "sampler", "_target_"): ("optuna.samplers.",)}
 """Places where Hydra instantiates what a plug-in needs, and what the names of those begin with."""
 
 _OF_FILES = {("mode",), ("output_subdir",), ("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"), ("job", "name")}
