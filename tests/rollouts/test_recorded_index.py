@@ -48,28 +48,6 @@ def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
             assert index.digests() == {file.name: {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "reason"),
-    [
-        ("token_ids", [1, 2, 3, 4, 100], "is 100 at position 4"),
-        ("token_ids", [], "is empty"),
-        ("loss_mask", [True] * 5, "is true for the first token"),
-        ("loss_mask", [False] * 4, "has 4 entries and token_ids has 5"),
-        ("old_log_probs", [0.0, 0.0, float("nan"), -1.0, -1.0], "is nan at position 2"),
-        ("old_log_probs", [0.0, 0.0, -1.0, -1.0, 0.0011], "is 0.0011 at position 4"),
-        ("ref_log_probs", [0.0, 0.0, -1e300, -1.0, -1.0], "is -inf at position 2"),
-        ("advantage", [0.0, 0.0, 1.0, 1.0, -1e13], "at position 4 is -1e.13"),
-        ("token_ids", None, "is missing"),
-    ],
-    ids=str,
-)
-def test_one_bad_row_among_many_is_named(tmp_path, field, value, reason):
-    good = [good_row(i, 0, ref_log_probs=LOG_PROBS, advantage=[0.0] * 5) for i in range(7)]
-    path = write_parquet(tmp_path / "r.parquet", [*good[:4], good[4] | {field: value}, *good[5:]])
-    with pytest.raises(DataError, match=rf"1 problem\n  r\.parquet:5:{field}: {reason}"):
-        source(path)
-
-
 def test_rows_of_lists_alone(tmp_path):
     plain = [{"token_ids": [1, 2, 3], "loss_mask": [False, True, i > 2]} for i in range(5)]
     rollouts = source(write_parquet(tmp_path / "r.parquet", plain), "given", reads_old_log_probs=False)

@@ -5,6 +5,7 @@ import math
 import struct
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from builders.rollout_rows import VOCABULARY_SIZE, good_row, write_jsonl, write_parquet
 from builders.rollout_rows import source as load
@@ -61,13 +62,18 @@ CASES = [(field, value, reason) for field, cases in BAD.items() for value, reaso
 
 @pytest.mark.parametrize(("field", "value", "reason"), CASES, ids=lambda value: repr(value)[:30])
 def test_every_kind_of_bad_value_is_named(tmp_path, field, value, reason):
-    """Of a column of a Parquet file, which has one type, in every row."""
+    """In one row among many; of a column of a Parquet file that cannot have two types, in every row."""
     rows = [good_row(0), good_row(1, **{field: value}), good_row(2)]
     message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
     assert any(line.startswith("  r.jsonl:2:") and reason in line for line in message.splitlines())
-    write_parquet(tmp_path / "r.parquet", [row | {field: value} for row in rows] if value is not ... else rows[1:2])
-    reason = f"has no column {field}" if value is ... and field != "group_id" else reason.split(" (got")[0]
-    assert reason in refused(tmp_path / "r.parquet")
+    reason, wrong = reason.split(" (got")[0], None if value is ... else value
+    wrongs = [rows[0], good_row(1, **{field: wrong}), rows[2]]
+    try:
+        write_parquet(tmp_path / "r.parquet", [row | {field: True} for row in rows] if value is True else wrongs)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        write_parquet(tmp_path / "r.parquet", [row | {field: wrong} for row in rows])
+    found = refused(tmp_path / "r.parquet").splitlines()
+    assert any(line.startswith("  r.parquet:2:") and reason.split(";")[0] in line for line in found)
 
 
 def test_a_row_with_any_other_value_has_another_checksum():
