@@ -37,6 +37,10 @@ class NotSilent(Squared):
     silent_without_advantage = True
 
 
+class Denies(Squared):
+    reads_old_log_probs = False
+
+
 class WrongToken(Squared):
     def token(self, log_ratio, advantages):
         return log_ratio.clamp(-1, 1), None
@@ -63,6 +67,7 @@ class Standardised(Squared):
         (WrongSlope, r"WrongSlope.surrogate needs a slope that is the derivative of its value by the log_ratio .got"),
         (ForgottenStop, r"ForgottenStop.surrogate needs a slope .* by the log_ratio .* needs \.detach\(\)"),
         (NotSilent, "silent_without_advantage needs a slope of 0"),
+        (Denies, "reads_old_log_probs=False needs a surrogate without the log-ratio"),
         (WrongToken, "WrongToken.token needs a slope"),
         (WrongNear, "at a log-ratio of -0.0002.*, an advantage of -3.21"),
         (Standardised, "Standardised.surrogate needs numbers of a token that do not depend on the other tokens"),

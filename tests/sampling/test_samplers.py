@@ -211,21 +211,6 @@ def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
     assert max(most) <= 8
 
 
-def test_a_completion_says_which_weights_wrote_it(folder):
-    """In float32 updates of the policy show at once: it is itself sampled from, and no copy of it."""
-    module, loader = build(OmegaConf.to_object(settings(suggesting(folder))))
-    sampler, before = sampler_of(loader), sampled(sampler_of(loader), [PROMPT] * 8)
-    assert {completion.model_version for completion in sampler.complete(once([PROMPT]))} == {0}
-    with torch.no_grad():
-        module.policy.head.weight.neg_()
-    sampler.publish(module.policy.weights, 7)
-    assert {completion.model_version for completion in sampler.complete(once([PROMPT]))} == {7}
-    assert sampled(sampler, [PROMPT] * 8) != before
-    with torch.no_grad():
-        module.policy.head.weight.neg_()
-    assert sampled(sampler, [PROMPT] * 8) == before
-
-
 @pytest.mark.parametrize("static", ["false", "true"])
 def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     """In float32, token by token; the policy's updates show once they are published.
@@ -241,8 +226,10 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
     assert same(sampled(kept, [PROMPT, OTHER] * 8), before)
     with torch.no_grad():
         module.policy.head.weight.neg_()
+    live.publish(module.policy.weights, 7)
     after = sampled(live, [PROMPT, OTHER] * 8)
     assert not same(after, before)
+    assert {completion.model_version for completion in live.complete(once([PROMPT]))} == {7}
     assert same(sampled(kept, [PROMPT, OTHER] * 8), before)
     kept.publish(module.policy.weights, 1)
     assert same(sampled(kept, [PROMPT, OTHER] * 8), after)

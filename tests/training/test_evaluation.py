@@ -167,19 +167,16 @@ def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(evaluated, t
     assert f"{row['avg']:.4f} ± {row['avg_error']:.4f}" in said
 
 
-def test_the_best_checkpoint_is_exported_and_evaluated(evaluated, tmp_path, monkeypatch, capsys):
+def test_the_best_checkpoint_is_exported_and_evaluated(short, evaluated, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    assert main(["export", str(short), "folder", "--best"]) == 2
+    assert "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
     rows = [row for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] > 0]
     best = max(rows, key=lambda row: (row["avg"], row["step"]))["step"]
     assert main(["export", str(evaluated), "folder", "--best"]) == 0
     assert f"step {best} of" in capsys.readouterr().out
     assert main(["evaluate", str(evaluated), "--best"]) == 0
     assert f"{evaluated.name}, step {best}\n" in capsys.readouterr().out
-
-
-def test_a_run_without_evaluations_has_no_best_checkpoint(short, tmp_path, capsys):
-    assert main(["export", str(short), str(tmp_path / "folder"), "--best"]) == 2
-    assert "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
 
 
 def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, caplog):

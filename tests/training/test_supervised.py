@@ -9,8 +9,6 @@ from builders.runs import built, config_of
 from keys import rows_file
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.losses.family import Family
-from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.training.train import train
 
 ONLY_TOKENS = dict.fromkeys(("reward", "old_log_probs", "advantage", "group_id"), ...)
@@ -119,19 +117,6 @@ def test_what_some_rows_lack_is_refused(tmp_path, field):
     path.write_text("\n".join(json.dumps(row) for row in rows))
     with pytest.raises(DataError, match=rf"rollouts\.jsonl:3:{field}: is missing; other rows have one"):
         built(*SMALL, f"rollout.path={path}")
-
-
-def test_a_family_that_reads_the_ratio_cannot_deny_it():
-    class Denies(Family):
-        slope_of = "log_prob"
-        reads_old_log_probs = False
-
-        def surrogate(self, log_ratio, advantages, log_probs):
-            slope = -log_ratio.detach().exp() * advantages
-            return slope * log_probs, slope
-
-    with pytest.raises(ValueError, match="reads_old_log_probs=False needs a surrogate without the log-ratio"):
-        check_family(Denies())
 
 
 def test_a_loader_of_ones_own_gives_what_the_loss_reads(tmp_path):
