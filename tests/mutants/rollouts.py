@@ -80,7 +80,7 @@ def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 
 
-@mutant("rollouts.policy:PolicyRollouts.state_dict", "test_a_run_continues_bit_for_bit_from_every_step")
+@mutant("rollouts.policy:PolicyRollouts.state_dict", "test_resume_at_every_step_is_bit_equal")
 def the_next_prompt_is_asked_again_after_a_resume(right, self):
     return right(self) | {"next_prompt": 0}
 

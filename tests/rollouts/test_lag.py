@@ -9,7 +9,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.runs import SHORT, assert_equal, built, checkpoint_of, copy_as_of, metrics_of, once, run, sampler_of
+from builders.runs import SHORT, assert_equal, built, checkpoint_of, metrics_of, once, run, sampler_of
 
 from pgtoolkit.config.plan import steps_before, steps_of
 from pgtoolkit.config.schema import AccumulationConfig, LastStep
@@ -141,27 +141,6 @@ def test_a_step_without_an_update_makes_what_was_sampled_before_it_less_old():
         else:
             ages.append(module.training_step(step, number)["metrics"]["staleness"])
     assert ages == [0, 1, 2, 2, 3]
-
-
-AHEAD = {
-    "lag": ["rollout.lag=5", *cut(5, "short")],
-    "carry": ["rollout.lag=3", *cut(12, "carry")],
-    "overlap": ["rollout.max_staleness=5", "rollout.old_log_probs=sampling", *cut(5, "short")],
-    "drop": ["rollout.max_staleness=5", "rollout.old_log_probs=sampling", *cut(5, "drop")],
-}
-
-
-@pytest.mark.parametrize(
-    "chosen", ["lag", "overlap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("carry", "drop"))]
-)
-def test_a_run_continues_bit_for_bit_from_every_step(tmp_path, chosen):
-    overrides = [*AHEAD[chosen], "trainer.max_steps=9"]
-    whole = run(tmp_path / "whole", *overrides)
-    for step in (1, 4, 7):
-        resumed = copy_as_of(whole, step, tmp_path / f"after {step}")
-        run(resumed, *overrides, "trainer.checkpoint_every=9", resume=True)
-        assert metrics_of(resumed) == metrics_of(whole)
-        assert_equal(checkpoint_of(resumed, 9), checkpoint_of(whole, 9))
 
 
 def test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
 from builders.rollout_rows import write_jsonl
-from builders.runs import assert_equal, built, checkpoint_of, config_of, copy_as_of, metrics_of, run, with_model
+from builders.runs import built, config_of, metrics_of, run, with_model
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
@@ -50,20 +50,6 @@ def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     assert reference.model.norm.weight.dtype == reference.get_input_embeddings().weight.dtype
     assert reference.model.embed_tokens.weight.dtype != torch.bfloat16
     assert not any(p.requires_grad for p in reference.parameters())
-
-
-@pytest.mark.parametrize("reference", ["initial", "folder"])
-def test_a_resumed_run_equals_one_that_was_never_stopped(tmp_path, reference):
-    """Random weights are made again from the seed, and a folder is read again: bit for bit."""
-    chosen = []
-    if reference == "folder":
-        folder = run(tmp_path / "other", "seed=7", "trainer.max_steps=1") / "checkpoints" / "step-000001"
-        chosen = [f"kl.reference={folder}"]
-    whole = run(tmp_path / "whole", *PENALTIES, *chosen)
-    assert (metrics_of(whole)[0]["kl_ref"] == 0) is (reference == "initial")
-    again = run(copy_as_of(whole, 3, tmp_path / "again"), *PENALTIES, *chosen, resume=True)
-    assert_equal(metrics_of(again), metrics_of(whole))
-    assert_equal(checkpoint_of(again, 6), checkpoint_of(whole, 6))
 
 
 def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
