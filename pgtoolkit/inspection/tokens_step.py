@@ -16,7 +16,8 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
-from pgtoolkit.losses.objective import Loss, make_objective
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source, StepLoader

@@ -16,7 +16,8 @@ from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.metrics import MetricSums, measure
-from pgtoolkit.losses.objective import Loss, make_objective
+from pgtoolkit.losses.objective import Loss
+from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.losses.reference_corrections import correction_names
 
 

@@ -73,7 +73,7 @@ def penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
 def make_weights(
     tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None
 ) -> tuple[Tensor, DocumentSums, StepTotals, Tensor] | None:
-    """(mask, documents, totals, weights in float32) of a piece, as `losses.objective.make_objective` has them.
+    """(mask, documents, totals, weights in float32) of a piece, as `losses.piece.make_objective` has them.
 
     None where the aggregation has no formula, the totals are not numbers on the host, or are to be counted with groups.
     """

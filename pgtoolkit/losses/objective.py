@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import StepTotals, Tokens
+from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_not_negative, check_positive
 from pgtoolkit.losses.corrections import Correction, Factors
-from pgtoolkit.losses.documents import DocumentSums, whole_step_totals
-from pgtoolkit.losses.exchange import Ranks
+from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.kl import KL, Penalties
 from pgtoolkit.losses.metrics import LEVELS, MetricSums, measure
@@ -276,79 +274,3 @@ class Objective:
         if kept:
             self._last_terms[:] = log_probs, terms
         return terms
-
-
-def make_objective(
-    tokens: Tokens,
-    totals: StepTotals | None,
-    loss: Loss,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    make_weights: Callable | None = None,
-) -> Objective:
-    """Masks, documents and weights of a piece; `dtype` is what the log-probs will come in.
-
-    make_weights: `kernels.triton_objective.make_weights`, which is faster where it can be used, or None. Without
-    totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors on the host only where the
-    caller left sizes open.
-    """
-    family, aggregation = loss.family, loss.aggregation
-    off_policy = loss.correction if loss.correction is not None and loss.correction.of_policy else None
-    given = tokens.old_log_probs, tokens.advantages, tokens.sampling_log_probs, tokens.ref_log_probs
-    given = (x if x is None else x.to(dtype).contiguous() for x in given)
-    old_log_probs, advantages, sampling_log_probs, ref_log_probs = given
-    has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
-    aggregation.check_groups(has_groups)
-    made = scope_advantages = None
-    if make_weights is not None and ranks.sequence is None and ranks.data is None:
-        made = make_weights(tokens, aggregation, totals)
-    if made is not None:
-        mask, documents, totals, weights = made
-    else:
-        mask = tokens.labels >= 0
-        index, number = tokens.document_index, tokens.num_documents
-        misplaced = mask & ((index < 0) | (index >= number))
-        documents = DocumentSums.of_tokens(index, mask & ~misplaced, number, ranks.sequence)
-        if ranks.sequence is not None:
-            # First, since the documents' lengths, which the rest needs, travel with it.
-            scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
-        group_index = tokens.group_index
-        if totals is None:
-            totals, group_index = whole_step_totals(documents, group_index, ranks.data)
-        weights = aggregation.weights(totals, documents, mask, group_index)
-        weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    correction, equal = loss.correction, aggregation.equal_within_documents
-    sampling_log_ratio = factors = document_advantages = None
-    if sampling_log_probs is not None and old_log_probs is not None:
-        sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
-    for measured in (sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio, ref_log_probs):
-        if measured is not None:  # no loss of such data, also where it only feeds a metric
-            weights = torch.where(mask & ~torch.isfinite(measured), torch.nan, weights)
-    penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs)
-    if off_policy is not None:
-        document_advantages = scope_mean(off_policy, torch.where(mask, advantages, 0.0), documents)
-    elif correction is not None:
-        if sampling_log_ratio is None:
-            raise ValueError(f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs")
-        factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
-        weights, equal = weights * factors.values, equal and correction.equal_within_documents
-    if tokens.factors is not None:
-        weights, equal = weights * torch.where(mask, tokens.factors.to(dtype), 0.0), False
-    own_slope = family.slope_of != "log_ratio" or (equal and family.scope != "document_sum")
-    return Objective(
-        family,
-        mask,
-        old_log_probs,
-        advantages,
-        weights,
-        weights if own_slope else over_scope(family, weights, documents),
-        documents,
-        totals,
-        penalties,
-        scope_advantages,
-        off_policy,
-        document_advantages,
-        sampling_log_probs,
-        sampling_log_ratio,
-        factors,
-    )

@@ -19,7 +19,8 @@ from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Cispo, Grpo, family_of
 from pgtoolkit.losses.kl import KINDS, KL
-from pgtoolkit.losses.objective import Loss, Objective, make_objective
+from pgtoolkit.losses.objective import Loss, Objective
+from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.losses.reference_corrections import correction_names
 
 IMPLEMENTATIONS = {"torch": torch_passes, "triton": triton_passes}
