@@ -11,16 +11,13 @@ import sys
 
 import pytest
 import torch
-from builders.models import save_with_tokenizer, small_llama
 from builders.runs import (
-    config_of,
     contents_of,
     copy_as_of,
     replace_file,
     run,
     save_state,
     state,
-    with_model,
 )
 from safetensors import SafetensorError
 from safetensors.torch import save
@@ -30,7 +27,6 @@ from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
 from pgtoolkit.training import checkpoint
 from pgtoolkit.training.checkpoint import list_checkpoints, load_newest
-from pgtoolkit.training.train import train
 
 
 def names(folder):
@@ -126,19 +122,9 @@ class Malicious:
         return os.mkdir, (str(self.folder / "executed"),)
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory):
-    """A run under LoRA."""
-    folder = tmp_path_factory.mktemp("adapted")
-    base = save_with_tokenizer(small_llama(), folder / "base")
-    train(config_of(*with_model(base, "model.lora_rank=2", "trainer.max_steps=2")), folder / "run")
-    return folder / "run"
-
-
-@pytest.mark.parametrize("kind", ["trained", "adapted"])
-def test_code_in_the_place_of_any_file_is_not_run(kind, request, tmp_path):
+def test_code_in_the_place_of_any_file_is_not_run(trained, tmp_path):
     """As one pickle, and as torch writes it; with a manifest that is as before, and with one that fits."""
-    whole = request.getfixturevalue(kind) / "checkpoints" / "step-000002"
+    whole = trained / "checkpoints" / "step-000002"
     files = [file.relative_to(whole).as_posix() for file in whole.rglob("*") if file.is_file()]
     assert len(files) == 9
     torch.save({"x": Malicious(tmp_path)}, tmp_path / "payload", pickle_module=pickle)
