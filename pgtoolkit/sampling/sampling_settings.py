@@ -58,3 +58,18 @@ def without_own_settings(model):
         yield
     finally:
         model.generation_config = own
+
+
+def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
+    """What of the model's own settings, from its generation_config.json, would sample differently.
+
+    0 and 1 are taken for the values of settings that are off.
+    """
+    own, used = policy.model.generation_config.to_diff_dict(), sampling_settings(policy, rollout)
+    return {
+        key: value
+        for key, value in own.items()
+        if not key.endswith(("_version", "max_length", "max_new_tokens", "cache", "implementation"))
+        if not key.startswith(("_", "output_", "return_dict", "bos_", "eos_", "pad_"))
+        if value not in (None, [], 0, 1) and value != getattr(used, key, None)
+    }

@@ -18,6 +18,7 @@ from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
+from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
@@ -45,6 +46,12 @@ def source_of(
             tokenized = _tokenized(config, config.task, task, module, room)
         _check_prompts(module.layout, "the task", task)
         sampler = _sampler(config, module, tokenized, room, run_dir or Path())
+        if ignored := ignored_settings(module.policy, rollout):
+            values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+            log.warning(
+                f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
+                "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+            )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
     layout = module.layout
     source = recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room, None, layout, run_dir)

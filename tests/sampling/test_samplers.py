@@ -107,6 +107,16 @@ def test_what_the_folder_suggests_does_not_act(folder, unadvised, name):
     assert sampled(sampler, [PROMPT, OTHER] * 8) == unadvised
 
 
+def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
+    folder = suggesting(folder, repetition_penalty=1.1, temperature=0.6, top_k=20, top_p=1.0, min_p=0.0, num_beams=1)
+    train(settings(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if "generation_config" in line]
+    assert said == [
+        f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which is ignored: "
+        "completions are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+    ]
+
+
 def test_an_end_that_is_no_token_number_is_refused(folder):
     with pytest.raises(ConfigError, match=r"eos_token_id of the model needs the numbers of tokens \(got <end>\)"):
         built(suggesting(folder, eos_token_id=[3, "<end>"]))
