@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from pgtoolkit.tasks.completion import Completion, Request
 
 _PATIENCE_SECONDS, _PAUSE = 30, 0.5
 """For how long a call that finds no connection, or a busy server (503), is made again, and after how long each time."""
+_BY_CHANCE = -30.0
+"""Log-probability below which it is no chance that completions of a prompt are the same."""
 _CONNECTIONS = 1024
 _NOT_FINITE = "Its weights give log-probs that are NaN or infinite"
 _FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
@@ -90,7 +93,10 @@ class Server:
             raise self._odd(f"it gave {len(choices)} completions instead of {request.completions}")
         if any(choice.prompt_tokens != request.tokens for choice in choices):
             raise self._odd("it completed another prompt than it was given, or does not say which")
-        return [self._completion(choice, sampling, version) for choice in choices]
+        completions = [self._completion(choice, sampling, version) for choice in choices]
+        if sampling.temperature > 0:
+            self._check_drawn(completions)
+        return completions
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
@@ -139,6 +145,17 @@ class Server:
         where = f"with token {tokens[-1]} after {len(tokens)} of at most {sampling.max_tokens} tokens"
         beyond = ", beyond an end-of-sequence token" if any(inside) else ""
         raise self._odd(f"a completion ends {where}{beyond}, for the reason {choice.finish_reason}")
+
+    def _check_drawn(self, completions: list[Completion]) -> None:
+        """Any k of n draws are the same with a chance of at most C(n, k) p^(k - 1) where that one has chance p."""
+        counts = Counter(tuple(completion.tokens.tolist()) for completion in completions)
+        for completion in completions:
+            same, log_prob = counts[tuple(completion.tokens.tolist())], completion.log_probs.double().sum().item()
+            if (same - 1) * log_prob + math.log(math.comb(len(completions), same)) < _BY_CHANCE:
+                raise self._odd(
+                    f"{same} of {len(completions)} completions of a prompt are the same, whose log-prob is "
+                    f"{log_prob:.0f}: it did not draw each of them"
+                )
 
     def _call(self, call: Call, deadline: float) -> Any:
         """The JSON of the answer, None where it is empty."""

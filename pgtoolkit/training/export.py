@@ -1,11 +1,14 @@
-"""`pgtk export`: a run's newest or best checkpoint as a Hugging Face folder, with LoRA's adapters merged."""
+"""`pgtk export`: a run's newest or best checkpoint as a Hugging Face folder, with a card on how it came about."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tempfile
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 import torch
 from omegaconf import OmegaConf
@@ -13,13 +16,18 @@ from torch import nn
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
-from pgtoolkit.config.schema import Config, NumberType
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.runs.directory import read_config
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import best_checkpoint, read_resolved
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
+from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.shell import shell_path
+from pgtoolkit.tasks.prompts import scored_by_nobody
+from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tracking.description import describe
 from pgtoolkit.training.checkpoint import (
     list_checkpoints,
     load_newest,
@@ -35,8 +43,9 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
 
     best: write the one with the highest evaluation.best instead.
 
-    The folder holds the checkpoint's model, its weights in the number type that training began with; transformers
-    loads it to the same logits (in bfloat16: rounded). LoRA's adapters are merged into the model that model.path names.
+    The folder holds the checkpoint's model, its weights in the number type that training began with, and README.md;
+    transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters are merged into the model that
+    model.path names.
     Raises ConfigError if there is no checkpoint, StorageError if the folder has files or cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
@@ -44,12 +53,15 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
         raise not_a_run(use, run_dir, "a run directory")
     state = saved_state(run_dir, use, best=best)
     config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
+    if isinstance(config.task, PromptsTaskConfig):
+        config.task = scored_by_nobody(config.task)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
             whole = Path(temporary) / "whole"
             whole.mkdir()
             _write_model(config, state, whole)
+            (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
             for file in whole.iterdir():
                 file.chmod(0o644)  # what safetensors writes is its owner's alone
             os.replace(whole, folder)  # takes the place of an empty folder, too
@@ -134,3 +146,27 @@ def _merged_model(config: Config, state: dict) -> nn.Module:
     load_weights(policy, state)
     merge(policy.model)
     return policy.model.to(load_config(config.model.path).dtype or torch.float32)
+
+
+def card(config: Config, run_dir: Path, step: int) -> str:
+    """README.md: what was trained how, and how to load it; export.md is its template."""
+    described, (resolved, overrides) = describe(run_dir), read_config(run_dir)
+    of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
+    prompt = '"..."'  # a place to put one
+    if isinstance(config.model, TinyModelConfig):
+        prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
+    filled = {
+        "base": f"base_model: {config.model.path}\n" if of_hub else "",
+        "name": described.run_name,
+        "loss": config.loss.name,
+        "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
+        "seed": config.seed,
+        "task": config.task.name,
+        "step": step,
+        "max_steps": config.trainer.max_steps,
+        "prompt": prompt,
+        "overrides": redact(" ".join(overrides)) or "none",
+        "code": described.tags.get("git_commit", "unknown"),
+        "configuration": redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
+    }
+    return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)

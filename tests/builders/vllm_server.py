@@ -127,7 +127,7 @@ class Engine:
             else:
                 generator.manual_seed(body["seed"] + index)
             choices.append(self._choice(body, model, generator))
-        return choices
+        return choices if not self.failing("identical") else [choices[0]] * len(choices)
 
     def _choice(self, body: dict, model, generator) -> dict:
         tokens, log_probs, reason, stop_reason = [], [], "length", None

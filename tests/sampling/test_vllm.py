@@ -159,6 +159,18 @@ def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():
             check_batch(trainer + moved, trainer, 1e-6, top_p)
 
 
+def test_completions_that_were_not_drawn_are_seen(server, tmp_path):
+    with server.joined(tmp_path) as (module, sampler):
+        sampler.publish(module.policy.weights, 0)
+        server.fault("identical")
+        with pytest.raises(SamplerLost, match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+"):
+            sampler.complete([Request([1, 2, 10], 16, seed=5)])
+        short = dataclasses.replace(sampler._sampling, max_tokens=1)  # of one token, chance may have it
+        sampler.complete([Request([1, 2, 10], 4, seed=5)], short)
+        server.fault(None)
+        sampler.complete([Request([1, 2, 10], 64, seed=5)], short)
+
+
 def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):
     with server.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)

@@ -52,12 +52,28 @@ def test_the_exported_model_has_the_logits_of_the_newest_checkpoint(trained, tmp
     expected = logits_in_training(trained, config_of(*SHORT), 2, tokens)
     assert torch.equal(logits_loaded(folder, tokens), expected)
     assert not torch.equal(expected, logits_in_training(trained, config_of(*SHORT), 1, tokens))
-    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors"}
+    assert {path.suffix for path in folder.iterdir()} <= {".json", ".safetensors", ".md"}
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
     assert tokenizer.padding_side == "left"
     sampling = GenerationConfig.from_pretrained(folder)  # as the rollouts did
     assert (sampling.do_sample, sampling.temperature, sampling.top_p, sampling.top_k) == (True, 0.5, 1.0, 0)
     assert (sampling.max_new_tokens, sampling.eos_token_id, sampling.pad_token_id) == (4, 11, 11)
+
+
+def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch, capsys):
+    assert main(["export", str(trained), str(tmp_path / "model")]) == 0
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "loss gspo, aggregation constant, seed 0, task reverse. These are the weights after step 2 of 2." in card
+    assert "rollout.temperature=0.5" in card
+    assert "  hidden_size: 32" in card
+    code = card.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path / "model")
+    capsys.readouterr()
+    exec(code, {})
+    prompt = capsys.readouterr().out.partition("=")[0]
+    assert len(prompt) == 3
+    assert prompt.isdecimal()
 
 
 def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
@@ -82,6 +98,7 @@ def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
     )
     weights, trained = load_file(tmp_path / "model" / "model.safetensors"), checkpoint_of(tmp_path / "run", 1)["model"]
     assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in weights.items())
+    assert "base_model" not in (tmp_path / "model" / "README.md").read_text()  # a folder of this machine
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypatch):
