@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def loss_of(config: Config) -> Loss:
 
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
-    made = import_function("loss.path", path, (), [*options])
+    setting, made = f"loss.path={path}", import_function("loss.path", path, (), [*options])
     try:
         family = made(**options)
         if not isinstance(family, Family):
@@ -45,10 +46,24 @@ def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
             raise ValueError(f"loss.num_splits={num_splits} cuts the documents that it needs whole")
     except Exception as error:  # whatever the user's code raises
         reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
-        raise ConfigError(
-            f"loss.path={path} needs a family that agrees with itself (got: {error}). {reason}"
-        ) from error
+        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
+    for name in ("token", "surrogate", "cuts"):
+        object.__setattr__(family, name, _checked(getattr(family, name), setting))  # dataclasses may be frozen
     return family
+
+
+def _checked(function: Callable, setting: str) -> Callable:
+    """A method of the user's own family; ConfigError where it raises, or does not return one number per token."""
+
+    def method(log_ratio: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+        with blaming(setting, ConfigError, f"a micro-batch of {len(log_ratio)} tokens"):
+            results = function(log_ratio, *others)
+            for result in results:
+                if result is not None and result.shape != log_ratio.shape:
+                    raise ValueError(f"{tuple(result.shape)} is not one number per token, {tuple(log_ratio.shape)}")
+        return results
+
+    return method
 
 
 def _imported_reducer(path: str) -> Reducer:
@@ -58,8 +73,14 @@ def _imported_reducer(path: str) -> Reducer:
     def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
         with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):
             weights = function(totals, mask=mask, **others)
-            if not torch.isfinite(weights[mask]).all():
-                raise ValueError("the weight of a trained token is NaN or infinite")
-        return weights
+        got, needs = type(weights).__name__, f"shape {tuple(mask.shape)} on {mask.device}"
+        if isinstance(weights, Tensor):
+            got = f"shape {tuple(weights.shape)} on {weights.device}"
+        if got == needs and torch.isfinite(weights[mask]).all():
+            return weights
+        raise ConfigError(
+            f"aggregation.reducer={path} needs to return one finite weight per token, {needs} (got "
+            f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make its loss."
+        )
 
     return reducer

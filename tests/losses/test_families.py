@@ -1,5 +1,7 @@
 """Families as objects: the slopes that they give, those of a user's own, and log-probs that a trainer hands over."""
 
+import re
+
 import pytest
 import torch
 from builders.losses import EVERY_LOSS, PARAMETERS, make_case
@@ -8,6 +10,7 @@ from losses.families import Squared, SquaredByDocument, WrongSlope
 
 from pgtoolkit import families, log_prob_loss
 from pgtoolkit.config.compose import compose
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.slopes import check_family
@@ -113,6 +116,19 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, messa
     found = problems(check(["tracking=none", "loss=custom", f"loss.path=losses.families.{name}", *options]))
     assert len(found) == 1
     assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("sums", "last"), [("false", "KeyError: {}"), ("true", "ValueError: () is not one number per token, ({},)")]
+)
+def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
+    own = ["loss=custom", "loss.path=losses.families.FailsLater", f"loss.options.sums={sums}"]
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path / "run", *own)
+    lines = str(error.value).splitlines()
+    name = last.partition(":")[0]
+    first = rf"loss\.path=losses\.families\.FailsLater raised {name} on a micro-batch of (\d+) tokens:"
+    assert lines[-1] == last.format(re.fullmatch(first, lines[0])[1])
 
 
 def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):

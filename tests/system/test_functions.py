@@ -55,10 +55,12 @@ def test_a_function_that_cannot_be_called_is_refused(beside, path):
         build(OmegaConf.to_object(config_of(*SHORT, f"aggregation.reducer={path}")))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("short", "IndexError"), ("nan", "ValueError"), ("table", "KeyError")])
-def test_weights_that_are_none_end_the_run(beside, name, kind):
+@pytest.mark.parametrize(
+    ("name", "got"), [("short", r"got shape \(\d+,\) on cpu"), ("nan", "got NaN or infinity"), ("table", "got dict")]
+)
+def test_weights_that_are_none_end_the_run(beside, name, got):
     path = f"my_reducers.{name}"
-    with pytest.raises(ConfigError, match=rf"^aggregation.reducer={path} raised {kind} on a micro-batch of "):
+    with pytest.raises(ConfigError, match=rf"^aggregation.reducer={path} needs to return one finite weight .*{got}"):
         run(beside / "run", f"aggregation.reducer={path}")
 
 
