@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.saved import record_of
 from pgtoolkit.config.schema import HuggingFaceModelConfig
-from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
+from pgtoolkit.ranks.collectives import local
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
@@ -100,6 +101,12 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
                 module.optimizer.state[parameter] = rooms
                 for field, room in rooms.items():
                     fill(room, f"{name}.{field}", files)
+                    part = local(room)
+                    if not part.isfinite().all() or (field != "exp_avg" and (part < 0).any()):
+                        raise StorageError(
+                            f"the checkpoint {state['path']} is damaged: {name}.{field} of the optimizer holds "
+                            "negative numbers or NaN. Remove it, and pgtk resume goes on from the one before."
+                        )
 
 
 def stored(policy: Policy) -> tuple[str, dict[str, Tensor]]:

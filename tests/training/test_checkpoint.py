@@ -228,3 +228,15 @@ def test_weights_and_moments_of_another_model_are_refused(trained, tmp_path, cap
     said = capsys.readouterr().err
     assert "the checkpoint does not fit the configured model: " in said
     assert says in said
+
+
+@pytest.mark.parametrize(("field", "number"), [("exp_avg_sq", -1e-9), ("exp_avg", float("nan"))])
+def test_moments_that_cannot_be_are_refused(trained, tmp_path, capsys, field, number):
+    """AdamW would take the root of a negative second moment, and make NaN of the weights."""
+    folder = copy_as_of(trained, 2, tmp_path / "run")
+    path, name = folder / "checkpoints" / "step-000002", f"lm_head.weight.{field}"
+    moments = contents_of(path)["optimizer"]
+    moments[name].view(-1)[-1] = number
+    replace_file(path, "training/optimizer-00001-00001.safetensors", save(moments))
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
+    assert f"is damaged: {name} of the optimizer holds negative numbers or NaN. Remove" in capsys.readouterr().err
