@@ -18,13 +18,14 @@ from pgtoolkit.kernels.losses import loss_of_log_probs
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
+from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
 from pgtoolkit.rollouts.recorded import RecordedRollouts, recorded_rollouts
 from pgtoolkit.system.report import plural, refusal
 from pgtoolkit.training.loss import loss_of
 
 _ASKED_DOCUMENTS = 16
 """Documents that a model is asked about."""
-_MOST, _FEW, _MANY, _LARGE_SHARE = 0.5, 0.1, 0.05, 0.1
+_MOST, _FEW, _MANY = 0.5, 0.1, 0.05
 
 _Findings = Iterator[tuple[str, str]]
 """(level, sentences) of one check."""
@@ -307,7 +308,7 @@ def _mismatch(r: Rollouts) -> _Findings:
     mean, most = np.nansum(distance) / r.columns.trained[~np.isnan(distance)].sum(), np.nanmax(r.columns.largest)
     says = f"Sampler and trainer differ by {mean:.2g} a token on average and {most:.2g} at most. "
     says += f"This alone takes {percent(outside)} of the ratios out of the clip of loss={r.loss.family.name}."
-    yield "look" if outside > _LARGE_SHARE else "fine", says
+    yield "look" if outside > LARGE_SHARE else "fine", says
 
 
 _CHECKS = (_mask, _alignment, _groups, _duplicates, _truncation, _advantages, _mismatch)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema import PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema import Config, PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.rollouts.steps import Outline
 
 LARGE_DIFFERENCE = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16
 tokens by 0.004), and so do a few updates of age; another model, or log-probs one token off, go to 1 and beyond."""
+
+LARGE_SHARE = 0.1
+"""Where the difference between sampler and trainer would alone take more of the ratios out of the clip, it is noted."""
 
 
 def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float]:
@@ -60,6 +63,25 @@ def mismatch_note(
     return (
         f"before its first update the policy's log-probs differ from the old ones by {difference:+.3g} a token, where "
         f"0 is expected (a ratio of 1): {causes[config.name]}."
+    )
+
+
+def sampling_note(metrics: dict[str, float], config: Config) -> str:
+    """Why the clip cannot tell an update from what sampler and trainer differ by; nothing if it can.
+
+    metrics: of a step.
+    """
+    share = metrics.get("clipped_sampling_fraction", 0.0)
+    if not share > LARGE_SHARE:
+        return ""
+    loss, top_p = config.loss.name, getattr(config.rollout, "top_p", None)
+    cause = "A correction weighs each token by it (docs/losses.md)"
+    if top_p is not None and top_p < 1:
+        cause = f"rollout.top_p={top_p} renormalises the sampler's over the tokens that it keeps"
+    return (
+        f"the sampler's log-probs differ from the trainer's by {metrics['difference_old_sampling']:.2g} a token, which "
+        f"alone would take {share:.0%} of the ratios out of the clip of loss={loss}: more than an update may. "
+        f"{cause}. Said once; the metrics difference_old_sampling and clipped_sampling_fraction tell more."
     )
 
 

@@ -20,6 +20,7 @@ from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.rollouts.evaluation import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import loss_of
@@ -52,7 +53,7 @@ class PolicyGradientModule(DynamicAccumulation):
         impl, memory = config.kernel.implementation.value, config.kernel.logits_memory_mb
         # Finite numbers are looked for once per step, in the loss and the gradient.
         self.computation = Computation(impl, False, config.loss.num_splits, memory)
-        self._noted_no_signal = False
+        self._noted_no_signal = self._noted_mismatch = False
 
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
@@ -71,6 +72,9 @@ class PolicyGradientModule(DynamicAccumulation):
                 "of each prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
                 "answer longer than a completion? Said once; the metric zero_advantage_group_fraction tells more."
             )
+        if not self._noted_mismatch and (note := sampling_note(output["metrics"], self.config)):
+            self._noted_mismatch = True
+            log.warning(f"note: {note}")
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:

@@ -142,6 +142,28 @@ def sampled(number, difference):
     return trained(number, fitting) | {"sampling_log_probs": [0, 0, *[x - difference for x in fitting[2:]]]}
 
 
+def test_a_difference_to_the_sampler_beyond_the_clip_is_noted_once(tmp_path, capsys):
+    """0.3 is more than GRPO's 0.2, at 4 of 4 documents; at 0 of 4 there is nothing to say."""
+    for folder, difference, noted in (("a", 0.3, 1), ("b", 0.1, 0)):
+        rows = [sampled(number, difference) for number in range(4)]
+        train_rows(tmp_path / folder, rows, "loss=grpo", "correction=token_truncate")
+        found = metrics_of(tmp_path / folder)
+        assert len(found) == 2
+        for row in found:
+            assert row["difference_old_sampling"] == pytest.approx(difference, abs=1e-6)
+            assert row["correction_factor"] == pytest.approx(math.exp(difference), abs=1e-6)
+            assert row["clipped_sampling_fraction"] == noted
+        lines = [line for line in capsys.readouterr().out.splitlines() if "the sampler's log-probs" in line]
+        assert len(lines) == noted
+    train_rows(tmp_path / "c", [sampled(number, 1e-3) for number in range(4)], "loss=gspo")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "the sampler's log-probs" in line]
+    assert line == (
+        "note: the sampler's log-probs differ from the trainer's by 0.001 a token, which alone would take 100% of the "
+        "ratios out of the clip of loss=gspo: more than an update may. A correction weighs each token by it "
+        "(docs/losses.md). Said once; the metrics difference_old_sampling and clipped_sampling_fraction tell more."
+    )
+
+
 def test_a_correction_needs_sampling_log_probs_that_differ(tmp_path):
     without, same = [trained(number) for number in range(4)], [sampled(number, 0) for number in range(4)]
     for name, rows, message in (
