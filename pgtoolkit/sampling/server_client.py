@@ -23,6 +23,8 @@ from pgtoolkit.tasks.completion import Completion, Request
 
 _PATIENCE_SECONDS, _PAUSE = 30, 0.5
 """For how long a call that finds no connection, or a busy server (503), is made again, and after how long each time."""
+_MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
+"""Most bytes of an answer, and how many more for each token that was asked for or is sent back."""
 _BY_CHANCE = -30.0
 """Log-probability below which it is no chance that completions of a prompt are the same."""
 _CONNECTIONS = 1024
@@ -52,6 +54,7 @@ class Server:
         self._health = "Nothing listens there, or the way is closed."
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is not the way to a server beside us
+        self._session.headers["Accept-Encoding"] = "identity"  # a packed answer is larger than it looks
         if key is not None:
             self._session.headers["Authorization"] = f"Bearer {key}"
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
@@ -67,7 +70,7 @@ class Server:
         """Whether it answers by now; SamplerLost if it was started here and has ended."""
         self._check_process()
         with contextlib.suppress(requests.RequestException, TimeoutError):
-            status = self._answer("GET", self._api.HEALTH, None, 5).status_code
+            status = self._answer("GET", self._api.HEALTH, None, 5, _MOST_BYTES)[0].status_code
             self._health = f"It answers {self._api.HEALTH} with {status}."
             return status == 200
         return False
@@ -83,7 +86,8 @@ class Server:
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
         """The completions of one request, each checked to be what was asked for; version: of the weights."""
-        answer = self._call(self._api.completions(request, sampling, salt), deadline)
+        tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
+        answer = self._call(self._api.completions(request, sampling, salt), deadline, tokens)
         try:
             choices = self._api.choices(answer)
         except _FORM as error:
@@ -100,7 +104,7 @@ class Server:
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
-        answer = self._call(self._api.scores(tokens, salt), deadline)
+        answer = self._call(self._api.scores(tokens, salt), deadline, len(tokens))
         try:
             scores = torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
         except _FORM:
@@ -157,16 +161,16 @@ class Server:
                     f"{log_prob:.0f}: it did not draw each of them"
                 )
 
-    def _call(self, call: Call, deadline: float) -> Any:
-        """The JSON of the answer, None where it is empty."""
+    def _call(self, call: Call, deadline: float, tokens: int = 0) -> Any:
+        """The JSON of the answer, None where it is empty; tokens: most that it tells of."""
         (path, body), patience = call, min(deadline, time.monotonic() + _PATIENCE_SECONDS)
         while True:
             self._check_process()
             left, over = max(0.1, deadline - time.monotonic()), time.monotonic() + _PAUSE > patience
             try:
-                answer = self._answer("POST", path, body, left)
+                answer, content = self._answer("POST", path, body, left, _MOST_BYTES + _BYTES_PER_TOKEN * tokens)
                 if answer.status_code != 503 or over:
-                    return self._content(path, answer)
+                    return self._content(path, answer, content)
             except (requests.ReadTimeout, TimeoutError) as error:
                 raise SamplerLost(
                     f"the sampling server {self.url} did not answer {path} within "
@@ -182,16 +186,33 @@ class Server:
                     ) from error
             time.sleep(_PAUSE)
 
-    def _answer(self, method: str, path: str, body: dict | None, seconds: float) -> requests.Response:
-        """The whole answer; TimeoutError where it is not there within so many seconds.
+    def _answer(
+        self, method: str, path: str, body: dict | None, seconds: float, most: int
+    ) -> tuple[requests.Response, bytes]:
+        """The whole answer, of at most so many bytes; TimeoutError where it is not there within so many seconds.
 
         requests counts its own from the last byte that came. Where it is sent on, a POST would become a GET.
         """
-        how = {"json": body, "timeout": (min(seconds / 2, 10), seconds), "allow_redirects": False}
-        return in_background(partial(self._session.request, method, self.url + path, **how)).result(seconds)
+        return in_background(partial(self._read, method, path, body, seconds, most)).result(seconds)
 
-    def _content(self, path: str, answer: requests.Response) -> Any:
-        content = answer.content
+    def _read(
+        self, method: str, path: str, body: dict | None, seconds: float, most: int
+    ) -> tuple[requests.Response, bytes]:
+        end, content, timeouts = time.monotonic() + seconds, bytearray(), (min(seconds / 2, 10), seconds)
+        with self._session.request(
+            method, self.url + path, json=body, timeout=timeouts, allow_redirects=False, stream=True
+        ) as answer:
+            if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
+                raise self._odd(f"its answer to {path} is packed ({packed:.20}), which was not asked for")
+            for part in answer.iter_content(2**16):
+                content += part
+                if len(content) > most:
+                    raise self._odd(f"its answer to {path} has more than the {most} bytes that were asked for")
+                if time.monotonic() > end:  # whoever waited has given up
+                    raise TimeoutError
+        return answer, bytes(content)
+
+    def _content(self, path: str, answer: requests.Response, content: bytes) -> Any:
         said = " ".join(content[:600].decode(errors="replace").split()) or answer.reason
         if answer.status_code >= 300:  # sent on among them: a POST would become a GET
             uses = {

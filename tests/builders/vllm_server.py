@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import gzip
 import importlib
 import json
 import os
@@ -251,10 +252,15 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer(200, {"choices": engine.complete(body)})
 
     def _answer(self, status: int, content: object = None) -> None:
+        if self.server.engine.failing("endless"):
+            return self._endless()
         text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/health")
+        if self.server.engine.failing("gzip"):
+            text = gzip.compress(text + b" " * 2**24)
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         with contextlib.suppress(ConnectionError):
@@ -267,6 +273,16 @@ class Handler(BaseHTTPRequestHandler):
                 self.close_connection, text = True, text[:12]
             self.wfile.write(text)
         return None
+
+    def _endless(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            for _ in range(2**12):  # 256 MiB
+                self.wfile.write(b"10000\r\n" + b" " * 2**16 + b"\r\n")
+            mark(self.server.engine.options, "endless to its end")
 
     def log_message(self, *_: object) -> None:
         pass

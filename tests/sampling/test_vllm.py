@@ -102,6 +102,8 @@ FAULTS = {
     "busy": r"answered /v1/completions with 503: .*busy.*/resume",
     "sends_on": r"answered /v1/completions with 302: Found\.",
     "trickles": r"did not answer /v1/completions within sampler.answer_seconds=1\.",
+    "endless": r"its answer to /v1/completions has more than the \d{7} bytes that were asked for",
+    "gzip": r"its answer to /v1/completions is packed \(gzip\), which was not asked for",
     "breaks_off": r"cannot be reached, or breaks off its answers: .*IncompleteRead",
     "true_for_token": r"its token ids are no whole numbers: \[True",
     "another_prompt": r"it completed another prompt than it was given, or does not say which",
