@@ -1,6 +1,6 @@
 """The adapters of verl and prime-rl without these packages: numbers that their own code has given, and its formulas.
 
-test_verl.py compares with the package itself, where it is installed.
+test_verl.py and test_prime_rl.py compare with the packages themselves, where they are installed.
 """
 
 import math

@@ -73,7 +73,7 @@ class Module(PolicyGradientModule):
 
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
         DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
-        self.policy, self.model = policy, policy.model
+        self.policy, self.model, self._noted_mismatch = policy, policy.model, True
         family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
         correction = correction_of(objective.get("correction"))

@@ -82,6 +82,13 @@ def test_prompts_that_are_not_there(capsys, beside):
     assert "1:answer: is missing" in refused(capsys, "-m", *PROMPTS, "task.path=wrong.jsonl", "seed=1,2", status=3)
 
 
+def test_a_pattern_has_one_group(capsys, beside):
+    (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    pattern = ("task.verifier=regular_expression", "task.pattern='(a)(b)'")
+    said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *pattern)
+    assert "needs task.pattern with one group (got (a)(b))." in said
+
+
 def test_more_processes_than_this_machine_has_room_for(capsys, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     said = refused(capsys, "parallelism=ddp", "parallelism.data_parallel=33")
