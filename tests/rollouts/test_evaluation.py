@@ -8,7 +8,7 @@ import torch
 from builders.runs import built
 from keys import SMALL
 
-from pgtoolkit.config.evaluation import numbers_of, powers_of_two
+from pgtoolkit.config.evaluation import powers_of_two
 from pgtoolkit.rollouts.evaluation import _numbers, mean_and_error, pass_at_k
 from pgtoolkit.runs.completions import CompletionRow, read_completions
 from pgtoolkit.tasks.tasks import Score
@@ -28,7 +28,6 @@ def test_pass_at_k_is_the_share_of_all_subsets():
 
 def test_the_ks_are_powers_of_two_up_to_the_completions():
     assert [powers_of_two(n) for n in (1, 2, 3, 4, 9)] == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
-    assert numbers_of(5) == ["avg", "pass@1", "pass@2", "pass@4"]
 
 
 def answers(*groups):
