@@ -8,25 +8,22 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, ui_url
-from pgtoolkit.tracking.store import client_of, require_store
+from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
 
 _HOST = "127.0.0.1"
-_SECONDS_TO_START = 120
 _SECONDS_TO_STOP = 10
 
 
 def serve(uri: str | None, port: int) -> int:
     """Show the store until Ctrl-C or SIGTERM; returns 0 then.
 
-    Raises ConfigError where there is no store or no free port, StorageError if MLflow ends by itself.
+    Raises ConfigError where there is no store or no free port, StorageError if MLflow cannot read it or ends by itself.
     """
     store, address = absolute_uri(uri), f"http://{_HOST}:{port}"
     require_store(store, f"--uri={uri}" if uri else "pgtk ui", "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
@@ -36,38 +33,25 @@ def serve(uri: str | None, port: int) -> int:
             probe.bind((_HOST, port))
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {error}). Use another.") from error
+    with raising_storage_errors(store, "Nothing is shown."):
+        say(_addresses(client_of(store), address))
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
     # One worker and no job runner: ready in 7 s instead of 37 s.
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(port)]
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the latter of a terminal that is closed
         signal.signal(ending, signal.default_int_handler)
-    with tempfile.TemporaryFile() as log:
-        # A session of its own: what the server starts ends with it, and only once, by `_stop`.
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        server = subprocess.Popen([*command, "--backend-store-uri", store], env=environment, **streams)
-        try:
-            say(f"MLflow starts with {store}; Ctrl-C ends it.")
-            if addresses := _addresses_once_it_answers(server, address):
-                say(addresses)
-                server.wait()
-            log.seek(0)
-            printed = log.read().decode(errors="replace").strip().splitlines()[-5:]
-            ended = f"MLflow's server for {redact(store)} ended or did not answer within {_SECONDS_TO_START} s."
-            raise StorageError("\n  ".join([f"{ended} Its last lines:", *printed]))
-        except KeyboardInterrupt:
-            return 0
-        finally:
-            _stop(server)
-
-
-def _addresses_once_it_answers(server: subprocess.Popen, address: str) -> str | None:
-    """The pages worth opening: of the newest run's experiment and of the newest sweep; None if it does not answer."""
-    client, end = client_of(address), time.monotonic() + _SECONDS_TO_START
-    while server.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(Exception):  # MLflow and its HTTP client raise their own while nobody answers
-            return _addresses(client, address)
-        time.sleep(0.2)
-    return None
+    # A session of its own: what the server starts ends with it, and only once, by `_stop`. What it says of each request
+    # goes to standard output.
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
+    server = subprocess.Popen([*command, "--backend-store-uri", store], env=environment, **streams)
+    try:
+        say(f"MLflow starts with {store}, which takes some seconds; Ctrl-C ends it.")
+        status = server.wait()
+        raise StorageError(f"MLflow's server for {redact(store)} ended with status {status}; above it says why.")
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        _stop(server)
 
 
 def _addresses(client, address: str) -> str:
