@@ -95,7 +95,7 @@ NONSENSE = {
     "status.json": [{"state": "done", "step": 2, **more} for more in ({"mlflow": [1]}, {"saved": "1"}, {"step": -1})],
     "provenance.json": [{"git": [3]}, {"resumed": None}, {"resumed": [{"time": "now"}]}, {"packages": [1]}],
     "evaluations.jsonl": [EVALUATION | more for more in ({"avg": "x"}, {"pass@1": 3}, {"set": [1]}, {"step": 1.5})],
-    "metrics.jsonl": [{"step": 1, "loss": "x"}, {"step": 10**400}],
+    "metrics.jsonl": [{"step": 1, "reward": "x"}, {"step": 10**400}],
     "data.json": [{"rollout.path": {"a": 1}}],
 }
 """What is valid JSON, and not what a run writes."""
