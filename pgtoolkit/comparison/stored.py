@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +48,7 @@ def stored_runs(uri: str, names: Sequence[str], metrics: Collection[str] | None)
 
 
 def _read(client, run, top: Path, metrics: Collection[str] | None) -> Run:
-    """The run as the store has it; of one that goes on, whose metrics.jsonl is not there yet, the latest values."""
+    """The run as the store has it; of one that goes on the metrics.jsonl is not there yet."""
     info, goes_on = run.info, run.info.status == "RUNNING"
     folder = top / info.run_id
     folder.mkdir()
@@ -57,11 +56,6 @@ def _read(client, run, top: Path, metrics: Collection[str] | None) -> Run:
     wanted = set(_FILES) - ({"status.json", "metrics.jsonl", "evaluations.jsonl"} if goes_on else set())
     for name in wanted & {file.path for file in client.list_artifacts(info.run_id)}:
         client.download_artifacts(info.run_id, name, str(folder))
-    latest = [metric for metric in run.data.to_proto().metrics if "/" not in metric.key]
-    if goes_on and latest:
-        newest = max(latest, key=lambda metric: metric.step)
-        row = {"step": newest.step, "time": newest.timestamp / 1000} | {metric.key: metric.value for metric in latest}
-        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     if is_run(folder):
         read = read_run(folder, metrics)
     else:

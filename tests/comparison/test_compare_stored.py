@@ -9,6 +9,7 @@ from mlflow import MlflowClient
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.stored import publish
+from pgtoolkit.comparison.ui import _addresses
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
@@ -90,7 +91,7 @@ def test_a_store_gives_the_tables_of_the_directories(sweep, uri, capsys, tmp_pat
     assert charts[0] == charts[1]
 
 
-def test_of_a_run_that_goes_on_the_latest_values_are_listed_and_one_without_its_files_is_named(uri, tmp_path, capsys):
+def test_a_run_that_goes_on_and_one_without_its_files_are_named(uri, tmp_path, capsys):
     client = MlflowClient(uri)
     runs = []
     for seed, state in enumerate(("RUNNING", "FINISHED", "FINISHED")):
@@ -102,8 +103,21 @@ def test_of_a_run_that_goes_on_the_latest_values_are_listed_and_one_without_its_
         (Path(client.get_run(runs[2]).info.artifact_uri.removeprefix("file://")) / file.path).unlink()
     said = page(capsys, "going on", "--uri", uri)
     assert said.startswith("2 runs (1 counted) of 1 configuration")
-    assert "RUNNING0: running at step 20 of 20, reward 0.500 so far\n" in said
+    assert "RUNNING0: running at step 0 of 20\n" in said
     assert "FINISHED2: unreadable: its config.yaml is not in the store; pgtk sync delivers it" in said
+
+
+def test_pgtk_ui_prints_the_pages_of_the_newest_sweep(sweep, uri):
+    client = MlflowClient(uri)
+    (experiment,) = [one for one in client.search_experiments() if one.name == "experiment of one"]
+    jobs = client.search_runs([experiment.experiment_id], "tags.sweep = 'by_loss' and tags.seed LIKE '%'")
+    lines = _addresses(client, "http://h").splitlines()
+    assert lines[2] == "newest sweep  by_loss (5 runs)"
+    assert lines[3].startswith("compare       http://h/#/compare-runs?runs=")
+    assert all(job.info.run_id in lines[3] for job in jobs)
+    assert lines[4].startswith(
+        f"charts        http://h/#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART"
+    )
 
 
 def test_a_sweep_is_found_by_its_name_and_its_jobs_are_complete(sweep, capsys, monkeypatch):
