@@ -26,7 +26,7 @@ from pgtoolkit.tracking.next_commands import (
 )
 
 WIDTH = 100
-"""Most columns of a progress line."""
+"""Most columns of a page for the terminal."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -40,8 +40,6 @@ _FIELDS = {
     "exact_match": "exact {:4.0%}",
     "tokens_per_second": "{} tok/s",
 }
-# What is left out where the line is too long.
-_LEFT_OUT_FIRST = ("tokens_per_second", "clipped_ratio_fraction")
 
 
 class Terminal(logging.StreamHandler):
@@ -70,7 +68,7 @@ class ProgressLine:
         self._first: tuple[int, float] | None = None
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
-        """The line of a step just finished, of at most WIDTH columns; what metrics lacks is left out."""
+        """The line of a step just finished; what metrics lacks is left out."""
         now = time.monotonic()
         # The first step of a process warms up (imports, allocators, compilation), so its end is where the clock starts.
         first_step, began = self._first = self._first or (step, now)
@@ -78,31 +76,20 @@ class ProgressLine:
         if step > first_step or step >= self._max_steps:
             left = _duration((now - began) / max(1, step - first_step) * (self._max_steps - step))
         digits = len(str(self._max_steps))
-        fields = {"step": f"step {step:>{digits}}/{self._max_steps}"}
+        fields = [f"step {step:>{digits}}/{self._max_steps}"]
         for name, form in _FIELDS.items():
             if name in metrics:
                 value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
-                fields[name] = form.format(value)
-        fields["left"] = f"ETA {left:>5}"
-        for left_out in (None, *_LEFT_OUT_FIRST):
-            fields.pop(left_out, None)
-            if len(line := " ".join(fields.values())) <= WIDTH:
-                break
-        return line[:WIDTH]
+                fields.append(form.format(value))
+        return " ".join([*fields, f"ETA {left:>5}"])
 
 
 def evaluation_line(row: dict, max_steps: int, is_best: bool) -> str:
-    """What was measured on one set of prompts, in at most WIDTH columns, without what they have no room for.
-
-    row: of evaluations.jsonl.
-    """
+    """What was measured on one set of prompts; row: of evaluations.jsonl."""
     ks = [name for name in row if name.startswith("pass@") and not name.endswith("_error")]
     fields = [f"step {row['step']:>{len(str(max_steps))}}/{max_steps} {row['set']}{' (best)' if is_best else ''}:"]
     fields += [_with_error(name, row) for name in dict.fromkeys((ks[0], ks[-1], "avg"))]
-    fields += [f"length {row['length']:.1f}", f"{row['seconds']:.1f} s"]
-    while len(fields) > 1 and len(" ".join(fields)) > WIDTH:
-        fields.pop()  # half a number would be another one
-    return " ".join(fields)[:WIDTH]
+    return " ".join([*fields, f"length {row['length']:.1f}", f"{row['seconds']:.1f} s"])
 
 
 def _with_error(name: str, row: dict) -> str:
