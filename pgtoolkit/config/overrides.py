@@ -243,8 +243,8 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
         return None
     near = nearest(word, names)
     use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
-    if elsewhere := ALSO_CALLED.get(word) or next((f"{one}={word}" for one in groups if word in groups[one]), None):
-        use = elsewhere
+    elsewhere = next((f"{one}={word}" for one in groups if word != "none" and word in groups[one]), None)
+    use = ALSO_CALLED.get(word) or elsewhere or use
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {word!r}). {reason} Use {use}."
 

@@ -26,8 +26,8 @@ class StopStrings:
         self._tokenizer = tokenizer
         longest = max((len(one.encode()) for one in strings), default=0)  # in bytes: no token of a text has less
         self.window = longest + _MARGIN
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         for one in strings:
+            added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
             if names := [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token in one]:
                 setting, reason = f"rollout.stop={self.strings}", "Special tokens are no part of the text."
                 use = "the text alone, and ids of special tokens in eos_token_id of the model's generation_config.json"

@@ -46,11 +46,12 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     The folder holds the checkpoint's model, its weights in the number type that training began with, and README.md;
     transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters are merged into the model that
     model.path names.
-    Raises ConfigError if there is no checkpoint, StorageError if the folder has files or cannot be written.
+    Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
     if not is_run(run_dir):
         raise not_a_run(use, run_dir, "a run directory")
+    _refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)
     config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
     if isinstance(config.task, PromptsTaskConfig):
@@ -102,6 +103,13 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         raise
     except Exception as error:  # of damaged files its parsers each raise their own
         raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
+
+
+def _refuse_occupied(use: str, folder: Path) -> None:
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
+    if count or (folder.exists() and not folder.is_dir()):
+        got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else "a file"
+        raise ConfigError(f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use {folder}-2.")
 
 
 def _write_model(config: Config, state: dict, folder: Path) -> None:

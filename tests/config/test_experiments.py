@@ -59,7 +59,7 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
     if name == "sft":
         row = good_row(token_ids=[4, 3, 2, 1, 0], reward=..., old_log_probs=..., group_id=...)
         rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
-        overrides = [one for one in overrides if not one.startswith("rollout.")] + [f"rollout.path={rows}"]
+        overrides = [one for one in overrides if not one.startswith(("rollout.", "task."))] + [f"rollout.path={rows}"]
     config = config_of(*overrides)
     assert validate(config).problems == []
     train(config, tmp_path, overrides=overrides)
