@@ -147,7 +147,7 @@ def serve() -> int:
 
 
 def _load() -> None:
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
     os.environ |= _WHILE_IMPORTED
     with without():
         importlib.import_module("pgtoolkit.training.train")
@@ -155,9 +155,10 @@ def _load() -> None:
             importlib.import_module("mlflow.store.tracking.sqlalchemy_workspace_store")
         for name in _MODULES:
             importlib.import_module(name)
-    for name in _WHILE_IMPORTED:
+    for name, value in before.items():
         del os.environ[name]
-    os.environ |= before
+        if value is not None:
+            os.environ[name] = value
 
 
 def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
