@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from pgtoolkit.model.policy import Policy
 
 VOCABULARY = 19  # of `build`: divides by no number of ranks
 ALPHABET = "0123456789="
+HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None  # which torch.compile needs on a CPU
 
 
 def small_llama(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders.models import VOCABULARY, build, save_with_tokenizer, small_llama
+from builders.models import HAS_COMPILER, VOCABULARY, build, save_with_tokenizer, small_llama
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
 from omegaconf import OmegaConf
@@ -24,6 +24,7 @@ from pgtoolkit.training.build import policy_of
 from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.train import train
 
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
 LENGTHS = [(5, 7, 3), (1,), (2,), (9, 9), (14, 3, 4, 1), (1, 1)]
 
 
@@ -56,6 +57,7 @@ def distance(found, expected):
 
 
 @pytest.mark.slow
+@needs_compiler
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed_lora", "qwen3_by_document"])
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
@@ -144,6 +146,7 @@ def config(folder, *overrides):
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_a_run_resumes_bit_equal_and_does_not_depend_on_its_cuts(folder, tmp_path):
     settings = (
         "model.compile=true",

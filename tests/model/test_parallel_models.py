@@ -29,7 +29,7 @@ LOSS_ONLY = {"loss": "gspo", "aggregation": "token_mean", "metrics": "none"}
 EVERY_MODEL = (("gpt2", GSPO), ("qwen2", GRPO), ("qwen3", LOSS_ONLY))
 CHECKPOINTED = ("qwen2_checkpointed", GSPO)
 BY_DOCUMENT = ("qwen2_checkpointed_by_document", LOSS_ONLY)  # as on a GPU
-COMPILED = ("qwen3_checkpointed_compiled", GRPO)
+COMPILED = (("qwen3_checkpointed_compiled", GRPO),) if models.HAS_COMPILER else ()
 WINDOWED = ("mistral", LOSS_ONLY)
 ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO))
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
@@ -48,7 +48,7 @@ CUTS = {
     "data x sequence-data, fully sharded": ({DP: 2, SDP: 2}, "shard", (*EVERY_MODEL[:2], *ADAPTED)),
     "data x tensor": ({DP: 2, TP: 2}, "", EVERY_MODEL[:2]),
     "data x tensor, fully sharded": ({DP: 2, TP: 2}, "shard", (*EVERY_MODEL, ("qwen2_tied", GSPO))),
-    "data x sequence, fully sharded": ({DP: 2, TP: 2}, "shard sequence", (*EVERY_MODEL, CHECKPOINTED, COMPILED)),
+    "data x sequence, fully sharded": ({DP: 2, TP: 2}, "shard sequence", (*EVERY_MODEL, CHECKPOINTED, *COMPILED)),
     "sequence-data x tensor": ({SDP: 2, TP: 2}, "", EVERY_MODEL[:2]),
     "sequence-data x sequence": ({SDP: 2, TP: 2}, "sequence", (*EVERY_MODEL, CHECKPOINTED)),
     "pipeline x data": ({PP: 2, DP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY))),
