@@ -37,8 +37,8 @@ class FromMemory:
         for name in sorted(places):  # the parts of a layer one after the other, as vLLM buffers them
             file, entry, start = places[name]
             first, end = (start + offset for offset in entry["data_offsets"])
-            numbers = contents[file][first:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
-            yield name, numbers.to(self.device, non_blocking=True)
+            # In the host's memory, as vLLM's own are: a whole matrix more on the GPU might be too much for it.
+            yield name, contents[file][first:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
 
     def _mapped(self, file: Path) -> torch.Tensor:
         """The bytes of a file, which stay mapped for the next version, and known to CUDA where it can."""
