@@ -28,6 +28,7 @@ ADVANTAGES = {
     "max_rl": "(reward - mean of the group) / mean of the group",
     "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch (recorded: all rows)",
     "pass_at_k": "reward - largest of the others of the group, where it is the largest; else 0",
+    "none": "0 everywhere: penalties alone train",
     "given": "as recorded with the rollouts",
 }
 

@@ -15,7 +15,7 @@ from pgtoolkit.tasks.completion import Completion
 from pgtoolkit.tasks.tasks import Prompt, Score
 
 EPSILON = 1e-6
-ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k")
+ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "none")
 
 MAX_REWARD = 1e12
 """The largest absolute value of a reward or a given advantage. With it advantages, gradients, and the squares of these
@@ -41,6 +41,7 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
         max_rl   (r - m) / m, for rewards that are not negative (2602.02710)
         batch_std  r - m, which `batch_divisor` divides later (2508.08221)
         pass_at_k  the largest reward less the largest of the others: 0 but for a single best (2503.19595)
+        none     0: for penalties that train alone, as in distillation
     A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one, but
     under rloo and pass_at_k. `given` advantages come from the data and are not computed here.
 
@@ -59,7 +60,7 @@ def group_advantages(estimator: str, rewards: list[float]) -> list[float]:
             f"max_rl divides by the group's mean reward, which needs rewards >= 0 (got {min(rewards):g}); with a "
             "negative mean the better completions would get the negative advantages"
         )
-    if len(set(rewards)) <= 1:
+    if estimator == "none" or len(set(rewards)) <= 1:
         return [0.0] * len(rewards)
     if estimator == "pass_at_k":
         second, best = sorted(rewards)[-2:]

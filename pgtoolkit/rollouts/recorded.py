@@ -30,7 +30,8 @@ log = logging.getLogger("pgtoolkit")
 class RecordedRollouts(Source):
     """The documents of JSONL and Parquet files (docs/data.md), `epochs` times over.
 
-    estimator: `given` reads the recorded advantages; any other computes them from all rewards of a group.
+    estimator: `given` reads the recorded advantages, `none` nothing; any other computes them from all rewards of a
+    group.
     reads_old_log_probs: as of the loss family. Where it is False no row needs any, and with `given` rows of which none
     has an advantage or a reward are examples to imitate: every advantage is 1.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
@@ -103,7 +104,7 @@ class RecordedRollouts(Source):
 
     def _indexed(self) -> tuple[RecordedIndex, list[Path]]:
         paths = find_files(self.config.path, "rollout.path")
-        needs_groups = "group_id" in self.needs or self.estimator != AdvantageEstimator.given
+        needs_groups = "group_id" in self.needs or _reads_rewards(self.estimator)
         files = open_files(paths, FIELDS)
         indexing = Indexing(files, self.config, self.estimator, self._rules, needs_groups, self.first)
         index = None if self.run_dir is None else indexing.kept(self.run_dir)
@@ -162,6 +163,10 @@ def recorded_rollouts(
 def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:
     """Fields that every row needs besides its tokens and their mask."""
     is_given = estimator == AdvantageEstimator.given
-    asked = {"reward": not is_given, "advantage": is_given and reads_old_log_probs}
+    asked = {"reward": _reads_rewards(estimator), "advantage": is_given and reads_old_log_probs}
     asked |= {name: name in needs for name in OPTIONAL_VECTORS} | {"old_log_probs": reads_old_log_probs}
     return [name for name, is_asked in asked.items() if is_asked]
+
+
+def _reads_rewards(estimator: str) -> bool:
+    return estimator not in (AdvantageEstimator.given, AdvantageEstimator.none)

@@ -219,7 +219,9 @@ class Indexing:
         rows = self._rows
         if imitates:
             rows["advantage"] = 1.0
-        if not self._given:
+        elif self.estimator == AdvantageEstimator.none:
+            rows["advantage"] = 0.0
+        elif not self._given:
             order = np.argsort(rows["group"], kind="stable")
             for members in np.split(order, np.flatnonzero(np.diff(rows["group"][order])) + 1):
                 if self._is_cut and len(members) == 1:

@@ -65,7 +65,8 @@ class PolicyGradientModule(DynamicAccumulation):
         weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
         if weight_sum is not None:
             output["metrics"]["weight_sum"] = weight_sum
-        if output["metrics"].get("zero_advantage_group_fraction") == 1 and not self._noted_no_signal:
+        is_silent = output["metrics"].get("zero_advantage_group_fraction") == 1
+        if is_silent and not self._noted_no_signal and self.config.advantage.estimator != "none":
             self._noted_no_signal = True
             log.warning(
                 f"note: every advantage of the step that ends at document {self.documents_seen} is 0: the completions "

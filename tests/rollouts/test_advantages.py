@@ -5,6 +5,8 @@ import statistics
 
 import numpy as np
 import pytest
+import torch
+from builders.runs import SHORT, built, once
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,3 +101,24 @@ def test_max_rl_needs_rewards_that_are_not_negative():
     with pytest.raises(DataError, match=r"needs rewards >= 0 \(got -0.5\)"):
         group_advantages("max_rl", [1.0, -0.5])
     assert group_advantages("max_rl", [0.0, 0.0]) == [0.0, 0.0]
+
+
+def test_none_trains_on_penalties_alone(caplog):
+    """Of completions of other rewards: the gradient is that of the entropy bonus, and nobody misses a signal."""
+    chosen = "advantage=none", "entropy.coefficient=0.1", "loss=grpo", "aggregation=token_mean"
+    module, loader = built(*once(*SHORT, *chosen, "aggregation.divisor=null", "optimizer.max_grad_norm=null"))
+    step = next(iter(loader))
+    loader.source.close()
+    assert len({document.reward for document in step.documents}) > 1
+    weights, total = {name: x.detach().clone() for name, x in module.model.named_parameters()}, 0
+    module.training_step(step, 0)
+    for document in step.documents:
+        weights = {name: x.requires_grad_() for name, x in weights.items()}
+        logits = torch.func.functional_call(module.model, weights, (document.tokens[None],)).logits[0, :-1]
+        log_probs = logits[document.loss_mask[1:]].log_softmax(-1)
+        total = total + 0.1 * (log_probs.exp() * log_probs).sum() / step.totals.num_tokens
+    expected = torch.autograd.grad(total, [*weights.values()])
+    for found, gradient in zip(module.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(found.grad, gradient, rtol=0, atol=1e-9)
+    assert max(gradient.abs().max() for gradient in expected) > 1e-4
+    assert "every advantage" not in caplog.text

@@ -79,7 +79,15 @@ def advantage(c: Config, report: Report) -> None:
     if estimator == "given" and c.rollout.name == "policy":
         reason = "Advantages can only be given with recorded rollouts."
         report.refuse("advantage=given", "rollout=recorded", "rollout=policy", reason, "advantage=dr_grpo")
-    if estimator != "given" and size == 1:
+    if estimator == "none" and c.kl.kind in ("none", "k1") and c.entropy.coefficient == 0 and c.loss.name != "custom":
+        setting, needs = "advantage=none", "kl=k2, kl=k3 or kl=k3_ratio, or entropy.coefficient > 0"
+        reason = "Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference."
+        report.refuse(setting, needs, f"kl={c.kl.kind}", reason, "kl=k3_ratio with kl.coefficient and kl.reference")
+    if estimator == "none" and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
+        reason = "It takes off the reward, which no advantage reads."
+        use = "rollout.overlong_buffer=null or advantage=dr_grpo"
+        report.refuse("advantage=none", "rollout.overlong_buffer=null", buffer, reason, use)
+    if estimator not in ("none", "given") and size == 1:
         reason = "With one completion there is nothing to compare it with: the advantage is 0 or undefined."
         report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
 
