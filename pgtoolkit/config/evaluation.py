@@ -9,7 +9,7 @@ from typing import Any
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import values_of
-from pgtoolkit.config.schema import SCHEMAS, Config, TaskConfig
+from pgtoolkit.config.schema import SCHEMAS, ChainSumTaskConfig, Config, ShortestPathTaskConfig, TaskConfig
 from pgtoolkit.system.report import text
 
 USUAL = "held_out"
@@ -107,6 +107,8 @@ def how_sampled(c: Config) -> str:
 def are_training_prompts(c: Config, one: HeldOut) -> str | None:
     """Why a set holds prompts that the configuration trains on, as far as the two descriptions tell; else None."""
     if c.rollout.name != "policy" or one.task.name != c.task.name:
+        return None
+    if isinstance(c.task, ChainSumTaskConfig | ShortestPathTaskConfig):  # they never ask what is held out
         return None
     if one.files is not None:
         return "They are the prompts of training." if one.files == _files_of(c.task) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pgtoolkit.config.schema import ModelConfig, TaskConfig, TinyModelConfig
+from pgtoolkit.config.schema import GeneratedTaskConfig, ModelConfig, TaskConfig, TinyModelConfig
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import is_whole
 
@@ -33,7 +33,9 @@ def shape(model: ModelConfig) -> dict[str, Any]:
 def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
     """Entries of the model's vocabulary, where that is known without loading it."""
     if isinstance(model, TinyModelConfig):
-        return {"reverse": 12, "reasoning_gym": 97}.get(task.name)  # a file of prompts has its own characters
+        if isinstance(task, GeneratedTaskConfig):
+            return len(task.alphabet) + 1
+        return 97 if task.name == "reasoning_gym" else None  # a file of prompts has its own characters
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.names import plain_values
-from pgtoolkit.config.schema import AccumulationConfig, Config, PolicyRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema import AccumulationConfig, Config, GeneratedTaskConfig, PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
@@ -153,10 +153,10 @@ def evaluations(config: Config) -> Iterator[str]:
 def longest_document(config: Config) -> tuple[int | None, int | None]:
     """(prompt, completion) tokens of the longest document, each None where only the data knows."""
     prompt = None
-    if config.rollout.name == "policy" and config.task.name != "reverse":
+    if config.rollout.name == "policy" and not isinstance(config.task, GeneratedTaskConfig):
         prompt = config.task.max_prompt_length
     elif config.rollout.name == "policy" and config.model.name == "tiny":
-        prompt = config.task.num_digits + 1
+        prompt, _ = config.task.longest
     return prompt, config.rollout.max_completion_length
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
+from string import ascii_lowercase
 from typing import Any
 
 from pgtoolkit.config.key import key
@@ -194,8 +195,37 @@ class TaskConfig:
 
 
 @dataclass
-class ReverseTaskConfig(TaskConfig):
+class GeneratedTaskConfig(TaskConfig):
+    """Problems of a generator, which never end.
+
+    alphabet: their characters, each of them a token to the tiny model. size: the key of the largest.
+    longest: characters of the longest prompt; and of the longest worked answer, with the end.
+    """
+
+    alphabet, size, longest = "", "", (0, 0)
+
+
+@dataclass
+class ReverseTaskConfig(GeneratedTaskConfig):
     num_digits: int = key(1, 1000, only_if=_ASKED)
+    alphabet, size = "0123456789=", "num_digits"
+    longest = property(lambda self: (self.num_digits + 1, self.num_digits + 1))
+
+
+@dataclass
+class ChainSumTaskConfig(GeneratedTaskConfig):
+    min_terms: int = key(2, 100, only_if=_ASKED)
+    max_terms: int = key(2, 100, only_if=_ASKED)
+    alphabet, size = "0123456789+=;", "max_terms"
+    longest = property(lambda self: (3 * self.max_terms, 9 * self.max_terms - 6))
+
+
+@dataclass
+class ShortestPathTaskConfig(GeneratedTaskConfig):
+    min_nodes: int = key(8, 26, only_if=_ASKED)
+    max_nodes: int = key(8, 26, only_if=_ASKED)
+    alphabet, size = f"{ascii_lowercase} :=", "max_nodes"
+    longest = property(lambda self: (6 * self.max_nodes - 6, self.max_nodes + 1))
 
 
 @dataclass
@@ -376,7 +406,13 @@ _SHAPES = {
     "correction": {"none": CorrectionConfig}
     | {name: _config_of(kind, CorrectionConfig) for name, kind in CORRECTIONS.items()},
     "model": {"tiny": TinyModelConfig, "huggingface": HuggingFaceModelConfig},
-    "task": {"reverse": ReverseTaskConfig, "reasoning_gym": ReasoningGymTaskConfig, "prompts": PromptsTaskConfig},
+    "task": {
+        "reverse": ReverseTaskConfig,
+        "chain_sum": ChainSumTaskConfig,
+        "shortest_path": ShortestPathTaskConfig,
+        "reasoning_gym": ReasoningGymTaskConfig,
+        "prompts": PromptsTaskConfig,
+    },
     "rollout": {"policy": PolicyRolloutConfig, "recorded": RecordedRolloutConfig},
     "sampler": {"transformers": TransformersSamplerConfig, "vllm": VllmSamplerConfig},
 }

@@ -16,7 +16,7 @@ from pgtoolkit.system.report import refusal
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
-    """Commands, groups with their options, examples: one screen of at most 32 lines. commands: `cli.COMMANDS`."""
+    """Commands, groups with their options, examples: one screen of at most 36 lines. commands: `cli.COMMANDS`."""
     lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
     lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
     lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in commands.items()]

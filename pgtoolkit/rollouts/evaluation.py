@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,10 @@ def asked_by_both(task: Task, other: Task, count: int) -> int:
     """How many of the first `count` prompts of `other` are among those of a task; 0 of one whose prompts never end."""
     if task.num_prompts is None:
         return 0
-    known = {repr((prompt.text, prompt.messages)) for prompt in task.rows()}
-    prompts = [other.prompt(number) for number in range(count)]
-    return sum(repr((prompt.text, prompt.messages)) in known for prompt in prompts)
+    known = different(task.rows())
+    return sum(not known.isdisjoint(different([other.prompt(number)])) for number in range(count))
+
+
+def different(prompts: Iterable[Prompt]) -> set[str]:
+    """What tells prompts apart."""
+    return {repr((prompt.text, prompt.messages)) for prompt in prompts}

@@ -201,16 +201,15 @@ class TokenizedTask:
     ) -> None:
         """Measure all prompts: refuse those without a token or longer than one may be (DataError), or drop them.
 
-        All lengths in tokens. longest_prompt: None for as many as leave room for a completion. A task without end has
-        prompts of one length in characters, so a few of them tell. once: calls what measures them on some ranks, and
-        gives all what it returns.
+        All lengths in tokens. longest_prompt: None for as many as leave room for a completion. Of a task without end
+        a few of its longest prompts tell. once: calls what measures them on some ranks, and gives all what it returns.
         """
         room, task = max(0, longest_document - longest_completion), self.task
         room = min(longest_prompt or room, room)
         total, bad = once(functools.partial(self._misfits, room))
         if not bad:
             return
-        several = f"{len(bad)} of {'the first ' if task.num_prompts is None else ''}{total} prompts"
+        several = f"{len(bad)} of {'the longest ' if task.num_prompts is None else ''}{total} prompts"
         lengths = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
         needed = f"do not have 1 to {room} tokens: {lengths}"
         skippable = task.num_prompts is not None and len(bad) < total

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pgtoolkit.config.evaluation import QUESTIONS
-from pgtoolkit.config.schema import PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
+from pgtoolkit.config.schema import GeneratedTaskConfig, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.functions import blaming
 from pgtoolkit.system.report import refusal
@@ -34,7 +34,7 @@ class Score:
 class Task(Protocol):
     """Endless prompts by index, a pure function of the seed and the index, and their verification.
 
-    num_prompts: number of different prompts, after which they come again; None: they never end, and are equally long.
+    num_prompts: number of different prompts, after which they come again; None: they never end.
     alphabet: the characters of prompts and answers; None: unknown, expect any printable ASCII.
     """
 
@@ -44,7 +44,7 @@ class Task(Protocol):
     def prompt(self, index: int) -> Prompt: ...
 
     def rows(self) -> Iterator[Prompt]:
-        """Each different prompt once, by the number of its row; a few where they never end."""
+        """Each different prompt once, by the number of its row; where they never end a few of the longest."""
         ...
 
     def drop(self, rows: set[int]) -> None:
@@ -63,16 +63,26 @@ class Task(Protocol):
         """End what scoring has started."""
 
 
-TaskConfig = ReverseTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
+TaskConfig = GeneratedTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
 
 
-def make_task(config: TaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any] = lambda read: read()) -> Task:
+def make_task(
+    config: TaskConfig,
+    seed: int,
+    once: Callable[[Callable[[], Any]], Any] = lambda read: read(),
+    held_out: bool = False,
+) -> Task:
     """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
-    once: calls what reads files on some ranks, and gives all what it returns.
+    once: calls what reads files on some ranks, and gives all what it returns. held_out: of a task that divides its
+    problems itself, those that training never asks.
     """
     if config.name == "prompts":
         return PromptsTask(config, seed, once)
+    if config.name in ("chain_sum", "shortest_path"):
+        from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask  # not above: it imports this file
+
+        return {"chain_sum": ChainSumTask, "shortest_path": ShortestPathTask}[config.name](config, seed, held_out)
     return {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask}[config.name](config, seed)
 
 
@@ -84,7 +94,7 @@ class ReverseTask(Task):
     """
 
     num_prompts = None
-    alphabet = "0123456789="
+    alphabet = ReverseTaskConfig.alphabet
 
     def __init__(self, config: ReverseTaskConfig, seed: int):
         self._num_digits = config.num_digits

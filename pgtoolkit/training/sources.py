@@ -12,7 +12,7 @@ from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both
+from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both, different
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
@@ -79,6 +79,8 @@ def evaluator_of(
                     f"note: {count} of the {prompt_set.count} prompts of evaluation set {prompt_set.name} are also "
                     "prompts of training: what is measured on those is not held out."
                 )
+            if count := prompt_set.count - len(different(map(task.prompt, range(prompt_set.count)))):
+                log.warning(f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat one before.")
     for prompt_set, task in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", task)
     if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler):
@@ -92,7 +94,7 @@ def evaluator_of(
 def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
     place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
     try:
-        task = make_task(chosen.task, chosen.seed, functools.partial(read_once, module.layout))
+        task = make_task(chosen.task, chosen.seed, functools.partial(read_once, module.layout), held_out=True)
         tokenized = _tokenized(config, chosen.task, task, module, room)
     except (ConfigError, DataError) as error:
         problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")

@@ -22,6 +22,7 @@ ROWS: dict[str, Callable] = {}
 """By key, with its option where a group has several shapes (`model/tiny.num_layers`)."""
 
 _VLLM = "sampling/test_vllm.py"
+_DIVIDED = {"chain_sum": "terms", "shortest_path": "nodes"}
 SEEN_BY = {
     **dict.fromkeys(
         [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
@@ -42,6 +43,10 @@ SEEN_BY = {
     **dict.fromkeys(
         [f"task/{name}.{key}" for name in ("reasoning_gym", "prompts") for key in ("chat", "system_prompt")],
         "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
+    ),
+    **dict.fromkeys(
+        [f"task/{task}.{end}_{size}" for task, size in _DIVIDED.items() for end in ("min", "max")],
+        "tasks/test_generated.py::test_problems_are_as_large_as_asked_and_what_is_longest_is_known",
     ),
     "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"

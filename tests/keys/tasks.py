@@ -21,11 +21,14 @@ def task_of(*overrides):
     return make_task(module.config.task, module.config.seed)
 
 
-@key("task/reverse.name", "task/reasoning_gym.name", "task/prompts.name")
+@key(*[f"task/{name}.name" for name in ("reverse", "chain_sum", "shortest_path", "reasoning_gym", "prompts")])
 def task_name(tmp_path, monkeypatch):
     stand_in_gym(monkeypatch)
     found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
     assert [type(task).__name__ for task in found] == ["ReverseTask", "ReasoningGymTask", "PromptsTask"]
+    room = ["rollout.max_completion_length=70", "model.max_positions=192", "accumulation.max_tokens=192"]
+    found = task_of("task=chain_sum", *room), task_of("task=shortest_path", *room)
+    assert [type(task).__name__ for task in found] == ["ChainSumTask", "ShortestPathTask"]
 
 
 def stand_in_gym(monkeypatch) -> None:

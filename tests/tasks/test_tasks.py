@@ -183,7 +183,7 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
 def test_the_endless_task_is_measured_by_its_digits():
     check_lengths(reverse(num_digits=6), 16, 8, skip=False)
     with pytest.raises(
-        DataError, match=r"64 of the first 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
+        DataError, match=r"64 of the longest 64 prompts do not have 1 to 7 tokens: prompt 0 has 8"
     ) as error:
         check_lengths(reverse(num_digits=6), 15, 8, skip=False)
     assert "too_long" not in str(error.value)

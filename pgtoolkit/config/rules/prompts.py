@@ -21,7 +21,9 @@ from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, valu
 from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_answer
 from pgtoolkit.config.rules.step import importable
 from pgtoolkit.config.schema import (
+    SCHEMAS,
     Config,
+    GeneratedTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     TaskConfig,
@@ -45,6 +47,11 @@ def prompts(task: TaskConfig, report: Report) -> None:
     """What the task of training, or of a set of held-out prompts, needs."""
     if isinstance(task, ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
+    elif isinstance(task, GeneratedTaskConfig):
+        most, least = getattr(task, task.size), getattr(task, task.size.replace("max", "min"))
+        if least > most:
+            reason = "It is how large a problem is at least."
+            report.refuse_value(f"task.{task.size.replace('max', 'min')}", least, f"at most {most}", reason, most)
     elif isinstance(task, PromptsTaskConfig):
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
@@ -102,7 +109,7 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
         report.refuse(needs, f"{prefix}pattern with one group", got, reason, f"\"{prefix}pattern='answer: (.*)'\"")
 
 
-KINDS = ("reverse", "reasoning_gym", "prompts")
+KINDS = tuple(name.partition("/")[2] for name in SCHEMAS if name.startswith("task/"))
 _SETS = "'evaluation.sets={test: {path: test.jsonl}}'"
 
 
@@ -180,10 +187,10 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     of_set = Report(usual=lambda name: values_of("task", task.name)[name.removeprefix("task.")])
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     ignored(dataclasses.replace(c, task=task), of_set, "task")
-    if task.name == "reverse":
-        room_for_answer(task.num_digits, "evaluation.max_completion_length", length, of_set)
-        tokens = task.num_digits + 1 + length
-        room_for(c, tokens, f"the longest document of evaluation set {held_out.name}", of_set)
+    if isinstance(task, GeneratedTaskConfig):
+        room_for_answer(task, "evaluation.max_completion_length", length, of_set)
+        room_for(c, task.longest[0] + length, f"the longest document of evaluation set {held_out.name}", of_set)
+        prompts(task, of_set)
     elif getattr(task, "path", None) == "???":
         of_set.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
     else:

@@ -15,7 +15,7 @@ from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
-from pgtoolkit.config.schema import Config, VllmSamplerConfig
+from pgtoolkit.config.schema import Config, GeneratedTaskConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
@@ -53,18 +53,19 @@ def rollout(c: Config, report: Report) -> None:
     if rollout.max_staleness is not None and rollout.max_staleness < steps:
         needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
         report.refuse_value("rollout.max_staleness", rollout.max_staleness, needs, reason, 2 * steps - 1)
-    if c.task.name == "reverse":
-        room_for_answer(c.task.num_digits, "rollout.max_completion_length", length, report)
+    if isinstance(c.task, GeneratedTaskConfig):
+        room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:
         setting = f"rollout.max_completion_length={length}"
         report.note(f"{setting} is made for task=reverse; other tasks usually need longer answers.")
 
 
-def room_for_answer(digits: int, key: str, length: int, report: Report) -> None:
-    """Room for the right answer of task=reverse; key: of the longest completion."""
-    if length <= digits:
-        reason = "The answer is the digits and the end of the sequence; a shorter completion is never right."
-        report.refuse(f"task.num_digits={digits}", f"{key} >= {digits + 1}", length, reason, f"{key}={digits + 1}")
+def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:
+    """Room for the longest worked answer; key: of the longest completion."""
+    if length < (needed := task.longest[1]):
+        setting, needs = f"task.{task.size}={getattr(task, task.size)}", f"{key} >= {needed}"
+        reason = "So many tokens has the longest worked answer with its end; what is cut off is never right."
+        report.refuse(setting, needs, length, reason, f"{key}={needed}")
 
 
 def model(c: Config, report: Report) -> None:

@@ -1,0 +1,131 @@
+"""Tasks whose problems are drawn, and divided by a hash of the problem into those of training and those held out."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+
+from pgtoolkit.config.schema import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.tasks.prompt_rows import Prompt
+from pgtoolkit.tasks.tasks import Score, Task
+
+_SHARE = 8
+"""One of so many problems is held out."""
+
+_FURTHEST, _EDGES, _SHORTEST = 4, 2, 3
+"""Of a graph: how many nodes ahead an edge leads, edges from each node, and edges of a path that is asked for."""
+
+Draw = Callable[[], float]
+"""A number from 0 to 1, without 1; of Python's generator nothing else stays the same over its versions."""
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a problem is held out: by a hash of its terms, or edges, whatever their order."""
+    parts = " ".join(sorted(re.findall(r"\w+", text)))
+    return hashlib.sha256(parts.encode()).digest()[0] % _SHARE == 0
+
+
+class DividedTask(Task):
+    """Training asks no problem that is held out, whatever the seed; an evaluation asks no other. The reward is 0 or 1.
+
+    A prompt's answer is a worked one, of which a completion need not have more than the verifier looks at.
+    """
+
+    num_prompts = None
+
+    def __init__(self, config: ChainSumTaskConfig | ShortestPathTaskConfig, seed: int, held_out: bool):
+        self.alphabet = config.alphabet
+        self._config, self._seed, self._held_out = config, seed, held_out
+
+    def prompt(self, index: int) -> Prompt:
+        draw = random.Random(f"{self._seed} {index}").random
+        drawn = iter(lambda: self._drawn(draw), None)
+        text, answer = next(one for one in drawn if is_held_out(one[0]) == self._held_out)
+        return Prompt(text, answer, index, f"prompt {index}")
+
+    def rows(self) -> Iterator[Prompt]:
+        """A few of the longest."""
+        longest, _ = self._config.longest
+        return itertools.islice((one for one in map(self.prompt, itertools.count()) if len(one.text) == longest), 8)
+
+    def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
+        right = finished and self._is_right(prompt, completion)
+        return Score(float(right), right)
+
+    def _drawn(self, draw: Draw) -> tuple[str, str]:
+        """A problem, and its worked answer."""
+        raise NotImplementedError
+
+    def _is_right(self, prompt: Prompt, completion: str) -> bool:
+        raise NotImplementedError
+
+
+class ChainSumTask(DividedTask):
+    """The sum of two-digit numbers modulo 100: `57+68+21=` is answered by `57+68=25;25+21=46;46`.
+
+    What counts is what stands behind the last semicolon, `46`.
+    """
+
+    def _drawn(self, draw: Draw) -> tuple[str, str]:
+        terms = [_between(draw, 10, 99) for _ in range(_between(draw, self._config.min_terms, self._config.max_terms))]
+        sums = [total % 100 for total in itertools.accumulate(terms)]
+        steps = zip(sums, terms[1:], sums[1:], strict=False)
+        worked = "".join(f"{before:02}+{term}={total:02};" for before, term, total in steps)
+        return "+".join(map(str, terms)) + "=", f"{worked}{sums[-1]:02}"
+
+    def _is_right(self, prompt: Prompt, completion: str) -> bool:
+        return completion.rpartition(";")[2] == prompt.answer.rpartition(";")[2]
+
+
+class ShortestPathTask(DividedTask):
+    """A shortest path in a directed graph without cycles: `ab bd ac cd de:ae=` is answered by `abde`, or by `acde`.
+
+    Two edges leave each node but the last two, to two of the next four in an order that the prompt does not tell. A
+    path that is asked for has three edges or more. Any shortest one counts; the worked answer is one by chance.
+    """
+
+    def _drawn(self, draw: Draw) -> tuple[str, str]:
+        while True:
+            count = _between(draw, self._config.min_nodes, self._config.max_nodes)
+            nodes = _shuffled(string.ascii_lowercase[:count], draw)
+            ahead = [_shuffled(nodes[i + 1 : i + 1 + _FURTHEST], draw)[:_EDGES] for i in range(count)]
+            edges = dict(zip(nodes, ahead, strict=True))
+            paths = _shortest_paths(edges, nodes[int(draw() * count)])
+            if ends := [node for node in nodes if node in paths and len(paths[node][0]) > _SHORTEST]:
+                to_end = paths[ends[int(draw() * len(ends))]]
+                path = to_end[int(draw() * len(to_end))]
+                pairs = [node + after for node in nodes for after in edges[node]]
+                return f"{' '.join(_shuffled(pairs, draw))}:{path[0]}{path[-1]}=", path
+
+    def _is_right(self, prompt: Prompt, completion: str) -> bool:
+        edges, question = prompt.text[:-1].split(":")
+        steps = {f"{a}{b}" for a, b in itertools.pairwise(completion)}
+        ends = completion[:1] + completion[-1:]
+        return len(completion) == len(prompt.answer) and ends == question and steps <= {*edges.split()}
+
+
+def _shortest_paths(edges: dict[str, list[str]], start: str) -> dict[str, list[str]]:
+    """By node that can be reached: all shortest paths to it."""
+    paths, newest = {start: [start]}, {start: [start]}
+    while newest:
+        further: dict[str, list[str]] = {}
+        for node, to_node in newest.items():
+            for after in edges[node]:
+                if after not in paths:
+                    further.setdefault(after, []).extend(path + after for path in to_node)
+        paths |= further
+        newest = further
+    return paths
+
+
+def _between(draw: Draw, least: int, most: int) -> int:
+    """A whole number, both ends included."""
+    return least + int(draw() * (most - least + 1))
+
+
+def _shuffled(items: Sequence[str], draw: Draw) -> list[str]:
+    return [items[place] for _, place in sorted((draw(), place) for place in range(len(items)))]
