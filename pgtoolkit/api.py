@@ -31,6 +31,7 @@ def policy_loss(
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
+    trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
@@ -60,10 +61,12 @@ def policy_loss(
     parameters: other values than the paper's for a family given by name, such as epsilon_low and epsilon_high.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean", or
         "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2). reducer: a function of your own in its place.
-    totals: the step's totals when this call is a piece of a step; group_index then numbers the entries of
-        totals.tokens_per_group. Without totals the call is a whole step of num_documents documents. By default that is
-        the largest index + 1, and each number up to it must occur: give num_documents where padding carries a number
-        of its own, or a document has no token.
+    trajectory_index: (documents,) int64, not negative: documents that share a number are parts of one attempt at a
+        prompt (a trajectory), which the aggregation counts once. None: each document is one.
+    totals: the step's totals when this call is a piece of a step; group_index and trajectory_index then number the
+        entries of totals.tokens_per_group and totals.tokens_per_trajectory. Without totals the call is a whole step of
+        num_documents documents. By default that is the largest index + 1, and each number up to it must occur: give
+        num_documents where padding carries a number of its own, or a document has no token.
     correction: a factor without gradient on each token's loss, for the gap between who sampled it and old_log_probs: a
         name (the keys of pgtoolkit.corrections.CORRECTIONS) with its defaults, or an object such as
         pgtoolkit.corrections.TokenMask(low=0.2). sampling_log_probs: (T,) floating, as the sampler gave them, read only
@@ -87,7 +90,7 @@ def policy_loss(
     vocabulary_group: logits hold this rank's columns, from vocabulary_start on (by default rank times columns, if all
         ranks have equally many); labels number the whole vocabulary, and all else is the same on every rank.
     sequence_group: the tokens of a document may lie on several ranks. document_index, num_documents (which must be
-        given) and group_index are common to them; T may differ between ranks, and be 0.
+        given), group_index and trajectory_index are common to them; T may differ between ranks, and be 0.
     data_group: ranks with other documents of the step, used for its totals where these are not given.
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
@@ -100,7 +103,8 @@ def policy_loss(
     arguments.check_rows("logits", logits)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
-    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, group_index, totals)
+    indices = group_index, trajectory_index
+    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, indices, totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method)
 
@@ -119,6 +123,7 @@ def linear_policy_loss(
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
+    trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
@@ -174,7 +179,8 @@ def linear_policy_loss(
     arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
-    tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, group_index, totals, counts)
+    indices = group_index, trajectory_index
+    tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, indices, totals, counts)
     return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
 
@@ -190,6 +196,7 @@ def log_prob_loss(
     divisor: float | None = None,
     reducer: Reducer | None = None,
     group_index: Tensor | None = None,
+    trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     totals: StepTotals | None = None,
     correction: str | Correction | None = None,
@@ -219,5 +226,6 @@ def log_prob_loss(
     definition = Loss(family, weighting, metrics=metrics, correction=correction_of(correction), kl=kl)
     arguments.check_reference(kl, ref_log_probs, metrics)
     vectors = mask.long() - 1, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs, factors
-    tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, group_index, totals)
+    indices = group_index, trajectory_index
+    tokens = arguments.tokens_of("log_probs", log_probs, vectors, num_documents, indices, totals)
     return loss_of_log_probs(log_probs, tokens, totals, definition, Ranks(), check_finite)

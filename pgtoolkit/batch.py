@@ -30,6 +30,7 @@ class Document:
     sampling_log_probs, ref_log_probs: (N,) float32 or None, log-prob of each trained token as the engine that sampled
         it gave it, where old_log_probs are computed anew, and under a frozen reference.
     group: number of the document's prompt group, unique within the run's data.
+    trajectory: number of the attempt at the prompt that it is a part of, as unique; None: it is one by itself.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
@@ -55,6 +56,7 @@ class Document:
     dropped_prompt_fraction: float | None = None
     measures: dict[str, float] = field(default_factory=dict)
     on_policy: bool = False
+    trajectory: int | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
@@ -98,6 +100,7 @@ class Tokens:
         None they are the new ones, without gradient: every ratio is 1.
     factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside any correction.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
+    trajectory_index: the same of its trajectory; None where each document is one by itself.
     counts: of the documents, where they are known on the host.
     """
 
@@ -106,6 +109,7 @@ class Tokens:
     document_index: Tensor
     num_documents: int
     group_index: Tensor | None = None
+    trajectory_index: Tensor | None = None
     counts: DocumentCounts | None = None
     old_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
@@ -147,6 +151,8 @@ class StepTotals:
     Every delivered document and group counts, also one without a trained token; such a document adds nothing to
     num_tokens. Counts are int or 0-dim int64 tensors; tokens_per_group is (num_groups,) int64.
     num_groups and tokens_per_group are None where the data has no groups.
+    tokens_per_trajectory: (trajectories,) int64, of several documents where their context was rewritten on the way;
+        None where each document is one.
     """
 
     num_documents: int | Tensor
@@ -154,6 +160,18 @@ class StepTotals:
     num_empty_documents: int | Tensor
     num_groups: int | Tensor | None = None
     tokens_per_group: Tensor | None = None
+    tokens_per_trajectory: Tensor | None = None
+
+    @property
+    def num_trajectories(self) -> int | Tensor:
+        """D in the weights: attempts at prompts, each counted once, however many documents it has."""
+        return self.num_documents if self.tokens_per_trajectory is None else len(self.tokens_per_trajectory)
+
+    @property
+    def num_empty_trajectories(self) -> int | Tensor:
+        """Those without a trained token."""
+        counts = self.tokens_per_trajectory
+        return self.num_empty_documents if counts is None else int((counts == 0).sum())
 
 
 @dataclass(frozen=True)
@@ -184,10 +202,22 @@ def have_old_log_probs(documents: list[Document]) -> bool:
     return all(document.old_log_probs is not None or document.on_policy for document in documents)
 
 
-def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, ...] | None = None) -> MicroBatch:
+def trajectories_of(documents: list[Document]) -> list[tuple[bool, int]]:
+    """What tells each document's trajectory from the others': a document that names none is one by itself."""
+    names = (document.trajectory for document in documents)
+    return [(name is None, place if name is None else name) for place, name in enumerate(names)]
+
+
+def pack(
+    documents: list[Document],
+    group_numbers: list[int],
+    known: tuple[str, ...] | None = None,
+    trajectory_numbers: list[int] | None = None,
+) -> MicroBatch:
     """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
 
     known: the optional vectors that all documents of the step have; None: those that these documents have.
+    trajectory_numbers: as of the groups; None where the step's documents name none.
 
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
     and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
@@ -217,6 +247,7 @@ def pack(documents: list[Document], group_numbers: list[int], known: tuple[str, 
         **vectors,
         num_documents=len(documents),
         group_index=torch.tensor(group_numbers, dtype=torch.int64),
+        trajectory_index=None if trajectory_numbers is None else torch.tensor(trajectory_numbers, dtype=torch.int64),
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
     )

@@ -17,6 +17,8 @@ from pgtoolkit.losses.objective import Loss
 
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
 VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors")
+OF_DOCUMENTS = {"group_index": "tokens_per_group", "trajectory_index": "tokens_per_trajectory"}
+"""What a document may belong to, and what of the totals its numbers are places in."""
 _ONE_AXIS = " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
 
 
@@ -25,13 +27,14 @@ def tokens_of(
     rows: Tensor,
     vectors: tuple[Tensor | None, ...],
     num_documents: int | None,
-    group_index: Tensor | None,
+    of_documents: tuple[Tensor | None, Tensor | None],
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
 ) -> Tokens:
     """What belongs to `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
 
-    vectors: the first of VECTORS, (T,) each; None for an optional one that is not given.
+    vectors: the first of VECTORS, (T,) each; None for an optional one that is not given. of_documents: those of
+    OF_DOCUMENTS, (documents,) each, or None.
     num_documents: None for the largest index + 1, read on the host. ValueError for what does not fit.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
@@ -43,11 +46,12 @@ def tokens_of(
     if num_documents is None:
         num_documents = count_documents(vectors["document_index"], is_whole_step=totals is None)
     check_whole("num_documents", num_documents, 0)
-    check_totals(totals, num_documents, group_index, like=rows)
+    given = {key: x for key, x in zip(OF_DOCUMENTS, of_documents, strict=True) if x is not None}
+    check_totals(totals, num_documents, given, like=rows)
     if counts is not None:
         check_counts(counts, num_documents)
-    group_index = None if group_index is None else group_index.long()
-    return Tokens(**vectors, num_documents=num_documents, group_index=group_index, counts=counts)
+    given = {key: x.long() for key, x in given.items()}
+    return Tokens(**vectors, num_documents=num_documents, **given, counts=counts)
 
 
 def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str) -> None:
@@ -142,14 +146,20 @@ def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
     return largest + 1
 
 
-def check_totals(totals: StepTotals | None, num_documents: int, group_index: Tensor | None, like: Tensor) -> None:
-    """Refuse, with ValueError, groups and totals that cannot be those of these documents.
+def check_totals(totals: StepTotals | None, num_documents: int, of_documents: dict[str, Tensor], like: Tensor) -> None:
+    """Refuse, with ValueError, groups, trajectories and totals that cannot be those of these documents.
 
-    Reads the values of tensors on a CPU only: asking a GPU costs a synchronisation.
+    of_documents: of the names in OF_DOCUMENTS those that are given. Reads the values of tensors on a CPU only: asking a
+    GPU costs a synchronisation.
     """
-    if group_index is not None:
-        needed = f"one entry per document, {num_documents}"
-        check_tensor("group_index", group_index, like, (num_documents,), needed, whole=True)
+    for key, index in of_documents.items():
+        check_tensor(key, index, like, (num_documents,), f"one entry per document, {num_documents}", whole=True)
+    trajectories = of_documents.get("trajectory_index")
+    if trajectories is not None and not trajectories.is_cuda and num_documents and int(trajectories.min()) < 0:
+        raise ValueError(
+            f"trajectory_index needs numbers from 0 on (got {int(trajectories.min())}). Documents that share one are "
+            "one trajectory; give a document that is one by itself a number of its own"
+        )
     if totals is None:
         return
     if not isinstance(totals, StepTotals):
@@ -162,12 +172,16 @@ def check_totals(totals: StepTotals | None, num_documents: int, group_index: Ten
         )
     if (totals.num_groups is None) != (totals.tokens_per_group is None):
         raise ValueError("totals needs both of num_groups and tokens_per_group, or neither")
-    if group_index is not None and totals.tokens_per_group is not None and not group_index.is_cuda:
-        number = len(totals.tokens_per_group)
-        if num_documents and not 0 <= int(group_index.min()) <= int(group_index.max()) < number:
+    if (trajectories is None) != (totals.tokens_per_trajectory is None):
+        raise ValueError("trajectory_index and totals.tokens_per_trajectory need each other (got one of them alone)")
+    for key, index in of_documents.items():
+        counts = getattr(totals, OF_DOCUMENTS[key])
+        if counts is None or index.is_cuda or not num_documents:
+            continue
+        if not 0 <= int(index.min()) <= int(index.max()) < len(counts):
             raise ValueError(
-                f"group_index needs numbers from 0 to {number - 1}, the places in totals.tokens_per_group "
-                f"(got {int(group_index.min())} to {int(group_index.max())})"
+                f"{key} needs numbers from 0 to {len(counts) - 1}, the places in totals.{OF_DOCUMENTS[key]} "
+                f"(got {int(index.min())} to {int(index.max())})"
             )
 
 

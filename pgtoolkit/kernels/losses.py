@@ -169,6 +169,7 @@ def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, T
         tokens.document_index,
         **reference.names(loss.family, loss.aggregation),
         group_index=tokens.group_index,
+        trajectory_index=tokens.trajectory_index,
         num_documents=tokens.num_documents,
         temperature=loss.temperature,
         metrics="none",

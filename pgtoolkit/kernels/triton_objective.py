@@ -75,9 +75,10 @@ def make_weights(
 ) -> tuple[Tensor, DocumentSums, StepTotals, Tensor] | None:
     """(mask, documents, totals, weights in float32) of a piece, as `losses.piece.make_objective` has them.
 
-    None where the aggregation has no formula, the totals are not numbers on the host, or are to be counted with groups.
+    None where the aggregation has no formula, documents are parts of trajectories, or the totals are not numbers on the
+    host or are to be counted with groups.
     """
-    if aggregation.name not in AGGREGATIONS:
+    if aggregation.name not in AGGREGATIONS or tokens.trajectory_index is not None:
         return None
     labels, document_index = tokens.labels, tokens.document_index
     num_documents, group_index = tokens.num_documents, tokens.group_index

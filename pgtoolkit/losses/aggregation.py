@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.documents import DocumentSums
 
 Reducer = Callable[..., "Tensor"]
-"""A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,)."""
+"""A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,).
+
+It is given trajectory_index= as well where documents are parts of trajectories, which it must then count by itself.
+"""
 
 
 @dataclass(frozen=True)
 class Aggregation:
     """w_t = 1 / (a denominator of the token's document), which `denominators(totals, counts, group_index)` gives.
 
-    It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None.
+    It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None. D and N_d
+    count trajectories, each of which is one document where the data names none.
     name: as in `aggregation=`. equation, where, total: what `pgtk check` prints, the last of the sum over a step.
     needs_groups: whether group_index is needed.
     equal_within_documents: whether the tokens of a document have the same weight; False only for a custom reducer.
@@ -39,9 +43,22 @@ class Aggregation:
     needs_groups: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
 
-    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
-        """w_t: (T,) float64, 0 where mask is False. group_index: as numbered in totals.tokens_per_group."""
-        denominator = documents.broadcast(self.denominators(totals, documents.counts, group_index).double())
+    def weights(
+        self,
+        totals: StepTotals,
+        documents: DocumentSums,
+        mask: Tensor,
+        group_index: Tensor | None,
+        trajectory_index: Tensor | None = None,
+    ) -> Tensor:
+        """w_t: (T,) float64, 0 where mask is False.
+
+        group_index, trajectory_index: (documents,) as numbered in totals.tokens_per_group, .tokens_per_trajectory.
+        """
+        counts = documents.counts
+        if trajectory_index is not None:
+            counts = totals.tokens_per_trajectory.to(counts.device)[trajectory_index]
+        denominator = documents.broadcast(self.denominators(totals, counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
 
     def weight_sum(self, totals: StepTotals) -> float | None:
@@ -58,17 +75,17 @@ class Aggregation:
 
 @dataclass(frozen=True)
 class SampleMean(Aggregation):
-    """The mean over documents of their mean over tokens (GRPO and GSPO papers)."""
+    """The mean over trajectories of their mean over tokens (GRPO and GSPO papers, where each is one document)."""
 
     name: ClassVar[str] = "sample_mean"
     equation: ClassVar[str] = "1 / (D N_d)"
     where: ClassVar[str] = "D documents in the step, N_d trained tokens in the document"
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
-        return counts * totals.num_documents
+        return counts * totals.num_trajectories
 
     def weight_sum(self, totals: StepTotals) -> float:
-        return 1 - totals.num_empty_documents / totals.num_documents
+        return 1 - totals.num_empty_trajectories / totals.num_trajectories
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,7 @@ class TokenMean(Aggregation):
 
 @dataclass(frozen=True)
 class Constant(Aggregation):
-    """The sum over tokens divided by documents and a constant L, the divisor (Dr. GRPO, arXiv 2503.20783, eq. 2)."""
+    """The sum over tokens divided by trajectories and a constant L, the divisor (Dr. GRPO, 2503.20783, eq. 2)."""
 
     divisor: float
 
@@ -117,10 +134,10 @@ class Constant(Aggregation):
         check_positive("divisor", self.divisor, "aggregation='constant' needs a finite divisor > 0")
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
-        return (counts.double() * 0 + self.divisor) * totals.num_documents
+        return (counts.double() * 0 + self.divisor) * totals.num_trajectories
 
     def weight_sum(self, totals: StepTotals) -> float:
-        return totals.num_tokens / (totals.num_documents * self.divisor)
+        return totals.num_tokens / (totals.num_trajectories * self.divisor)
 
 
 @dataclass(frozen=True)
@@ -132,9 +149,17 @@ class Custom(Aggregation):
     name: ClassVar[str] = "custom"
     equal_within_documents: ClassVar[bool] = False
 
-    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, group_index: Tensor | None) -> Tensor:
+    def weights(
+        self,
+        totals: StepTotals,
+        documents: DocumentSums,
+        mask: Tensor,
+        group_index: Tensor | None,
+        trajectory_index: Tensor | None = None,
+    ) -> Tensor:
         index, counts = documents.index, documents.counts
         options = {"document_index": index, "tokens_per_document": counts, "group_index": group_index}
+        options |= {} if trajectory_index is None else {"trajectory_index": trajectory_index}
         weights = self.reducer(totals, mask=mask, **options)
         if getattr(weights, "shape", None) != mask.shape:
             got = tuple(weights.shape) if hasattr(weights, "shape") else type(weights).__name__

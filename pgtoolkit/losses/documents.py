@@ -98,24 +98,37 @@ class DocumentSums:
 
 
 def whole_step_totals(
-    documents: DocumentSums, group_index: Tensor | None, data_group: ProcessGroup | None = None
-) -> tuple[StepTotals, Tensor | None]:
-    """The totals of these documents as a whole step, and their groups renumbered from 0, (documents,).
+    documents: DocumentSums,
+    group_index: Tensor | None,
+    trajectory_index: Tensor | None,
+    data_group: ProcessGroup | None = None,
+) -> tuple[StepTotals, Tensor | None, Tensor | None]:
+    """The totals of these documents as a whole step, their groups and trajectories renumbered from 0, (documents,).
 
-    data_group: ranks with other documents of the step, whose group_index has the same numbers for the same groups.
+    data_group: ranks with other documents of the step, which have the same numbers for the same of either.
     """
     counts = documents.counts
     numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
     num_documents, num_tokens, num_empty = all_sum(numbers, data_group)
     if data_group is None:
         num_documents = documents.num_documents
-    if group_index is None:
-        return StepTotals(num_documents, num_tokens, num_empty), None
-    groups = group_index.unique()
+    groups, tokens_per_group = _renumbered(group_index, counts, data_group)
+    trajectories, tokens_per_trajectory = _renumbered(trajectory_index, counts, data_group)
+    num_groups = None if group_index is None else len(tokens_per_group)
+    totals = StepTotals(num_documents, num_tokens, num_empty, num_groups, tokens_per_group, tokens_per_trajectory)
+    return totals, groups, trajectories
+
+
+def _renumbered(
+    index: Tensor | None, counts: Tensor, data_group: ProcessGroup | None
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """(what each document belongs to, numbered from 0 over all ranks; the trained tokens of each of these)."""
+    if index is None:
+        return None, None
+    numbers = index.unique()
     if data_group is not None:
         of_all = [None] * data_group.size()
-        dist.all_gather_object(of_all, groups.tolist(), data_group)
-        groups = groups.new_tensor(sorted(set().union(*of_all)))
-    group_index = torch.searchsorted(groups, group_index)
-    tokens_per_group = all_sum(torch.zeros_like(groups).index_add_(0, group_index, counts), data_group)
-    return StepTotals(num_documents, num_tokens, num_empty, len(groups), tokens_per_group), group_index
+        dist.all_gather_object(of_all, numbers.tolist(), data_group)
+        numbers = numbers.new_tensor(sorted(set().union(*of_all)))
+    index = torch.searchsorted(numbers, index)
+    return index, all_sum(torch.zeros_like(numbers).index_add_(0, index, counts), data_group)

@@ -127,6 +127,8 @@ class MetricSums:
             metrics = {name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS}
         names = "num_tokens", "num_documents", "num_empty_documents", "num_groups"
         counts = {name: getattr(totals, name) for name in names}
+        if totals.tokens_per_trajectory is not None:
+            counts["num_trajectories"] = totals.num_trajectories
         return metrics | {name: torch.as_tensor(count) for name, count in counts.items() if count is not None}
 
 

@@ -49,10 +49,10 @@ def make_objective(
         if ranks.sequence is not None:
             # First, since the documents' lengths, which the rest needs, travel with it.
             scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
-        group_index = tokens.group_index
+        of_documents = tokens.group_index, tokens.trajectory_index
         if totals is None:
-            totals, group_index = whole_step_totals(documents, group_index, ranks.data)
-        weights = aggregation.weights(totals, documents, mask, group_index)
+            totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
+        weights = aggregation.weights(totals, documents, mask, *of_documents)
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None

@@ -37,6 +37,7 @@ def policy_loss(
     aggregation: str,
     divisor: float | None = None,
     group_index: Tensor | None = None,
+    trajectory_index: Tensor | None = None,
     num_documents: int | None = None,
     temperature: float = 1.0,
     metrics: str = "with_entropy",
@@ -64,6 +65,8 @@ def policy_loss(
     groups = [0] * D if group_index is None else group_index.tolist()
     G = len(set(groups))
     N_g = {g: sum(len(trained[d]) for d in range(D) if groups[d] == g) for g in groups}
+    attempts = list(range(D)) if trajectory_index is None else trajectory_index.tolist()
+    N_a = {a: sum(len(trained[d]) for d in range(D) if attempts[d] == a) for a in attempts}
 
     p, entropy, probs = [0.0] * len(y), [0.0] * len(y), {}
     for d in range(D):
@@ -86,7 +89,7 @@ def policy_loss(
         if loss == "gmpo":
             own = {t: _one_sided(own[t], mean_advantage, **parameters) for t in tokens}
         over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / n
-        weight = {t: _weight(aggregation, D, n, G, N_g[groups[d]], N, divisor) for t in tokens}
+        weight = {t: _weight(aggregation, len(N_a), N_a[attempts[d]], G, N_g[groups[d]], N, divisor) for t in tokens}
         corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
         plain, weight = weight, {t: weight[t] * corrected.get(t, (1.0,))[0] for t in tokens}
         slopes, penalty = {}, dict.fromkeys(tokens, 0.0)
@@ -133,6 +136,8 @@ def policy_loss(
     }
     if group_index is not None:
         results["num_groups"] = G
+    if trajectory_index is not None:
+        results["num_trajectories"] = len(N_a)
     if metrics != "none":
         results |= _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage)
         results |= metrics_of_sampling(corrected, measured, document_mean, [t for tokens in trained for t in tokens])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgtoolkit.batch import Document
+from pgtoolkit.batch import Document, trajectories_of
 from pgtoolkit.config.schema import Config, PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.rollouts.steps import Outline
 
@@ -17,21 +17,23 @@ LARGE_SHARE = 0.1
 def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float]:
     """Means over the documents of one step; a metric that the data does not know is left out.
 
-    staleness is the number of optimizer updates between the policy that generated a document and the one in training.
+    What an attempt has counts a trajectory once, by its first document. staleness is the number of optimizer updates
+    between the policy that generated a document and the one in training.
     """
+    attempts = [*dict(zip(reversed(trajectories_of(documents)), reversed(documents), strict=True)).values()][::-1]
     columns = {
-        "reward": [d.reward for d in documents],
-        "overlong_penalty": [None if d.task_reward is None else d.reward - d.task_reward for d in documents],
-        "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in documents],
-        "exact_match": [d.exact_match for d in documents],
+        "reward": [d.reward for d in attempts],
+        "overlong_penalty": [None if d.task_reward is None else d.reward - d.task_reward for d in attempts],
+        "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in attempts],
+        "exact_match": [d.exact_match for d in attempts],
         "truncated_fraction": [d.truncated for d in documents],
         # Subtracted as integers: counters near 2**24 would not survive a cast to float32 first.
         "staleness": [None if d.model_version is None else num_updates - d.model_version for d in documents],
         "completion_length": [d.num_trained for d in documents],
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
-    for name in dict.fromkeys(name for d in documents for name in d.measures):
-        columns[name] = [d.measures.get(name) for d in documents]
+    for name in dict.fromkeys(name for d in attempts for name in d.measures):
+        columns[name] = [d.measures.get(name) for d in attempts]
     known = {name: [float(value) for value in values if value is not None] for name, values in columns.items()}
     return {name: sum(values) / len(values) for name, values in known.items() if values}
 

@@ -17,7 +17,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.recorded_index import Indexing, RecordedIndex
+from pgtoolkit.rollouts.recorded_index import Indexing, RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
@@ -43,9 +43,10 @@ class RecordedRollouts(Source):
 
     The constructor has every row read once, unless the run has an index of these files, and raises DataError for what
     cannot be trained on. The index has about 80 bytes per document, among them a checksum by which a row that was
-    changed is noticed when it is read again (DataError). The documents of a group have consecutive positions wherever
-    they stand in the files; groups come in the order of their first document or, with shuffle, in another one every
-    epoch. A batch is an epoch. groups: (documents,) int64, of an epoch, in the order of the files.
+    changed is noticed when it is read again (DataError). The documents of a group, and those of a trajectory, have
+    consecutive positions wherever they stand in the files; groups come in the order of their first document or, with
+    shuffle, in another one every epoch. A batch is an epoch. groups: (documents,) int64, of an epoch, in the order of
+    the files.
     """
 
     config: RecordedRolloutConfig
@@ -80,6 +81,7 @@ class RecordedRollouts(Source):
             None if np.isnan(advantage) else float(advantage),
             epoch * self._num_groups + int(self.groups[index]),
             self._name(index, epoch, row.id),
+            self._trajectory(index, epoch),
         )
 
     def outline(self, position: int) -> Outline:
@@ -93,6 +95,7 @@ class RecordedRollouts(Source):
             advantages=numbers,
             group=epoch * self._num_groups + int(row["group"]),
             name=self._name(index, epoch),
+            trajectory=self._trajectory(index, epoch),
             reward=None if np.isnan(row["reward"]) else float(row["reward"]),
             model_version=None if np.isnan(row["model_version"]) else int(row["model_version"]),
             **{name: None if row[name] < 0 else bool(row[name]) for name in ("truncated", "exact_match")},
@@ -126,7 +129,7 @@ class RecordedRollouts(Source):
         """Index of each document of an epoch, in the order of positions."""
         shuffles = self.config.shuffle
         ranks = shuffled(self._num_groups, self.seed, epoch) if shuffles else np.arange(self._num_groups)
-        return np.argsort(ranks[self.groups], kind="stable")
+        return np.lexsort((first_parts(self._rows), ranks[self.groups]))
 
     def _read(self, index: int) -> Row:
         file, place, checksum = (self._rows[name][index] for name in ("file", "place", "checksum"))
@@ -134,6 +137,10 @@ class RecordedRollouts(Source):
         if not isinstance(row, Row) or row.digest() != checksum:
             raise self._files[file].changed()
         return row
+
+    def _trajectory(self, index: int, epoch: int) -> int | None:
+        number = int(self._rows["trajectory"][index])
+        return None if number < 0 else epoch * self.batch_size + number
 
     def _name(self, index: int, epoch: int, row_id: str | None = None) -> str:
         name = row_id or f"{self._files[self._rows['file'][index]].label}:{self._rows['number'][index]}"

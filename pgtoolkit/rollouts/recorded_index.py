@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import zipfile
@@ -28,7 +29,14 @@ FILE_NAME = "recorded_index.npz"
 ROW = np.dtype(
     [
         *[("file", "i4"), ("number", "i8"), ("place", "i8"), ("checksum", "u4"), ("tokens", "i4"), ("trained", "i4")],
-        *[("group", "i8"), ("reward", "f8"), ("advantage", "f8"), ("has_advantage", "?"), ("has_signal", "?")],
+        *[
+            ("group", "i8"),
+            ("trajectory", "i8"),
+            ("reward", "f8"),
+            ("advantage", "f8"),
+            ("has_advantage", "?"),
+            ("has_signal", "?"),
+        ],
         *[("old_log_prob", "f8"), ("model_version", "f8"), ("truncated", "i1"), ("exact_match", "i1")],
         *[(name, "?") for name in OPTIONAL_VECTORS],
     ]
@@ -36,8 +44,9 @@ ROW = np.dtype(
 """What is known of a row; NaN, and -1 of what is true or false, is not recorded.
 
 file: its place among the files. number: in its file, from 1. place: where `RowFile.row` finds it. checksum:
-`Row.digest`. tokens, trained: how many. advantage: of the estimator. has_signal: whether an advantage is not 0.
-old_log_prob: the mean over its trained tokens. OPTIONAL_VECTORS: whether it has them.
+`Row.digest`. tokens, trained: how many. trajectory: the place among all rows of its first document. advantage: of the
+estimator. has_signal: whether an advantage is not 0. old_log_prob: the mean over its trained tokens. OPTIONAL_VECTORS:
+whether it has them.
 """
 
 
@@ -67,6 +76,11 @@ class RecordedIndex:
         about = {name: value for name, value in vars(self).items() if name != "rows"}
         with storage(path := folder / FILE_NAME), replacing(path) as file:
             np.savez(file, rows=self.rows, about=np.array(json.dumps(about)))
+
+
+def first_parts(rows: np.ndarray) -> np.ndarray:
+    """(documents,) the place of the first document of each one's trajectory: its own place where it names none."""
+    return np.where(rows["trajectory"] < 0, np.arange(len(rows)), rows["trajectory"])
 
 
 def read_index(folder: Path) -> RecordedIndex | None:
@@ -122,6 +136,10 @@ class Indexing:
         self._problems.raise_if_any()
         self._check_use()
         imitates = self._check_optional()
+        self._first = first_parts(self._rows)
+        self._attempts = np.flatnonzero(self._first == np.arange(len(self._rows)))
+        self._counted = "documents" if len(self._attempts) == len(self._rows) else "trajectories"
+        self._check_attempts()
         has_groups = self._number_groups()
         self._compute_advantages(imitates)
         self._problems.raise_if_any()
@@ -134,6 +152,7 @@ class Indexing:
     def _read(self) -> Iterator[tuple]:
         """Each row that is right, as ROW has it; what is wrong with the others is added to the problems."""
         ids: dict[str, tuple[int, int]] = {}
+        trajectories, places = {}, itertools.count()
         for file_number, file in enumerate(self.files):
             for count, (number, place, row) in enumerate(_checked_rows(file, self.rules, self._problems)):
                 if count == self.first:
@@ -145,7 +164,11 @@ class Indexing:
                 if row.id is not None and (first := ids.setdefault(row.id, here)) != here:
                     self._refuse(*here, "id", f"is {row.id!r} like that of {self._label(*first)}")
                 group = -1 if row.group_id is None else self._groups.setdefault(row.group_id, len(self._groups))
-                yield file_number, number, place, *_entries(row, group)
+                trajectory, place_of_all = -1, next(places)
+                if row.trajectory is not None:  # unique in its group, or in the file where that names no groups
+                    prompt = (file_number,) if row.group_id is None else row.group_id
+                    trajectory = trajectories.setdefault((prompt, row.trajectory), place_of_all)
+                yield file_number, number, place, *_entries(row, group, trajectory)
 
     def _check_use(self) -> None:
         """Something is there that can be learned."""
@@ -181,6 +204,16 @@ class Indexing:
         self._problems.raise_if_any()
         return imitates
 
+    def _check_attempts(self) -> None:
+        """The documents of a trajectory have one reward, and either all or none match exactly."""
+        for name in ("reward", "exact_match"):
+            own, shared = self._rows[name], self._rows[name][self._first]
+            for index in np.flatnonzero((own != shared) & ~(np.isnan(own) & np.isnan(shared))):
+                first = self._label(*(self._rows[x][self._first[index]] for x in ("file", "number")))
+                reason = f"is not that of {first}, which is of the same trajectory. An attempt has one, which all of"
+                self._refuse_row(index, name, f"{reason} its documents repeat")
+        self._problems.raise_if_any()
+
     def _number_groups(self) -> bool:
         """Number every document's group, where the data says which it is or `group_size` does; whether they do."""
         size, groups = self.config.group_size, self._rows["group"]
@@ -193,21 +226,23 @@ class Indexing:
             for index in missing:
                 self._refuse_row(index, "group_id", reason)
         else:  # each alone where nothing asks which documents share a prompt
-            groups[:] = np.arange(len(groups)) // (size or 1)
-            for file, count in zip(self.files, np.bincount(self._rows["file"], minlength=len(self.files)), strict=True):
+            groups[self._attempts] = np.arange(len(self._attempts)) // (size or 1)
+            groups[:] = groups[self._first]
+            counts = np.bincount(self._rows["file"][self._attempts], minlength=len(self.files))
+            for file, count in zip(self.files, counts, strict=True):
                 if count % (size or 1) and not self._is_cut:
-                    reason = f"has no group_id and {count} rows, which is no multiple of rollout.group_size={size}"
-                    self._problems.add(file.label, reason)
+                    counted = f"{count} {self._counted}, which is no multiple of rollout.group_size={size}"
+                    self._problems.add(file.label, f"has no group_id and {counted}")
         self._problems.raise_if_any()
         return len(missing) == 0 or size is not None
 
     def _check_groups(self, ids: list[int | str]) -> None:
         """Groups that the rows name: all of `group_size`, if that is given, and each in one file."""
         size, groups = self.config.group_size, self._rows["group"]
-        _, first, counts = np.unique(groups, return_index=True, return_counts=True)
+        _, first, counts = np.unique(groups[self._attempts], return_index=True, return_counts=True)
         for number in np.flatnonzero(counts != size) if size is not None and not self._is_cut else ():
-            reason = f"is {ids[number]!r}, a group of {counts[number]} documents; rollout.group_size={size}"
-            self._refuse_row(first[number], "group_id", reason)
+            reason = f"is {ids[number]!r}, a group of {counts[number]} {self._counted}; rollout.group_size={size}"
+            self._refuse_row(self._attempts[first[number]], "group_id", reason)
         spread = np.unique(groups * len(self.files) + self._rows["file"]).size - len(counts)
         if spread:
             self.notes.append(
@@ -222,7 +257,7 @@ class Indexing:
         elif self.estimator == AdvantageEstimator.none:
             rows["advantage"] = 0.0
         elif not self._given:
-            order = np.argsort(rows["group"], kind="stable")
+            order = self._attempts[np.argsort(rows["group"][self._attempts], kind="stable")]
             for members in np.split(order, np.flatnonzero(np.diff(rows["group"][order])) + 1):
                 if self._is_cut and len(members) == 1:
                     continue  # the others of its group may follow
@@ -230,7 +265,8 @@ class Indexing:
                     rows["advantage"][members] = group_advantages(self.estimator, rows["reward"][members].tolist())
                 except DataError as error:
                     self._refuse_row(members[0], "group_id", str(error))
-            rows["advantage"] /= batch_divisor(self.estimator, rows["reward"].tolist())
+            rows["advantage"] /= batch_divisor(self.estimator, rows["reward"][self._attempts].tolist())
+            rows["advantage"] = rows["advantage"][self._first]
         if imitates or not self._given:
             rows["has_signal"] = (rows["advantage"].astype(np.float32) != 0) & (rows["trained"] > 0)
 
@@ -244,7 +280,7 @@ class Indexing:
         self._problems.add(f"{self._label(file, number)}:{field}", reason)
 
 
-def _entries(row: Row, group: int) -> tuple:
+def _entries(row: Row, group: int, trajectory: int) -> tuple:
     """A row's entries of ROW from its checksum on."""
     trained, old, truth = int(np.count_nonzero(row.loss_mask)), row.old_log_probs, {None: -1, False: 0, True: 1}
     return (
@@ -252,6 +288,7 @@ def _entries(row: Row, group: int) -> tuple:
         len(row.token_ids),
         trained,
         group,
+        trajectory,
         np.nan if row.reward is None else row.reward,
         np.nan,
         row.advantage is not None,

@@ -49,7 +49,7 @@ def batch_file(folder: Path, number: int) -> Path:
 
 
 def row_of(document: Document) -> Row:
-    """The row that records a document; its name becomes the id and its group the group_id."""
+    """The row that records a document; its name becomes the id, its group the group_id."""
     mask = document.loss_mask.numpy()
 
     def per_token(values: torch.Tensor | None) -> np.ndarray | None:
@@ -64,6 +64,7 @@ def row_of(document: Document) -> Row:
         loss_mask=mask,
         advantage=per_token(document.advantages),
         group_id=document.group,
+        trajectory=document.trajectory,
         id=document.name,
         measures=document.measures,
         **{name: per_token(getattr(document, name)) for name in OPTIONAL_VECTORS},

@@ -56,7 +56,7 @@ class Row(SimpleNamespace):
             others.append(len(value) if is_vector else value)
         return zlib.crc32(repr(others).encode(), checksum)
 
-    def document(self, advantage: float | None, group: int, name: str) -> Document:
+    def document(self, advantage: float | None, group: int, name: str, trajectory: int | None = None) -> Document:
         """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
         mask = self.loss_mask
         advantages = self.advantage[mask] if advantage is None else np.full(mask.sum(), advantage, np.float32)
@@ -67,6 +67,7 @@ class Row(SimpleNamespace):
             advantages=torch.from_numpy(advantages),
             group=group,
             name=name,
+            trajectory=trajectory,
             **{name: None if x is None else torch.from_numpy(x[mask]) for name, x in vectors.items()},
             **{name: getattr(self, name) for name in OF_THE_DOCUMENT},
         )
@@ -241,6 +242,7 @@ FIELDS = {
     "advantage": (_NUMBERS, _advantage),
     "reward": (pa.float64(), _reward),
     "group_id": (pa.int64(), _group_id),
+    "trajectory": (pa.int64(), _group_id),
     "id": (pa.string(), lambda value, *_: str(_group_id(value))),
     "model_version": (pa.int64(), lambda value, *_: _of_type(value, int, "an integer")),
     "truncated": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),

@@ -74,7 +74,7 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
     of the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
-    case, totals = problem.case, totals_of(problem.case)
+    case, totals = problem.case, totals_of(problem.case, choice.trajectories)
     columns = slice(*(cut.vocabulary or (0, len(problem.bias)))[vocabulary : vocabulary + 2])
     full = (problem.hidden, problem.weight, problem.bias) if fused else (problem.case.logits,)
     gradients = [torch.zeros_like(x) for x in full]
@@ -104,7 +104,7 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
             padded(case.old_log_probs),
             padded(case.advantages),
             padded(local[case.document_index], len(documents)),
-            group_index=case.group_index[list(documents)],
+            **{name: x[list(documents)] for name, x in choice.of_documents(case).items()},
             num_documents=len(documents),
             temperature=TEMPERATURE,
             **{f"{axis}_group": group for axis, group in groups.items()},

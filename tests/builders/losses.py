@@ -105,6 +105,11 @@ class Case:
         return self.logits, self.labels, self.old_log_probs, self.advantages, self.document_index
 
     @property
+    def trajectory_index(self) -> Tensor:
+        """(documents,) the trajectory of each: some have two documents, and the last masked one is alone in its own."""
+        return torch.tensor([0, 1, 0, 2, 1, 3])[torch.arange(self.num_documents) % 6]
+
+    @property
     def sampling_log_probs(self) -> Tensor:
         """(T,) the old ones plus noise of their own, by token and by document."""
         draw = torch.Generator().manual_seed(4)
@@ -138,6 +143,7 @@ class Choice:
     aggregation: str = "sample_mean"
     metrics: str = "with_entropy"
     entropy: float = 0.0
+    trajectories: bool = False
 
     def __str__(self) -> str:
         return ", ".join(str(x) for x in vars(self).values())
@@ -151,6 +157,11 @@ class Choice:
         given = {} if self.correction is None else {"sampling_log_probs": case.sampling_log_probs}
         return given if self.kl is None else given | {"ref_log_probs": case.ref_log_probs}
 
+    def of_documents(self, case: Case) -> dict[str, Tensor]:
+        """What the documents belong to, by keywords; trajectories where they are named."""
+        given = {"group_index": case.group_index}
+        return given | {"trajectory_index": case.trajectory_index} if self.trajectories else given
+
     def keywords(self) -> dict:
         """Of `policy_loss`, without what belongs to a step."""
         given = {"loss": FAMILIES[self.family], "aggregation": self.aggregation, "divisor": self.divisor}
@@ -160,7 +171,7 @@ class Choice:
 
     def step(self, case: Case, dtype: torch.dtype = torch.float64) -> dict:
         """Keywords of `policy_loss` for the case as a step, on the device."""
-        vectors = self.vectors(case) | {"group_index": case.group_index}
+        vectors = self.vectors(case) | self.of_documents(case)
         on = {name: on_device(x, dtype) for name, x in vectors.items()}
         return self.keywords() | on | {"num_documents": case.num_documents}
 
@@ -173,7 +184,7 @@ class Choice:
             **correction_names(CORRECTIONS.get(self.correction)),
             **self.vectors(case),
             **{} if self.kl is None else {"kl": self.kl, "kl_coefficient": 0.4},
-            group_index=case.group_index,
+            **self.of_documents(case),
             num_documents=case.num_documents,
             temperature=temperature,
             metrics="with_entropy" if self.metrics == "basic" and self.entropy else self.metrics,
@@ -183,9 +194,11 @@ class Choice:
 
 CHOICES = [
     Choice(*row)
-    for row in covering([*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS, (0.0, 0.3))
+    for row in covering(
+        [*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS, (0.0, 0.3), (False, True)
+    )
 ]
-"""Any two of a family, a correction, a penalty, an aggregation, a level of the metrics, an entropy bonus or none."""
+"""Any two of a family, a correction, a penalty, an aggregation, a level, an entropy bonus, trajectories."""
 
 
 @dataclass(frozen=True)
@@ -319,12 +332,18 @@ def make_head_case(
     return HeadCase(case, hidden, weight, bias, dtype)
 
 
-def totals_of(case: Case) -> StepTotals:
+def totals_of(case: Case, trajectories: bool = False) -> StepTotals:
     """Counted here by loops, so that no test leans on the code under test."""
     counts = [int((case.labels[case.document_index == d] >= 0).sum()) for d in range(case.num_documents)]
-    groups = case.group_index.tolist()
-    per_group = [sum(n for n, g in zip(counts, groups, strict=True) if g == group) for group in range(max(groups) + 1)]
-    return StepTotals(case.num_documents, sum(counts), counts.count(0), len(per_group), torch.tensor(per_group))
+
+    def per(index):
+        sums = [0] * (int(index.max()) + 1)
+        for count, number in zip(counts, index.tolist(), strict=True):
+            sums[number] += count
+        return torch.tensor(sums)
+
+    groups, attempts = per(case.group_index), per(case.trajectory_index) if trajectories else None
+    return StepTotals(case.num_documents, sum(counts), counts.count(0), len(groups), groups, attempts)
 
 
 def objective_of(

@@ -16,7 +16,8 @@ from pgtoolkit.losses.kl import KINDS
 OF_LOGITS = None
 WAYS = (OF_LOGITS, 3, 100)
 """Of given logits, or the fused head with so many rows in a chunk: shorter than most documents, and longer."""
-SPREAD = covering([*CUTS], [*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS, WAYS, (0.0, 0.3))
+LOSSES = [*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS
+SPREAD = covering([*CUTS], *LOSSES, WAYS, (0.0, 0.3), (False, True))
 
 
 def limit_rows(patch, rows):
@@ -26,14 +27,16 @@ def limit_rows(patch, rows):
 
 
 @pytest.mark.parametrize(
-    ("cut", "family", "correction", "kl", "aggregation", "level", "rows", "entropy"),
+    ("cut", "family", "correction", "kl", "aggregation", "level", "rows", "entropy", "trajectories"),
     SPREAD,
     ids=[", ".join(map(str, row)) for row in SPREAD],
 )
-def test_however_a_step_is_spread(cut, family, correction, kl, aggregation, level, rows, entropy, monkeypatch):
-    """Any two of these; a product or a mean over a document is over all of its tokens, wherever they lie."""
+def test_however_a_step_is_spread(
+    cut, family, correction, kl, aggregation, level, rows, entropy, trajectories, monkeypatch
+):
+    """Any two of these; a document's or a trajectory's tokens count together, wherever they lie."""
     limit_rows(monkeypatch, rows)
-    choice = Choice(family, correction, kl, aggregation, level, entropy)
+    choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
     check(CUTS[cut], make_head_case(), choice, rows is not OF_LOGITS)
 
 
@@ -86,12 +89,13 @@ def spread_steps(draw):
     st.sampled_from(AGGREGATIONS),
     st.sampled_from([OF_LOGITS, 1, 4]),
     st.sampled_from([None, *CORRECTIONS]),
+    st.booleans(),
 )
-def test_any_step_spread_anyhow(step, family, aggregation, rows, correction):
+def test_any_step_spread_anyhow(step, family, aggregation, rows, correction, trajectories):
     problem, cut = step
     if int((problem.case.labels >= 0).sum()) == 0:
         return
     with pytest.MonkeyPatch.context() as patch:
         limit_rows(patch, rows)
-        choice = Choice(family, correction, aggregation=aggregation)
+        choice = Choice(family, correction, aggregation=aggregation, trajectories=trajectories)
         check(cut, problem, choice, rows is not OF_LOGITS)

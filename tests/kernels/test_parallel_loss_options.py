@@ -51,9 +51,9 @@ def test_bfloat16_with_an_fp32_head():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
-    """Groups spread over data ranks, one of them without a document, tokens cut in two."""
+    """Groups and trajectories spread over data ranks, one of them without a document, tokens cut in two."""
     cut = Cut((((0, 3, 5),), ((),), ((1,),), ((4, 2),)), (0, 0.33, 1))
-    choice = Choice(loss, aggregation=aggregation, metrics="basic")
+    choice = Choice(loss, aggregation=aggregation, metrics="basic", trajectories=loss == "gspo")
     cuts.check(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
 
 

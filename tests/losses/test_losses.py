@@ -1,6 +1,7 @@
 """The loss against its specification, the worked example, and the ways in which others were wrong."""
 
 import math
+from dataclasses import replace
 from itertools import cycle, product
 
 import pytest
@@ -75,10 +76,16 @@ def test_the_cases_clip_on_both_sides_but_not_mostly():
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [("sample_mean", 0.875), ("prompt_mean", 1.3125), ("token_mean", 13 / 12), ("constant", 0.40625)],
+    ("aggregation", "trajectories", "expected"),
+    [
+        *(("sample_mean", None, 0.875), ("prompt_mean", None, 1.3125)),
+        *(("token_mean", None, 13 / 12), ("constant", None, 0.40625)),
+        *(("sample_mean", (0, 0, 1, 2), 0.875), ("sample_mean", (0, 1, 2, 2), 7 / 6)),
+        *(("prompt_mean", (0, 1, 2, 2), 1.3125), ("token_mean", (0, 1, 2, 2), 13 / 12)),
+        *(("constant", (0, 0, 1, 2), 13 / 24), ("constant", (5, 5, 3, 3), 13 / 16)),
+    ],
 )
-def test_worked_example(aggregation, expected):
+def test_worked_example(aggregation, trajectories, expected):
     """a: 2 tokens of loss 1, b: 6 of 0.5 (prompt 1); c: 4 of 2, d: 6 masked (prompt 2); L = 8. On policy, so l = -A."""
     document_index = torch.repeat_interleave(torch.arange(4), torch.tensor([2, 6, 4, 6]))
     advantages = -torch.tensor([1.0, 0.5, 2.0, 123.0], dtype=torch.float64)[document_index]
@@ -86,6 +93,7 @@ def test_worked_example(aggregation, expected):
     old = torch.full((18,), -math.log(4), dtype=torch.float64)
     tensors = torch.zeros(18, 4, dtype=torch.float64), labels, old, advantages, document_index
     options = {"aggregation": aggregation, "divisor": 8.0 if aggregation == "constant" else None}
+    options |= {} if trajectories is None else {"trajectory_index": torch.tensor(trajectories)}
     # Some surrogates are -A times the log-prob, here log(1/4), sapo's is -2 A / tau; the others' -A times the ratio, 1.
     factor = {"sapo": 2 / 1.05} | dict.fromkeys(("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4))
     for loss in EVERY_LOSS:
@@ -229,6 +237,65 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
     assert chosen.weight_sum(totals) == pytest.approx(float(weights.abs().sum()), rel=1e-12)
     expected = {"sample_mean": 5 / 6, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 30}
     assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation])
+    # Five trajectories of six documents, one without a trained token, which is of two documents.
+    counts = torch.tensor([3, 0, totals.num_tokens - 9, 2, 4])
+    by_trajectory = chosen.weight_sum(replace(totals, num_empty_documents=2, tokens_per_trajectory=counts))
+    expected = {"sample_mean": 4 / 5, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 25}
+    assert by_trajectory == pytest.approx(expected[aggregation])
     # Of four groups one has no trained token: its share is 0, as that of an empty document is.
-    totals = StepTotals(6, totals.num_tokens, 1, 4, torch.tensor([3, 0, totals.num_tokens - 5, 2]))
-    assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation] if aggregation != "prompt_mean" else 0.75)
+    if aggregation == "prompt_mean":
+        totals = StepTotals(6, totals.num_tokens, 1, 4, torch.tensor([3, 0, totals.num_tokens - 5, 2]))
+        assert chosen.weight_sum(totals) == pytest.approx(0.75)
+
+
+def test_a_reducer_is_given_the_trajectories_where_there_are_any():
+    """With them it can be sample_mean; one that cannot take them is no loss of theirs."""
+    case, given = make_case(), []
+
+    def reducer(totals, *, mask, document_index, tokens_per_document, group_index, trajectory_index):
+        given.append(trajectory_index.tolist())
+        counts = totals.tokens_per_trajectory[trajectory_index] * totals.num_trajectories
+        return (1 / torch.cat([counts, counts.new_ones(1)]))[document_index]
+
+    options = {"trajectory_index": case.trajectory_index, "num_documents": 6, "loss": "grpo"}
+    own = policy_loss(*case.tensors, reducer=reducer, **options)
+    assert given == [[0, 1, 0, 2, 1, 3]]
+    assert float(own.loss) == pytest.approx(float(policy_loss(*case.tensors, **options).loss), rel=1e-6)
+
+    def another(totals, *, mask, document_index, tokens_per_document, group_index):
+        return mask
+
+    with pytest.raises(TypeError, match="trajectory_index"):
+        policy_loss(*case.tensors, reducer=another, **options)
+
+
+@pytest.mark.parametrize(
+    ("index", "totals", "message"),
+    [
+        ([0, 1, 0, -1, 1, 3], None, "numbers from 0 on"),
+        ([0, 1, 0], None, "one entry per document, 6"),
+        (None, True, "need each other"),
+        ([0, 1, 0, 2, 1, 3], False, "need each other"),
+        ([0, 1, 0, 2, 1, 9], True, "places in totals.tokens_per_trajectory"),
+    ],
+)
+def test_trajectories_that_cannot_be_those_of_the_documents_are_refused(index, totals, message):
+    case = make_case()
+    given = {} if totals is None else {"totals": totals_of(case, totals)}
+    given |= {} if index is None else {"trajectory_index": torch.tensor(index)}
+    with pytest.raises(ValueError, match=message):
+        policy_loss(*case.tensors, num_documents=6, **given)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+def test_a_trajectory_each_is_the_loss_without_any_to_the_last_bit(loss, aggregation):
+    case, choice = make_case(seed=12), Choice(loss, aggregation=aggregation, metrics="basic")
+    found = []
+    for given in ({}, {"trajectory_index": torch.tensor([3, 0, 5, 1, 4, 2])}):
+        logits = case.logits.clone().requires_grad_()
+        out = policy_loss(logits, *case.tensors[1:], **choice.step(case) | given)
+        out.loss.backward()
+        found.append([out.loss.detach(), logits.grad, out.metric_sums.sums])
+    assert_equal(*found)
+    assert int(out.metrics["num_trajectories"]) == int(out.metrics["num_documents"]) == 6

@@ -26,6 +26,17 @@ def test_a_number_is_the_mean_over_the_documents_that_know_it():
     assert metrics == expected | {"completion_length": 1.0, "zero_advantage_group_fraction": 0.0}
 
 
+def test_an_attempt_is_counted_once_however_many_documents_it_has():
+    """Three parts of one attempt and one of another: a reward of 0.5 and not 0.75."""
+    known = {"reward": 1.0, "exact_match": True, "measures": {"a": 4.0}, "trajectory": 3}
+    other = {"reward": 0.0, "exact_match": False, "measures": {"a": 0.0}}
+    parts = [document(0, (1.0,) * n, truncated=n == 3, **known) for n in (1, 2, 3)]
+    for documents in ([*parts, document(**other)], [parts[0], document(**other), *parts[1:]]):
+        metrics = data_metrics(documents, 0)
+        assert (metrics["reward"], metrics["exact_match"], metrics["a"]) == (0.5, 0.5, 2.0)
+        assert (metrics["completion_length"], metrics["truncated_fraction"]) == (7 / 4, 1 / 3)
+
+
 def test_a_group_with_one_advantage_has_a_signal_wherever_that_stands():
     groups = [(0, (0.0, 0.5)), (0, (0.0,)), (1, (0.0,)), (1, (0.0,)), (2, (0.0,)), (2, (-1.0,)), (3, ())]
     metrics = data_metrics([document(group, advantages) for group, advantages in groups], 0)

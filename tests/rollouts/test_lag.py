@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -108,7 +109,7 @@ class Begun:
 
     def document(self, position):
         self.batches.setdefault(position // BATCH, len(self.positions) - 1)
-        return None
+        return SimpleNamespace(trajectory=None)
 
     def batch_end(self, position):
         return (position // BATCH + 1) * BATCH

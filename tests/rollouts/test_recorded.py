@@ -10,8 +10,10 @@ import torch
 from builders.rollout_rows import assert_same, documents, good_row, source, write_jsonl, write_parquet
 
 from pgtoolkit.batch import Document
+from pgtoolkit.config.schema import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
+from pgtoolkit.rollouts.steps import StepLoader
 
 SCATTERED = [0, 1, 0, 2, 1, 0, 3, 3, 2, 0, 1]
 
@@ -105,7 +107,7 @@ def test_group_ids_and_group_size(tmp_path, caplog):
     with pytest.raises(DataError, match=r"r\.jsonl:1:group_id: is missing.*rollout\.group_size"):
         source(path)
     assert [document.group for document in documents(source(path, group_size=3))] == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(DataError, match=r"6 rows, which is no multiple of rollout\.group_size=4"):
+    with pytest.raises(DataError, match=r"6 documents, which is no multiple of rollout\.group_size=4"):
         source(path, group_size=4)
     write_jsonl(path, [good_row(i, group_id=..., advantage=1.0) for i in range(6)])
     with pytest.raises(DataError, match="group_id: is missing"):
@@ -123,6 +125,85 @@ def test_group_ids_and_group_size(tmp_path, caplog):
     write_jsonl(tmp_path / "s.jsonl", rows_of([0, 0]))
     assert source(tmp_path).has_groups
     assert "1 groups have documents in several files" in caplog.text
+
+
+def parts(*rows, **changes):
+    """A row for each (group, trajectory, reward); ... leaves a field out."""
+    names = "group_id", "trajectory", "reward"
+    return [good_row(i, **dict(zip(names, row, strict=True)), **changes) for i, row in enumerate(rows)]
+
+
+THREE_PARTS = [
+    (0, 5, 1.0),
+    (0, 5, 1.0),
+    (1, 5, 2.0),
+    (0, ..., 0.0),
+    (0, 5, 1.0),
+    (1, 8, 0.0),
+    (1, 5, 2.0),
+    (1, ..., 4.0),
+]
+THREE_PARTS = parts(*THREE_PARTS)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "first", "second"),
+    [
+        ("dr_grpo", (0.5, -0.5), (0, -2, 2)),
+        ("rloo", (1, -1), (0, -3, 3)),
+        ("batch_std", (0.5, -0.5), (0, -2, 2)),
+        ("pass_at_k", (1, 0), (0, 0, 2)),
+    ],
+)
+def test_reward_and_baseline_count_an_attempt_once(tmp_path, estimator, first, second):
+    """Rewards 1, 1, 1, 0 with three parts of one attempt have the mean 0.5; an id is of its group."""
+    path = write_jsonl(tmp_path / "r.jsonl", THREE_PARTS)
+    divisor = statistics.stdev([1, 0, 2, 0, 4]) + 1e-6 if estimator == "batch_std" else 1.0
+    read = documents(source(path, estimator))
+    assert [int(d.name.split(":")[1]) - 1 for d in read] == [0, 1, 4, 3, 2, 6, 5, 7]
+    assert [d.trajectory for d in read] == [0, 0, 0, None, 2, 2, 5, None]
+    wanted = [first[0]] * 3 + [first[1]] + [second[0]] * 2 + [*second[1:]]
+    assert [float(d.advantages[0]) for d in read] == pytest.approx([x / divisor for x in wanted], rel=1e-6)
+    for epoch in (0, 1):
+        again = documents(source(path, estimator, epochs=2, shuffle=True))[8 * epoch :][:8]
+        named = [d.trajectory for d in again if d.trajectory is not None]
+        assert sorted(named) == [8 * epoch + x for x in (0, 0, 0, 2, 2, 5)]
+        assert len([x for i, x in enumerate(named) if i == 0 or named[i - 1] != x]) == 3  # each in one piece
+
+
+def test_the_documents_of_an_attempt_have_one_reward(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", parts((0, "a", 1.0), (0, "b", 0.5), (0, "a", 0.5)))
+    with pytest.raises(
+        DataError, match=r"r\.jsonl:3:reward: is not that of r\.jsonl:1, which is of the same trajector"
+    ):
+        source(path)
+    rows = [row | {"advantage": 1.0, "exact_match": i == 0} for i, row in enumerate(parts(*[(0, 1, ...)] * 2))]
+    with pytest.raises(DataError, match=r"r\.jsonl:2:exact_match: is not that of r\.jsonl:1"):
+        source(write_jsonl(path, rows), "given")
+    with pytest.raises(DataError, match=r"r\.jsonl:1:trajectory: needs an integer or a text"):
+        source(write_jsonl(path, parts((0, 1.5, 1.0))))
+
+
+def test_the_group_size_counts_attempts(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", [row | {"group_id": None} for row in THREE_PARTS[:2] + THREE_PARTS[3:5]])
+    assert [d.group for d in documents(source(path, group_size=2))] == [0] * 4
+    with pytest.raises(DataError, match=r"has no group_id and 2 trajectories, which is no multiple of .*size=4"):
+        source(path, group_size=4)
+    with pytest.raises(DataError, match=r"group_id: is 0, a group of 2 trajectories; rollout\.group_size=4"):
+        source(write_jsonl(path, THREE_PARTS), group_size=4)
+    # Where nothing asks for groups each attempt is its own, and ids are a file's.
+    rows = [row | {"group_id": None, "advantage": 1.0} for row in THREE_PARTS[:2]]
+    write_jsonl(tmp_path / "r.jsonl", rows)
+    write_jsonl(tmp_path / "s.jsonl", [*rows, good_row(group_id=..., advantage=2)])
+    alone = documents(source(tmp_path, "given"))
+    assert [(d.group, d.trajectory) for d in alone] == [(0, 0), (0, 0), (1, 2), (1, 2), (2, None)]
+
+
+def test_steps_hold_whole_attempts_of_recorded_rollouts(tmp_path):
+    path = write_jsonl(tmp_path / "r.jsonl", THREE_PARTS)
+    loader = StepLoader(source(path), AccumulationConfig(2, 8, None, LastStep.short), False, 99)
+    found = [(step.totals.num_documents, step.totals.tokens_per_trajectory.tolist()) for step in loader]
+    assert found == [(3, [9]), (3, [3, 6]), (2, [3, 3])]
 
 
 CHANGES = {

@@ -24,6 +24,8 @@ def rows():
     some[1] |= {"sampling_log_probs": LOG_PROBS, "truncated": True, "exact_match": False}
     some[2] |= {"ref_log_probs": LOG_PROBS, "truncated": False, "id": None}
     some[3] |= {"loss_mask": [False] * 5, "model_version": None}
+    some[4] |= {"trajectory": 7}
+    some[6] |= {"trajectory": 7, "reward": 1.0}
     return some
 
 
@@ -90,8 +92,8 @@ def test_an_outline_tells_all_that_is_known_without_reading(tmp_path):
     whole = [rollouts.document(i) for i in range(16)]
     known = [rollouts.outline(i) for i in range(16)]
     assert data_metrics(known, 9) == data_metrics(whole, 9)
-    numbers = [(d.num_tokens, d.num_trained, d.group, d.reward, d.truncated, d.exact_match) for d in whole]
-    assert [(d.num_tokens, d.num_trained, d.group, d.reward, d.truncated, d.exact_match) for d in known] == numbers
+    for name in ("num_tokens", "num_trained", "group", "trajectory", "reward", "truncated", "exact_match"):
+        assert [getattr(d, name) for d in known] == [getattr(d, name) for d in whole]
     for name in ("old_log_probs", "sampling_log_probs", "ref_log_probs"):
         assert [getattr(d, name) is None for d in known] == [getattr(d, name) is None for d in whole]
     settings = dataclasses.replace(rollouts.config)

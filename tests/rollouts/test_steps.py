@@ -34,11 +34,12 @@ class Files(Source):
         return next(end for end in self._ends if end > position)
 
 
-def document(number, length=4, group=None, trained=2):
+def document(number, length=4, group=None, trained=2, trajectory=None):
     mask = torch.zeros(length, dtype=torch.bool)
     mask[length - trained :] = True
     group = number // 2 if group is None else group
-    return Document(torch.arange(length), mask, torch.zeros(trained), torch.ones(trained), group, f"document {number}")
+    vectors = torch.arange(length), mask, torch.zeros(trained), torch.ones(trained)
+    return Document(*vectors, group, f"document {number}", trajectory=trajectory)
 
 
 def documents(count, **options):
@@ -86,6 +87,33 @@ def test_a_step_closes_on_a_group_when_asked():
     assert sizes(steps(source, 2)) == [2] * 5
 
 
+@pytest.mark.parametrize("docs_per_step", [0, 2])
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_step_closes_on_a_trajectory(docs_per_step, groups):
+    """Whatever the aggregation; trajectories lie within groups, and documents that name none are one each."""
+    named = [7, 7, 7, None, None, None, 9, 9, None, 4]
+    docs = [document(i, group=i // 5, trajectory=name) for i, name in enumerate(named)]
+    loader = steps(Files(docs, [10]), docs_per_step, micro_batches=1, groups=groups)
+    found = list(loader)
+    assert [step.totals.num_documents for step in found] == ([5, 5] if groups else [3, 2, 3, 2])
+    assert [step.totals.num_trajectories for step in found] == ([3, 4] if groups else [1, 2, 2, 2])
+
+
+def test_trajectories_are_numbered_and_counted_over_micro_batches_and_ranks():
+    named, trained = [40, None, 40, 7, None, 40], [1, 2, 3, 0, 2, 3]
+    docs = [document(i, group=0, trained=n, trajectory=x) for i, (x, n) in enumerate(zip(named, trained, strict=True))]
+    for rank in (0, 1):
+        step = make_step(docs, 4, {}, rank, 2)
+        assert step.totals.tokens_per_trajectory.tolist() == [7, 2, 0, 2]
+        assert (step.totals.num_trajectories, step.totals.num_empty_trajectories) == (4, 1)
+        numbers = {f"document {i}": number for i, number in enumerate([0, 1, 0, 2, 3, 0])}
+        for one in step.micro_batches:
+            assert one.trajectory_index.tolist() == [numbers[name] for name in one.names]
+    plain = make_step([document(i) for i in range(4)], 4)
+    assert plain.totals.tokens_per_trajectory is None
+    assert all(one.trajectory_index is None for one in plain.micro_batches)
+
+
 def test_fixed_number_of_micro_batches():
     """docs_per_step=0: two micro-batches of at most 8 tokens, whatever number of documents they hold."""
     lengths = [4, 4, 8, 2, 2, 2, 2, 8, 4]
@@ -131,6 +159,7 @@ CHANGES = {
     "sampling_log_probs": lambda d: {"sampling_log_probs": d.old_log_probs},
     "ref_log_probs": lambda d: {"ref_log_probs": d.old_log_probs},
     "group": lambda d: {"group": d.group + 1},
+    "trajectory": lambda d: {"trajectory": 0},
 }
 
 

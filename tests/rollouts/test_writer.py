@@ -35,6 +35,7 @@ def some_documents(seed=0, count=12, sampled=False):
                 truncated=[False, None, True][i % 3],
                 model_version=[None, 0, 2**40][i % 3],
                 sampling_log_probs=-torch.rand(length, generator=generator)[mask] if sampled else None,
+                trajectory=i if i in (5, 9) else None,
             )
         )
     return result
