@@ -22,10 +22,11 @@ class Document:
     tokens: (S,) int64, prompt followed by completion.
     loss_mask: (S,) bool, True where the token is trained, that is, predicted from the tokens before it.
         The first token has nothing before it and is never trained.
-    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that generated it; None
-        where nobody knows and the loss does not ask, and where the document is on_policy.
-    on_policy: True where the weights that generated it are those that its step begins with: its old log-probs are the
-        new ones, which the step's forward pass gives, and every ratio is 1.
+    old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that ratios are anchored at:
+        the one that generated it, or the one that training on its batch began with; None where nobody knows and the
+        loss does not ask, and where the document is on_policy.
+    on_policy: True where that policy is the one that its step begins with, after `anchor_version` updates: its old
+        log-probs are the new ones, which the step's forward pass gives, and every ratio is 1.
     advantages: (N,) float32, of each trained token.
     sampling_log_probs, ref_log_probs: (N,) float32 or None, log-prob of each trained token as the engine that sampled
         it gave it, where old_log_probs are computed anew, and under a frozen reference.
@@ -57,6 +58,7 @@ class Document:
     measures: dict[str, float] = field(default_factory=dict)
     on_policy: bool = False
     trajectory: int | None = None
+    anchor_version: int | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())

@@ -23,7 +23,7 @@ _COUNTED = {
     "use": "rollout.max_staleness=null and accumulation=dynamic",
 }
 _MEANWHILE = {
-    "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs=sampling and accumulation.last_step!=carry",
+    "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and accumulation.last_step!=carry",
     "use": "accumulation=dynamic and rollout.old_log_probs=sampling and accumulation.last_step=short",
 }
 _GONE = "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
@@ -65,7 +65,7 @@ KLKind = StrEnum("KLKind", ["none", *KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
 AdvantageEstimator = StrEnum("AdvantageEstimator", "grpo dr_grpo rloo max_rl batch_std pass_at_k none given")
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
-OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling"])
+OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling", "proximal"])
 Chat = StrEnum("Chat", ["auto", "never"])
 TooLong = StrEnum("TooLong", ["refuse", "skip"])
 LastStep = StrEnum("LastStep", ["short", "drop", "carry"])

@@ -21,9 +21,9 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
-    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, run.rollout, run.model),
-    *(step.penalties, prompts.task, run.sampler, run.kernel, step.parallelism, run.tracking, prompts.evaluation),
-    *(run.optimizer, ignored),
+    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, step.anchor, run.rollout),
+    *(run.model, step.penalties, prompts.task, run.sampler, run.kernel, step.parallelism, run.tracking),
+    *(prompts.evaluation, run.optimizer, ignored),
 )
 
 

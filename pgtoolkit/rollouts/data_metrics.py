@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pgtoolkit.batch import Document, trajectories_of
-from pgtoolkit.config.schema import Config, PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.rollouts.steps import Outline
 
 LARGE_DIFFERENCE = 0.05
@@ -73,10 +73,11 @@ def sampling_note(metrics: dict[str, float], config: Config) -> str:
 
     metrics: of a step.
     """
-    share = metrics.get("clipped_sampling_fraction", 0.0)
-    if not share > LARGE_SHARE:
+    share, rollout = metrics.get("clipped_sampling_fraction", 0.0), config.rollout
+    is_proximal = isinstance(rollout, PolicyRolloutConfig) and rollout.old_log_probs == OldLogProbs.proximal
+    if not share > LARGE_SHARE or is_proximal:  # of which the updates of a lag are part
         return ""
-    loss, top_p = config.loss.name, getattr(config.rollout, "top_p", None)
+    loss, top_p = config.loss.name, getattr(rollout, "top_p", None)
     cause = "A correction weighs each token by it (docs/losses.md)"
     if top_p is not None and top_p < 1:
         cause = f"rollout.top_p={top_p} renormalises the sampler's over the tokens that it keeps"

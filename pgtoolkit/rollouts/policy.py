@@ -141,8 +141,12 @@ class PolicyRollouts(Source):
         if number not in self._batches:
             self._begin(number)
             self._finish()
-        self._batches = {later: batch for later, batch in self._batches.items() if later >= number}
-        self._number = number
+        batches = {later: batch for later, batch in self._batches.items() if later >= number}
+        if self._ahead > 0 and self._rollout.old_log_probs == OldLogProbs.proximal:
+            size = self._rollout.group_size
+            groups = [batches[number][start : start + size] for start in range(0, self.batch_size, size)]
+            batches[number] = [document for group in self._with_old_log_probs(groups) for document in group]
+        self._batches, self._number = batches, number
         if self.folder is not None:
             write_batch(self.folder, number, self._batches[number])
 
@@ -173,7 +177,10 @@ class PolicyRollouts(Source):
             with failing_together(self.layout):
                 made = self._groups(prompts, tokens, complete)
             shares = gather_objects(made, self.layout.world_group)
-            return self._checked([shares[i % size][i // size] for i in range(count)])
+            made = [shares[i % size][i // size] for i in range(count)]
+            old = self._rollout.old_log_probs
+            passes = old == OldLogProbs.training or (old == OldLogProbs.proximal and self._ahead == 0)
+            return self._with_old_log_probs(made, passes, self.sampler.tolerance)
 
         return groups
 
@@ -211,20 +218,23 @@ class PolicyRollouts(Source):
             how = self._rollout, self._estimator
             return [scored_group(*of_prompt, *how) for of_prompt in zip(prompts, tokens, parts, strict=True)]
 
-    def _checked(self, groups: list[list[Document]]) -> list[list[Document]]:
-        """The groups with the log-probs that are asked for, once those of servers were compared with the trainer's.
+    def _with_old_log_probs(
+        self, groups: list[list[Document]], passes: bool = True, tolerance: float | None = None
+    ) -> list[list[Document]]:
+        """The groups with old log-probs of the policy as it is now, the sampler's beside them.
 
-        Micro-batches of on_policy documents alone are passed over; of a server's documents at least some are not.
+        passes: False leaves them the sampler's. tolerance: by which these may differ from those of a forward pass,
+        which is then made of some documents at least. Micro-batches of on_policy documents alone are passed over.
         Data-parallel ranks look at every so many-th group each, in as many forward passes as the others: of a model
         that is spread over them, they compute these together.
         """
         rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
-        groups, parts = self._with_on_policy(groups), [[]]
+        groups, parts = self._with_on_policy(groups) if passes else groups, [[]]
         shares = [[document for group in groups[i::size] for document in group] for i in range(size)]
-        if self._rollout.old_log_probs == OldLogProbs.training:  # on_policy documents are the first of each share
+        if passes:  # on_policy documents are the first of each share
             whole = [cut(share, self.config.accumulation.max_tokens) for share in shares]
             parts = [[part for part in parts if not part[-1].on_policy] for parts in whole]
-        is_needed, tolerance = any(parts), self.sampler.tolerance
+        is_needed = any(parts)
         current = {document.model_version for document in shares[0]} == {self.trained.num_updates}
         if not is_needed and tolerance is not None and current:
             parts = [[self._some(share)] for share in shares]
@@ -249,13 +259,14 @@ class PolicyRollouts(Source):
         """Marks the documents of the batch's first update whose old log-probs its own forward pass can give.
 
         Only where it is made of the same micro-batches as a pass before it, or where there is no other update. Not
-        where the old log-probs are read before it, by a correction or a record, nor where it comes later.
+        where the old log-probs are read before it, by a correction or a record, nor where it comes later than now.
         """
         rollout, accumulation, correction = self._rollout, self.config.accumulation, self.config.correction.name
         docs, count = accumulation.docs_per_step, self.batch_size
         read = rollout.save_path is not None or (correction != "none" and not CORRECTIONS[correction].of_policy)
         carried = accumulation.last_step == LastStep.carry and docs > 0 and count % docs > 0
-        if rollout.old_log_probs != OldLogProbs.training or self._ahead > 0 or read or carried:
+        late = self._ahead > 0 and rollout.old_log_probs == OldLogProbs.training
+        if late or read or carried:
             return groups
         documents = [document for group in groups for document in group]
         if docs < count:
@@ -263,7 +274,10 @@ class PolicyRollouts(Source):
                 return groups
             ends = accumulate(len(part) for part in cut(documents, accumulation.max_tokens))
             docs = max((end for end in ends if end <= docs), default=0)
-        documents[:docs] = [replace(d, on_policy=True, sampling_log_probs=d.old_log_probs) for d in documents[:docs]]
+        version = self.trained.num_updates
+        documents[:docs] = [
+            replace(d, on_policy=True, anchor_version=version, sampling_log_probs=_sampled(d)) for d in documents[:docs]
+        ]
         return [documents[i : i + rollout.group_size] for i in range(0, len(documents), rollout.group_size)]
 
     def _some(self, documents: list[Document]) -> list[Document]:
@@ -282,7 +296,12 @@ class PolicyRollouts(Source):
             log_probs = self.trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
             by_document = log_probs.split([document.num_trained for document in part])
             result += [
-                replace(d, old_log_probs=o.clone(), sampling_log_probs=d.old_log_probs)
+                replace(d, old_log_probs=o.clone(), sampling_log_probs=_sampled(d))
                 for d, o in zip(part, by_document, strict=True)
             ]
         return result
+
+
+def _sampled(document: Document) -> Tensor:
+    """The sampler's log-probs: the old ones, until others take their place."""
+    return document.old_log_probs if document.sampling_log_probs is None else document.sampling_log_probs

@@ -149,8 +149,8 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _check_log_probs(self, step: Step) -> None:
         """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
-        current = all(document.model_version == self.num_updates for document in step.documents)
-        unknown = [d.name for d in step.documents if d.old_log_probs is None and not (d.on_policy and current)]
+        now = self.num_updates
+        unknown = [d.name for d in step.documents if d.old_log_probs is None and d.anchor_version != now]
         if unknown and self.loss.reads_old_log_probs:
             raise DataError(
                 f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "

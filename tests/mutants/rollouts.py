@@ -95,6 +95,20 @@ def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
+@mutant("rollouts.policy:PolicyRollouts._use", "test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with")
+def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number):
+    kept, self._ahead = self._ahead, 0
+    try:
+        return right(self, number)
+    finally:
+        self._ahead = kept
+
+
+@mutant("rollouts.policy:_sampled", "test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with")
+def nothing_stays_beside_proximal_log_probs(right, document):
+    return right(document) * 0
+
+
 @mutant(
     "rollouts.policy:PolicyRollouts._with_on_policy",
     "test_metrics_and_weights_are_those_of_two_passes_to_the_last_bit",

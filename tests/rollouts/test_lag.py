@@ -85,6 +85,43 @@ def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, docs, last, old, 
     assert_of_their_versions(*found, lambda first: max(0, first - lag))
 
 
+@pytest.mark.parametrize(
+    ("late", "last", "docs", "ahead"),
+    [("lag=3", "short", 8, 3), ("lag=5", "carry", 12, 5), ("max_staleness=3", "short", 8, 2)],
+)
+@pytest.mark.parametrize("beside", [(), ("correction=token_truncate", "correction.high=1.001")], ids=["", "corrected"])
+def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(late, last, docs, ahead, beside):
+    """The sampler's stay beside them, and a correction acts on the difference; without one the first update's own
+    forward pass gives them, where it is made of whole micro-batches."""
+    chosen = f"rollout.{late}", "rollout.old_log_probs=proximal", "loss=grpo", *cut(docs, last), *beside
+    module, versions, taken = trained(8, *chosen)
+    began, moved, missing = {}, 0, 0
+    for number, (documents, metrics) in enumerate(taken):
+        factors = []
+        for document in documents:
+            first = began.setdefault(document.group // PROMPTS, number)
+            sampled = log_probs(module, versions[max(0, first - ahead)], document)
+            expected = log_probs(module, versions[first], document)
+            assert document.model_version == max(0, first - ahead)
+            assert document.sampling_log_probs is not None
+            torch.testing.assert_close(document.sampling_log_probs.double(), sampled, rtol=0, atol=1e-5)
+            if document.on_policy:
+                assert first == number
+                assert document.old_log_probs is None
+                missing += 1
+            else:
+                assert document.old_log_probs is not None
+                torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
+            moved = max(moved, float((expected - sampled).abs().max()))
+            factors.append((expected - sampled).exp().clamp(max=1.001).mean())
+        if {began[document.group // PROMPTS] for document in documents} == {number}:
+            assert metrics["ratio_new_old"] == pytest.approx(1, abs=1e-5)
+        if beside:
+            assert metrics["correction_factor"] == pytest.approx(float(sum(factors) / len(factors)), abs=1e-5)
+    assert moved > 0.1
+    assert (missing > 0) is (not beside and last == "short")
+
+
 def test_ages_of_a_lag():
     """Two steps per batch; the numbers in full."""
     ages = {lag: [m["staleness"] for _, m in trained(8, f"rollout.lag={lag}")[2]] for lag in (0, 1, 2, 3)}

@@ -91,6 +91,25 @@ def test_the_first_update_of_a_batch_has_ratios_of_one():
         assert row["difference_old_sampling"] == pytest.approx(0, abs=1e-6)
 
 
+def test_under_a_lag_the_only_update_of_a_batch_gives_its_proximal_log_probs(tmp_path):
+    chosen = WHOLE, "loss=gspo", "kernel=torch", "rollout.lag=2", "rollout.old_log_probs=proximal"
+    rows, weights, passed = trained(5, *chosen)
+    expected, others, twice = trained(5, *chosen, f"rollout.save_path={tmp_path / 'saved'}")
+    assert rows == expected
+    assert_equal(weights, others)
+    assert (sum(passed), sum(twice)) == (0, 80)
+    assert [row["staleness"] for row in rows] == [0, 1, 2, 2, 2]
+    assert {row["max_ratio_new_old"] for row in rows} == {1}
+    assert min(row["max_difference_old_sampling"] for row in rows[1:]) > 1e-2
+
+
+@pytest.mark.parametrize("docs", [8, 16])
+def test_without_a_lag_training_and_proximal_are_the_same_run(docs):
+    chosen = "loss=gspo", f"accumulation.docs_per_step={docs}"
+    runs = [trained(3, *chosen, f"rollout.old_log_probs={name}") for name in ("training", "proximal")]
+    assert_equal(*runs)
+
+
 def test_documents_that_an_update_came_before_need_old_log_probs():
     module, loader = built(*SHORT[:-1], WHOLE, "loss=grpo")
     step = next(iter(loader))

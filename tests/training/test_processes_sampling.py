@@ -112,6 +112,7 @@ def assert_drawn_alike(found: Path, expected: Path) -> None:
 
 
 LAG, STALE = ["rollout.lag=2"], ["rollout.max_staleness=2", "rollout.old_log_probs=sampling"]
+PROXIMAL = ["rollout.max_staleness=2", "rollout.old_log_probs=proximal", "correction=token_truncate"]
 STAGES = ["metrics=none", "evaluation.every=3", "evaluation.prompts_per_set=3"]
 RUNS = {
     "ddp": ({"data_parallel": 2}, [], FULL),
@@ -120,6 +121,7 @@ RUNS = {
     "fsdp of four, lag": ({"data_parallel": 4}, [FSDP], LAG),
     "ddp, staleness": ({"data_parallel": 2}, [], STALE),
     "fsdp, staleness": ({"data_parallel": 2}, [FSDP], STALE),
+    "fsdp, proximal": ({"data_parallel": 2}, [FSDP], PROXIMAL),
     "sequence": ({"tensor_parallel": 2}, ["parallelism.sequence_parallel=true"], FULL),
     "sequence_data": ({"sequence_data_parallel": 2}, [], FULL),
     "pipeline": ({"pipeline_parallel": 2}, [], STAGES),

@@ -11,6 +11,7 @@ from pgtoolkit.runs.find import read_run
 from pgtoolkit.training.train import train
 
 SHORTER, LONGER = (("trainer.max_steps=9", f"accumulation.docs_per_step={number}") for number in (5, 12))
+PROXIMAL = ("rollout.old_log_probs=proximal", "correction=token_truncate", "correction.high=1.001")
 OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
 
 
@@ -23,6 +24,7 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
         (("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02"), (3,)),  # the reference is made again of the seed
         (("rollout.lag=5", *SHORTER), (1, 4, 7)),
         ((*OVERLAP, *SHORTER), (1, 4, 7)),
+        (("rollout.lag=5", *PROXIMAL, *SHORTER), (1, 4, 7)),
         pytest.param(("rollout.lag=3", *LONGER, "accumulation.last_step=carry"), (1, 4, 7), marks=pytest.mark.slow),
         pytest.param((*OVERLAP, *SHORTER, "accumulation.last_step=drop"), (1, 4, 7), marks=pytest.mark.slow),
     ],

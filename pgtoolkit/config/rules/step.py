@@ -123,6 +123,26 @@ def _is_late(rollout: RolloutConfig) -> bool:
     return bool(rollout.name == "policy" and (rollout.lag or rollout.max_staleness))
 
 
+def anchor(c: Config, report: Report) -> None:
+    """Says at which weights ratios are anchored, where these are not those that sampled anyway."""
+    rollout, family, correction = c.rollout, family_of_config(c), c.correction.name
+    if rollout.name != "policy" or (family is not None and not family.reads_old_log_probs):
+        return
+    setting, is_proximal = f"rollout.old_log_probs={rollout.old_log_probs}", rollout.old_log_probs == "proximal"
+    if not _is_late(rollout):
+        if is_proximal:
+            report.note(f"{setting} without a lag is training: a batch is trained at once by the weights that sampled.")
+        return
+    if not is_proximal:
+        report.note(f"{setting} under a lag: ratios are to the weights that sampled, all updates since then included.")
+        return
+    corrects = f"correction={correction} corrects for" if correction != "none" else "nothing corrects for"
+    report.note(
+        f"{setting} under a lag: ratios are to the weights with which training on a batch begins, and {corrects} the "
+        "updates between those and the weights that sampled."
+    )
+
+
 def accumulation(c: Config, report: Report) -> None:
     docs, fixed = c.accumulation.docs_per_step, c.accumulation.micro_batches_per_step
     if docs == 0 and fixed is None:
