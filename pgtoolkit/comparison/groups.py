@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -16,23 +17,24 @@ from pgtoolkit.comparison.measures import (
     Reached,
     chosen_metric,
     goal_of,
+    is_score,
+    parse_metric,
     parse_reach,
     reached,
 )
-from pgtoolkit.comparison.statistics import Comparisons, Sample, mean_and_std
+from pgtoolkit.comparison.notes import notes_of
+from pgtoolkit.comparison.statistics import Comparisons, Margin, Sample, mean_and_std
 from pgtoolkit.config.keys import changes_learning, key_named, shown
 from pgtoolkit.config.schema import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
-from pgtoolkit.system.report import text
-
-_SCALES_APART = 2
-"""By how much gradients may differ in length before it is noted."""
+from pgtoolkit.runs.series import final
+from pgtoolkit.system.report import refusal, text
 
 
 @dataclass
 class Group:
-    """Runs of one configuration but for their seed. counted: one per seed; reached: what each of these did."""
+    """Runs of one configuration but for their block. counted: one per block; reached: what each of these did."""
 
     values: dict[str, object]
     runs: list[Run]
@@ -62,8 +64,10 @@ class Compared:
     goal: what the runs are compared by. limits: {axis: how far is looked for the threshold}, as far as every run has
     been that did not reach it, infinite where all did; an axis is in it if all the counted runs have it. keys: the
     varying keys that tell the groups apart, as shown. following: varying keys that follow from those. common: the
-    configuration that all share. groups: the best first. comparisons: every pair of groups, by their place in `groups`.
-    left_out: (run, why) for each run that is excluded from averages. notes: what to know besides.
+    configuration that all share. groups: the best first, but for the base of planned contrasts before it. comparisons:
+    every pair of groups, by their place in `groups`. left_out: (run, why) for each run that is excluded from averages.
+    notes: what to know besides. over: keys that belong to a run's block, as the seed does. best_of: the key of which
+    each group has its best value.
     """
 
     goal: Goal
@@ -75,6 +79,8 @@ class Compared:
     comparisons: Comparisons
     left_out: list[tuple[Run, str]]
     notes: list[str]
+    over: list[str] = field(default_factory=list)
+    best_of: str | None = None
 
     @property
     def metric(self) -> str:
@@ -86,6 +92,16 @@ class Compared:
         """Whether groups are sorted and tested by the documents to the threshold; else by their final value."""
         return DOCUMENTS in self.limits
 
+    @property
+    def blocks(self) -> str:
+        """What runs are paired by, and averaged over."""
+        return " and ".join([*map(shown, self.over), "seed"])
+
+    @property
+    def sign(self) -> int:
+        """1 where more of what is tested is better, -1 where less is, 0 where nobody knows."""
+        return -1 if self.by_documents else int(is_score(self.metric))
+
     def spent(self, group: Group, axis: str) -> list[float]:
         """What each counted run spent until it reached the threshold, the limit where it did not within it."""
         return [min(one.to.get(axis, inf), self.limits[axis]) for one in group.reached]
@@ -96,25 +112,37 @@ class Compared:
 
 
 def compare(
-    runs: list[Run], metric: str | None = None, best_of: str | None = None, reach: str | None = None
+    runs: list[Run],
+    metric: str | None = None,
+    best_of: str | None = None,
+    reach: str | None = None,
+    over: Sequence[str] = (),
+    against: str | None = None,
+    margin: Margin | None = None,
 ) -> Compared:
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
-    metric: None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying key; of groups that
-    differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of `metric`.
+    metric: see `parse_metric`; None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying
+    key; of groups that differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of
+    `metric`. over: varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the base that
+    the planned contrasts are with; None: every pair is planned. margin: for the test that a pair is equal.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
-    option, threshold, notes = "--metric", None, []
+    option, measure, threshold, notes = "--metric", None, None, []
     if reach is not None:
         option, (metric, threshold) = "--reach", parse_reach(reach)
     elif metric is None:
         metric, notes = chosen_metric(readable)
+    else:
+        measure, metric = parse_metric(metric)
     _refuse_unknown(readable, metric, option)
-    keys, following, common = _varying([run.config for run in readable])
+    keys, following, common = _varying([run.config for run in readable], over)
+    blocks = _keys("--over", over, keys)
+    keys = [key for key in keys if key not in blocks]
     by_values: dict[tuple, Group] = {}
     for run in readable:
         values = {key: run.config.get(key) for key in keys}
@@ -122,20 +150,68 @@ def compare(
         group.runs.append(run)
     groups = list(by_values.values())
     for group in groups:
-        left_out += _count(group, metric)
+        left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
-    goal = goal_of([group.counted for group in groups], metric, threshold)
+    notes += _carry_on([run for group in groups for run in group.counted], metric)
+    goal = goal_of([group.counted for group in groups], metric, threshold, measure)
     for group in groups:
         group.reached = [reached(run, goal) for run in group.counted]
     limits = _limits(goal, [one for group in groups for one in group.reached])
     names = [*map(shown, keys)], [*map(shown, following)]
-    compared = Compared(goal, limits, *names, common, groups, Comparisons([]), left_out, notes)
+    compared = Compared(goal, limits, *names, common, groups, Comparisons([]), left_out, notes, blocks, best_of)
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         _keep_best(compared, best_of)
-    compared.comparisons = Comparisons([_sample(compared, group, keys + following) for group in compared.groups])
-    compared.notes += _notes(compared)
+    primary = None if against is None else _planned(compared, against)
+    samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
+    compared.comparisons = Comparisons(samples, margin, primary)
+    compared.notes += notes_of(compared)
     return compared
+
+
+def _keys(option: str, named: Sequence[str], keys: list[str]) -> list[str]:
+    """The varying keys of these names, as they are typed. Raises ConfigError for one that does not vary."""
+    known = {shown(key): key for key in keys}
+    for name in named:
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise ConfigError(f"{option}={name} needs a key that tells the runs apart. These are {names}. Use another.")
+    return [known[name] for name in named]
+
+
+def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
+    """The pairs of a base with each group that differs from it in the keys of `against` alone, the bases first."""
+    base = dict(pair.partition("=")[::2] for pair in against.split(","))
+    _keys("--against", [*base], compared.keys)
+    bases = [group for group in compared.groups if all(text(group.values[key]) == base[key] for key in base)]
+    if not bases:
+        key = next(iter(base))
+        values = ", ".join(dict.fromkeys(text(group.values[key]) for group in compared.groups))
+        reason = f"No configuration has it; of {key} there are {values}."
+        raise ConfigError(refusal(f"--against={against}", "values that runs have", against, reason, "one of them"))
+    compared.groups = bases + [group for group in compared.groups if group not in bases]
+    others = [key for key in compared.keys if key not in (*base, compared.best_of)]
+
+    def rest(group: Group) -> list[str]:
+        return [repr(group.values[key]) for key in others]
+
+    numbered = [*enumerate(compared.groups)]
+    after = len(bases)
+    return {(i, j) for i, one in numbered[:after] for j, other in numbered[after:] if rest(one) == rest(other)}
+
+
+def _carry_on(runs: list[Run], metric: str) -> list[str]:
+    """Let each run that collapsed stay where it ended, as far as the others have been; returns a note of them."""
+    ends = {axis: max((run.last(axis) for run in runs if not run.collapsed), default=0.0) for axis in ("step", *AXES)}
+    collapsed = [run for run in runs if run.collapsed]
+    for run in collapsed:
+        found = run.values(metric)
+        row = {metric: found[-1] if metric.startswith(HELD_OUT) else final(found)}
+        row |= {axis: max(end, run.last(axis)) for axis, end in ends.items()}
+        run.columns = {name: np.append(column, row.get(name, np.nan)) for name, column in run.columns.items()}
+    names = ", ".join(run.name for run in collapsed)
+    why = "numbers that were not finite ended them, and they count with what they had reached, to the end"
+    return [f"collapsed, and not dropped: {names}; {why}"] if collapsed else []
 
 
 def _limits(goal, found):
@@ -153,27 +229,31 @@ def _rank(compared, group):
     """What groups are sorted by: documents to the threshold, of equal ones the area; else the final value."""
     if not group.reached:
         return (1,)
-    final = -group.final[0]
+    final = -(group.mean[0] if compared.goal.measure == "area" else group.final[0])
     if not compared.by_documents:
         return 0, final
     return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), final
 
 
-def _sample(compared, group, varying):
-    values = compared.spent(group, DOCUMENTS) if compared.by_documents else [one.final for one in group.reached]
+def _sample(compared, group, varying, blocks=()):
+    values = [one.mean if compared.goal.measure == "area" else one.final for one in group.reached]
+    if compared.by_documents:
+        values = compared.spent(group, DOCUMENTS)
     config, prompts = group.runs[0].config, {}
     for name in varying:
         declared = key_named(name, config) if name in config else None
         if declared is not None and declared.fixed == POSITION:
-            prompts[name] = config[name]
-    return Sample(dict(zip((run.config["seed"] for run in group.counted), values, strict=True)), prompts)
+            prompts[name] = sorted({repr(run.config.get(name)) for run in group.counted})
+    return Sample(dict(zip((_block(run, blocks) for run in group.counted), values, strict=True)), prompts)
+
+
+def _block(run, blocks):
+    return (*(repr(run.config.get(key)) for key in blocks), run.config["seed"])
 
 
 def _keep_best(compared, best_of):
     """Of the sorted groups that differ in one key alone the first stays."""
-    if best_of not in compared.keys:
-        names = ", ".join(compared.keys) or "none"
-        raise ConfigError(f"--best-of={best_of} needs a key that tells the runs apart. These are {names}. Use another.")
+    _keys("--best-of", [best_of], compared.keys)
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
@@ -191,10 +271,14 @@ def _keep_best(compared, best_of):
     )
 
 
-def _varying(configs):
-    """(keys that tell the configurations apart, keys that follow from those, what all share)."""
+def _varying(configs, first=()):
+    """(keys that tell the configurations apart, keys that follow from those, what all share).
+
+    first: keys that follow from no others.
+    """
     present = dict.fromkeys(key for config in configs for key in config if key != "seed")  # makes the runs of a group
     names = [key for key in present if any(changes_learning(key, config) for config in configs if key in config)]
+    names.sort(key=lambda name: shown(name) not in first)
     keys, following, common = [], [], {}
     classes = [()] * len(configs)
     for name in names:
@@ -211,19 +295,19 @@ def _varying(configs):
     return keys, following, common
 
 
-def _count(group, metric):
-    """Take up the runs that count, one per seed; return the others with the reason."""
-    by_seed, others = {}, []
+def _count(group, metric, blocks):
+    """Take up the runs that count, one per block; return the others with the reason."""
+    by_block, others = {}, []
     for run in group.runs:
-        if run.state != "done" or not run.values(metric):
+        if not (run.state == "done" or run.collapsed) or not run.values(metric):
             others.append((run, run.why_not_counted(metric)))
             continue
-        seed = run.config["seed"]
-        if seed in by_seed:
-            older, run = sorted((by_seed[seed], run), key=lambda run: run.last("time"))
+        block = _block(run, blocks)
+        if block in by_block:
+            older, run = sorted((by_block[block], run), key=lambda run: run.last("time"))
             others.append((older, f"same configuration and seed as {run.name}, which is newer"))
-        by_seed[seed] = run
-    group.counted = [by_seed[seed] for seed in sorted(by_seed)]
+        by_block[block] = run
+    group.counted = [by_block[block] for block in sorted(by_block)]
     return others
 
 
@@ -234,39 +318,3 @@ def _refuse_unknown(runs, metric, option):
         nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or ["reward"])[0]
         names = ", ".join(known) or "the metrics of a run that has finished a step"
         raise ConfigError(f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={nearest}.")
-
-
-def _notes(compared):
-    """What makes the runs hard to compare, each in a sentence without its full stop."""
-    notes, counted = [], [run for group in compared.groups for run in group.counted]
-    if len({run.code for run in counted}) > 1:
-        notes.append("the runs come from different code: `pgtk diff RUN_A RUN_B` says what changed")
-    lengths = {run.step for run in counted}
-    if len(lengths) > 1:
-        steps = ", ".join(map(str, sorted(lengths)))
-        notes.append(f"the runs are of different length ({steps} steps): their ends do not compare, the mean does")
-    if compared.metric.startswith(HELD_OUT):
-        keys = {key for run in counted for key in run.config if key.startswith("evaluation.")} - {"evaluation.best"}
-        if names := sorted(key for key in keys if len({repr(run.config.get(key)) for run in counted}) > 1):
-            notes.append(
-                f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
-                "settings, or at other steps"
-            )
-    return notes + _scale_notes(compared.groups)
-
-
-def _scale_notes(groups):
-    """What is to know of gradients of different lengths."""
-    norms = {}
-    for group in groups:
-        if values := [run.values("grad_norm") for run in group.counted if "grad_norm" in run.columns]:
-            norms[group.label] = float(np.median(np.concatenate(values)))
-    if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
-        return []
-    low, high = min(norms, key=norms.get), max(norms, key=norms.get)
-    times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
-    return [
-        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "
-        f"{norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and AdamW's epsilon then act on "
-        "them differently, and one learning rate need not suit both: docs/comparing.md"
-    ]

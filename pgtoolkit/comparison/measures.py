@@ -8,9 +8,11 @@ from math import isfinite, isnan, nan
 
 import numpy as np
 
+from pgtoolkit.comparison.statistics import Margin
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.system.report import refusal
 
 AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}
 """What it takes to reach a threshold is counted in these: key of a row -> its name in words."""
@@ -22,13 +24,19 @@ _WINDOWS = 50
 
 _SHARE = 0.9
 
+_LAST_EVALUATIONS = 3
+
+MEASURES = {"area": "Area under", "final": "Final"}
+"""What of a metric is compared where --metric says so, in words."""
+
 
 @dataclass(frozen=True)
 class Goal:
     """What runs are compared by.
 
     metric: its name. threshold: what is to be reached, or None. why: how the threshold was found. window: documents
-    over which a mean must reach it. span: documents (first, last) that every run has seen.
+    over which a mean must reach it. span: documents (first, last) that every run has seen. measure: of MEASURES, what
+    is compared where there is no threshold; chosen: whether the user has said so.
     """
 
     metric: str
@@ -36,6 +44,8 @@ class Goal:
     why: str
     window: float
     span: tuple[float, float]
+    measure: str = "final"
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,14 +53,21 @@ class Reached:
     """What one run reached.
 
     to: {axis: its value where the run first reached the threshold}, {} if it never did. seen: {axis: its value at the
-    end}. mean: of the curve over documents, None for a run that has not come as far as the others. final: the mean over
-    the last tenth.
+    end}. mean: of the curve over documents, None for a run that has not come as far as the others. final: `final_of`.
     """
 
     to: dict[str, float]
     seen: dict[str, float]
     mean: float | None
     final: float
+
+
+def final_of(values: list[float], metric: str) -> float:
+    """The mean over the last tenth of a run's steps; of evaluations over the last three, of fewer than nine over the
+    last third."""
+    if not metric.startswith(HELD_OUT):
+        return final(values)
+    return mean(values[-min(_LAST_EVALUATIONS, max(1, len(values) // 3)) :])
 
 
 def is_score(metric: str) -> bool:
@@ -91,6 +108,25 @@ def needed_for(metric: str | None) -> set[str]:
     return {metric, "reward", "exact_match", "grad_norm"} - {None, ""}
 
 
+def parse_metric(text: str) -> tuple[str | None, str]:
+    """(what of it is compared, or None, the metric) of --metric=NAME, area:NAME or final:NAME."""
+    measure, _, name = text.partition(":")
+    return (measure, name) if measure in MEASURES else (None, text)
+
+
+def parse_margin(text: str) -> Margin:
+    """--margin=0.02, in units of what is compared, or 3%, of what the configuration compared with reached."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / (100 if number != text else 1)
+    except ValueError:
+        value = nan
+    if not (isfinite(value) and value > 0):
+        reason = "Differences within it are called equal."
+        raise ConfigError(refusal(f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"))
+    return Margin(value, number != text)
+
+
 def parse_reach(text: str) -> tuple[str, float]:
     """(metric, threshold) of --reach=METRIC=VALUE; ConfigError for anything else."""
     metric, _, value = text.rpartition("=")
@@ -104,8 +140,11 @@ def parse_reach(text: str) -> tuple[str, float]:
     return metric, threshold
 
 
-def goal_of(groups: list[list[Run]], metric: str, threshold: float | None) -> Goal:
-    """What the counted runs of these groups are compared by; threshold: the user's, or None for one that fits."""
+def goal_of(groups: list[list[Run]], metric: str, threshold: float | None, measure: str | None = None) -> Goal:
+    """What the counted runs of these groups are compared by; threshold: the user's, or None for one that fits.
+
+    measure: of MEASURES, compared in its place.
+    """
     runs = [run for group in groups for run in group]
     ends = [documents[[0, -1]] for run in runs if (documents := run.points(DOCUMENTS, metric)[0]).size]
     low, high = (max(low for low, _ in ends), min(high for _, high in ends)) if ends else (0.0, 0.0)
@@ -113,9 +152,9 @@ def goal_of(groups: list[list[Run]], metric: str, threshold: float | None) -> Go
     why = "as --reach says"
     if not ends:
         threshold, why = None, ""
-    elif threshold is None:
+    elif threshold is None and measure is None:
         threshold, why = _fitting_threshold([group for group in groups if group], metric, window)
-    return Goal(metric, threshold, why, window, (low, high))
+    return Goal(metric, threshold, why, window, (low, high), measure or "final", measure is not None)
 
 
 def _fitting_threshold(groups, metric, window):
@@ -126,7 +165,7 @@ def _fitting_threshold(groups, metric, window):
     if is_share(metric) and any(all(_place(run, share) is not None for run in group) for group in groups):
         return _SHARE, "the default for a share that a configuration reaches with every seed"
     start = mean([first(run.values(metric)) for group in groups for run in group])
-    top = max(min(final(run.values(metric)) for run in group) for group in groups)
+    top = max(min(final_of(run.values(metric), metric) for run in group) for group in groups)
     if not top > start:
         return None, ""
     found = float(f"{start + _SHARE * (top - start):.3g}")
@@ -145,7 +184,7 @@ def reached(run: Run, goal: Goal) -> Reached:
     place, axes = _place(run, goal), [(axis, run.columns[axis]) for axis in AXES if axis in run.columns]
     seen = {axis: exact(axis, np.nanmax(column)) for axis, column in axes}
     to = {axis: exact(axis, column[place]) for axis, column in axes if place is not None and not isnan(column[place])}
-    return Reached(to, seen, _mean_over_documents(run, goal), final(run.values(goal.metric)))
+    return Reached(to, seen, _mean_over_documents(run, goal), final_of(run.values(goal.metric), goal.metric))
 
 
 def _place(run, goal):

@@ -65,6 +65,7 @@ def run_rows(compared: Compared) -> list[list[object]]:
     for group in compared.groups:
         for run in group.runs:
             row = {"run": run.path, **{key: text(value) for key, value in group.values.items()}}
+            row |= {key: text(run.config.get(key)) for key in compared.over}
             counted = "yes" if run in group.counted else "no"
             row |= {"seed": run.config["seed"], "state": run.state, "counted": counted, "step": run.step}
             if measured := run.values(goal.metric):
@@ -74,7 +75,7 @@ def run_rows(compared: Compared) -> list[list[object]]:
             rows.append(row)
     unread = [run for run, _ in compared.left_out if not run.config]
     rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unread]
-    columns = ["run", *compared.keys, "seed", "state", "counted", "step", *to.values(), *values, *AXES]
+    columns = ["run", *compared.keys, *compared.over, "seed", "state", "counted", "step", *to.values(), *values, *AXES]
     return [columns, *([row.get(column) for column in columns] for row in rows)]
 
 
@@ -100,7 +101,7 @@ def _render_html(compared: Compared, command: str) -> str:
             for group, of_group in zip(compared.groups, pairs, strict=False)
             if of_group
         ),
-        _sentences(terminal.worth([pair for of_group in pairs for pair in of_group])),
+        _sentences(terminal.worth(compared, [pair for of_group in pairs for pair in of_group])),
         *(["<h2>Runs excluded from averages</h2>", _sentences(excluded)] if excluded else []),
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",

@@ -1,4 +1,4 @@
-"""Means, spreads, and whether a difference is more than the seeds' noise."""
+"""Means, spreads, and whether a difference is more than noise, less than a margin, or neither is known."""
 
 from __future__ import annotations
 
@@ -26,10 +26,35 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Sample:
-    """What the seeds of one configuration reached. prompts: what else than the seed decides about their prompts."""
+    """What the runs of one configuration reached, by block: (values of what they are averaged over, ..., seed).
 
-    values: dict[int, float]
+    prompts: what else than the block decides about their prompts.
+    """
+
+    values: dict[tuple, float]
     prompts: object = None
+
+    @property
+    def strata(self) -> dict[tuple, np.ndarray]:
+        """The values of the seeds, by what else they are averaged over."""
+        found: dict[tuple, list[float]] = {}
+        for block in sorted(self.values):
+            found.setdefault(block[:-1], []).append(self.values[block])
+        return {stratum: np.array(values) for stratum, values in found.items()}
+
+
+@dataclass(frozen=True)
+class Margin:
+    """Differences within it are too small to matter. relative: it is a share of the first mean."""
+
+    value: float
+    relative: bool = False
+
+    def of(self, mean: float) -> float:
+        return self.value * abs(mean) if self.relative else self.value
+
+    def __str__(self) -> str:
+        return f"{100 * self.value:g}%" if self.relative else f"{self.value:g}"
 
 
 @dataclass
@@ -37,8 +62,11 @@ class Comparison:
     """Two samples, compared.
 
     paired: by seed, or else as independent samples. difference: of the means, second - first. interval: of it, by the
-    bootstrap. seeds_needed: of each, see `_seeds_needed`; MOST_SEEDS + 1 stands for more than those. p is of a t-test.
-    interval, p, adjusted_p and seeds_needed are None where a sample has one value, or no seed differs from another.
+    bootstrap. seeds_needed: of each, see `_seeds_needed`; MOST_SEEDS + 1 stands for more than those. p is of a t-test,
+    equal_p of two one-sided tests that the difference is within the margin; adjusted_p and equal_p are adjusted for the
+    number of pairs, but for an exploratory pair. improvement: see there.
+    interval, p, adjusted_p, equal_p and seeds_needed are None where a sample has one value, or no seed differs from
+    another.
     """
 
     first: int
@@ -49,6 +77,9 @@ class Comparison:
     interval: tuple[float, float] | None = None
     p: float | None = None
     adjusted_p: float | None = None
+    equal_p: float | None = None
+    improvement: float | None = None
+    exploratory: bool = False
     seeds_needed: int | None = None
 
 
@@ -61,22 +92,31 @@ def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
 class Comparisons:
     """Every pair of samples that have values, by a t-test; p is adjusted over all the pairs tested.
 
+    margin: for the test that a pair is equal. primary: pairs of places (first, second) over which alone p is adjusted,
+    planned before the runs; the others are exploratory.
+
     len() is their number, and iterating gives a `Comparison` each. They are tested all at once, since a thousand
     configurations make half a million pairs; intervals are computed as they are asked for.
     """
 
-    def __init__(self, samples: list[Sample]):
+    def __init__(
+        self, samples: list[Sample], margin: Margin | None = None, primary: set[tuple[int, int]] | None = None
+    ):
+        self.samples, self.margin, self.primary = samples, margin, primary
         self._values = {
-            place: np.array([sample.values[seed] for seed in sorted(sample.values)])
+            place: np.array([sample.values[block] for block in sorted(sample.values)])
             for place, sample in enumerate(samples)
             if sample.values
         }
         self._pairing = [_pairing(sample) for sample in samples]
         tested = [place for place, values in self._values.items() if values.size > 1]
         self._row = {place: number for number, place in enumerate(tested)}
-        by_first = _p_values([self._values[place] for place in tested], [self._pairing[place] for place in tested])
-        ends = np.cumsum([row.size for row in by_first])[:-1]
-        self._p, self._adjusted = by_first, np.split(holm(np.concatenate(by_first)), ends) if tested else []
+        values, pairings = [self._values[place] for place in tested], [self._pairing[place] for place in tested]
+        self._p, equal = _p_values(values, pairings, margin)
+        self._counted = [
+            np.array([self._is_primary(one, other) for other in tested[i + 1 :]], bool) for i, one in enumerate(tested)
+        ]
+        self._adjusted, self._equal = _adjusted(self._p, self._counted), _adjusted(equal, self._counted)
 
     def __len__(self) -> int:
         return len(self._values) * (len(self._values) - 1) // 2
@@ -87,8 +127,8 @@ class Comparisons:
 
     @property
     def tested(self) -> int:
-        """How many pairs have a p."""
-        return sum(int((row == row).sum()) for row in self._p)
+        """How many pairs have a p that counts."""
+        return sum(int((row == row)[counts].sum()) for row, counts in zip(self._p, self._counted, strict=True))
 
     @property
     def paired(self) -> set[bool]:
@@ -105,16 +145,45 @@ class Comparisons:
         one, other = self._values[first], self._values[second]
         paired = self._pairing[first] == self._pairing[second]
         found = Comparison(first, second, (one.size, other.size), paired, float(other.mean() - one.mean()))
+        found.improvement = improvement(self.samples[first], self.samples[second])
+        found.exploratory = not self._is_primary(first, second)
         if min(found.counts) > 1:
-            place = self._row[second] - self._row[first] - 1
-            p, adjusted = self._p[self._row[first]][place], self._adjusted[self._row[first]][place]
+            row, place = self._row[first], self._row[second] - self._row[first] - 1
             noise = [other - one] if paired else [one, other]
-            if p == p:
-                found.p, found.adjusted_p = float(p), float(adjusted)
+            if (p := self._p[row][place]) == p:
+                found.p, found.adjusted_p = float(p), float(self._adjusted[row][place])
+                found.equal_p = None if self.margin is None else float(self._equal[row][place])
             if max(map(np.ptp, noise)) > _EQUAL * max(abs(one).max(), abs(other).max()):
                 found.interval = _interval(one, other, paired)
                 found.seeds_needed = _seeds_needed(found.difference, [float(values.var(ddof=1)) for values in noise])
         return found
+
+    def _is_primary(self, first: int, second: int) -> bool:
+        return self.primary is None or (first, second) in self.primary
+
+
+def improvement(first: Sample, second: Sample) -> float | None:
+    """The probability that a run of the second has more than one of the first, equal ones counted half: the mean over
+    the strata that both have (arXiv 2108.13264), None where they share none."""
+    ours, theirs = first.strata, second.strata
+    shares = [(1 + np.sign(theirs[name][:, None] - ours[name]).mean()) / 2 for name in ours if name in theirs]
+    return float(np.mean(shares)) if shares else None
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """The mean over the last axis without its lowest and its highest quarter (arXiv 2108.13264)."""
+    cut = values.shape[-1] // 4
+    return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
+
+
+def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
+    """The interval of its interquartile mean: percentiles of a bootstrap over the seeds of each stratum."""
+    strata, draw = sample.strata.values(), np.random.default_rng(0)
+    if max((values.size for values in strata), default=0) < 2:
+        return None
+    again = [values[draw.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata]
+    means = interquartile_mean(np.concatenate(again, axis=1))
+    return tuple(map(float, np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])))
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -126,13 +195,27 @@ def holm(p: np.ndarray) -> np.ndarray:
     return adjusted
 
 
+def _adjusted(rows: list[np.ndarray], counted: list[np.ndarray]) -> list[np.ndarray]:
+    """Each p adjusted for those that are counted, which the others are not."""
+    if not rows:
+        return []
+    p, counts = np.concatenate(rows), np.concatenate(counted)
+    adjusted = np.where(counts, holm(np.where(counts, p, np.nan)), p)
+    return np.split(adjusted, np.cumsum([row.size for row in rows])[:-1])
+
+
 def _pairing(sample: Sample) -> tuple:
     """What two samples need to have in common to be paired."""
     return tuple(sorted(sample.values)), repr(sample.prompts)
 
 
-def _p_values(samples: list[np.ndarray], pairings: list[tuple]) -> list[np.ndarray]:
-    """Of each sample the p of its difference from each of the later ones; NaN where no seed differs from another."""
+def _p_values(
+    samples: list[np.ndarray], pairings: list[tuple], margin: Margin | None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of each sample the p of its difference from each of the later ones; NaN where no seed differs from another.
+
+    And the p that it is equal within the margin: the higher of two one-sided tests (Schuirmann, JPB 15, 1987).
+    """
     from scipy.special import stdtr
 
     size, mean = np.array([x.size for x in samples]), np.array([x.mean() for x in samples])
@@ -140,7 +223,7 @@ def _p_values(samples: list[np.ndarray], pairings: list[tuple]) -> list[np.ndarr
     spread, largest = np.array([np.ptp(x) for x in samples]), np.array([abs(x).max() for x in samples])
     kinds = {pairing: number for number, pairing in enumerate(dict.fromkeys(pairings))}
     kind = np.array([kinds[pairing] for pairing in pairings])
-    rows = []
+    rows, equal_rows = [], []
     for i in range(len(samples)):
         later = slice(i + 1, None)
         difference, variance = mean[later] - mean[i], share[later] + share[i]
@@ -152,9 +235,11 @@ def _p_values(samples: list[np.ndarray], pairings: list[tuple]) -> list[np.ndarr
                 variance[same], freedom[same] = differences.var(1, ddof=1) / size[i], size[i] - 1
                 noise[same] = np.ptp(differences, axis=1)
             p = 2 * stdtr(freedom, -abs(difference) / np.sqrt(variance))
-        equal = np.where(abs(difference) <= _EQUAL * largest[i], 1.0, np.nan)
-        rows.append(np.where(noise <= _EQUAL * np.maximum(largest[later], largest[i]), equal, p))
-    return rows
+            beyond = stdtr(freedom, (abs(difference) - (margin.of(mean[i]) if margin else 0)) / np.sqrt(variance))
+        none, equal = noise <= _EQUAL * np.maximum(largest[later], largest[i]), abs(difference) <= _EQUAL * largest[i]
+        rows.append(np.where(none, np.where(equal, 1.0, np.nan), p))
+        equal_rows.append(np.where(none, np.where(equal, 0.0, np.nan), beyond))
+    return rows, equal_rows
 
 
 def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[float, float]:
@@ -183,14 +268,38 @@ def _seeds_needed(difference: float, variances: list[float]) -> int:
     variances: of both samples, or of the differences alone where they are paired. It takes them and the difference as
     the true ones and the values as normal, and counts no other pair (arXiv 1806.08295).
     """
-    from scipy.stats import nct, t
-
     for counts in (np.arange(2, 33), np.arange(33, MOST_SEEDS + 1)):  # most comparisons need few
         freedom = (counts - 1) * sum(variances) ** 2 / sum(variance**2 for variance in variances)
-        # Beyond 40 standard errors the difference is found, and the distribution is no longer computed well.
-        shift = np.minimum(abs(difference) / np.sqrt(sum(variances) / counts), 40.0)
-        beyond = t.isf(LEVEL / 2, freedom)
-        enough = counts[nct.sf(beyond, freedom, shift) + nct.cdf(-beyond, freedom, shift) >= POWER]
+        enough = counts[_power(freedom, abs(difference) / np.sqrt(sum(variances) / counts)) >= POWER]
         if enough.size:
             return int(enough[0])
     return MOST_SEEDS + 1
+
+
+def _power(freedom: np.ndarray, shift: np.ndarray) -> np.ndarray:
+    """The probability that a t-test at LEVEL finds a difference of so many standard errors."""
+    from scipy.stats import nct, t
+
+    # Beyond 40 standard errors the difference is found, and the distribution is no longer computed well.
+    beyond, shift = t.isf(LEVEL / 2, freedom), np.minimum(shift, 40.0)
+    return nct.sf(beyond, freedom, shift) + np.nan_to_num(nct.cdf(-beyond, freedom, shift))  # NaN far below 1e-16
+
+
+def smallest_difference(seeds: int) -> float:
+    """The smallest difference that so many pairs (>= 2) show with POWER, in standard deviations of the differences."""
+    from scipy.optimize import brentq
+
+    return float(brentq(lambda found: _power(seeds - 1, found * seeds**0.5) - POWER, 0.0, 40.0 / seeds**0.5))
+
+
+def seeds_to_call_equal(margin: float) -> int:
+    """Pairs with which the two one-sided tests call equal what is, with POWER (Phillips, JPB 18, 1990).
+
+    margin: in standard deviations of the differences. MOST_SEEDS + 1 stands for more than those.
+    """
+    from scipy.stats import nct, t
+
+    counts = np.arange(2, MOST_SEEDS + 1)
+    shift = np.minimum(margin * np.sqrt(counts), 40.0)
+    enough = counts[2 * nct.sf(t.isf(LEVEL, counts - 1), counts - 1, shift) - 1 >= POWER]
+    return int(enough[0]) if enough.size else MOST_SEEDS + 1

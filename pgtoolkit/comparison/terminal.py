@@ -6,10 +6,22 @@ import textwrap
 from collections.abc import Callable
 from math import inf
 
+import numpy as np
+
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import Compared, Group
-from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
-from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, mean_and_std
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, MEASURES, is_score, is_share
+from pgtoolkit.comparison.statistics import (
+    LEVEL,
+    MOST_SEEDS,
+    POWER,
+    Comparison,
+    Margin,
+    Sample,
+    interquartile_interval,
+    interquartile_mean,
+    mean_and_std,
+)
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
@@ -23,16 +35,25 @@ def render_comparison(compared: Compared) -> str:
     lines = [*folded(heading(compared)), "", *_groups_with_curves(compared)]
     lines += [line for sentence in definitions(compared) for line in folded(sentence, "", "  ")]
     lines += ["", *folded(question(compared))]
-    if pairs := compared.comparisons.against(0):
-        best = compared.groups[0]
-        lines.append(f"  against {best.label} (n = {len(best.counted)})"[:WIDTH])
+    shown = planned(compared)
+    for pairs in shown:
+        base = compared.groups[pairs[0].first]
+        lines.append(f"  against {base.label} (n = {len(base.counted)})"[:WIDTH])
         lines += [f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)]
-        lines += [line for sentence in worth(pairs) for line in folded(sentence, "", "  ")]
+    sentences = worth(compared, [pair for pairs in shown for pair in pairs])
+    lines += [line for sentence in sentences for line in folded(sentence, "", "  ")]
     if compared.left_out:
         lines += ["", "Excluded from averages:"]
         lines += [line for excluded in left_out(compared) for line in folded(excluded, "  ", "      ")]
     lines += [line for note in compared.notes for line in folded(f"Note: {note}")]
     return "\n".join(lines)
+
+
+def planned(compared: Compared) -> list[list[Comparison]]:
+    """The pairs that the terminal shows, by what they are against: the planned ones, else those with the best."""
+    primary = compared.comparisons.primary
+    pairs = [compared.comparisons.against(place) for place in sorted({first for first, _ in primary or [(0, 0)]})]
+    return [chosen for of_base in pairs if (chosen := [pair for pair in of_base if not pair.exploratory])]
 
 
 def heading(compared: Compared) -> str:
@@ -52,7 +73,7 @@ def definitions(compared: Compared) -> list[str]:
     goal, metric, sentences = compared.goal, compared.metric, []
     if is_score(metric):
         where = "held-out prompts" if metric.startswith(HELD_OUT) else "the prompts of training, as they were sampled"
-        sentences.append(f"{metric} is measured on {where}; mean ± sample standard deviation over seeds.")
+        sentences.append(f"{metric} is measured on {where}; mean ± sample standard deviation over {compared.blocks}s.")
     if compared.by_documents:
         limit = compared.limits[DOCUMENTS]
         window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
@@ -67,12 +88,20 @@ def definitions(compared: Compared) -> list[str]:
                 f"≥: a seed that never reached it counts as the search limit ({looked}), so the mean is a lower "
                 "bound (restricted mean, Royston and Parmar 2013)."
             )
-    elif is_score(metric):
+    elif is_score(metric) and not goal.chosen:
         sentences.append("No threshold: no configuration ends higher than the runs start. --reach sets one.")
+    if goal.chosen:
+        sentences.append(
+            f"IQM: of the {'mean' if goal.measure == 'area' else 'final'} values, without the lowest and the highest "
+            f"quarter of the runs; its interval, {1 - LEVEL:.0%}, by the bootstrap over seeds (arXiv 2108.13264)."
+        )
     low, high = goal.span
+    ends = "the last tenth of a run's steps"
+    if metric.startswith(HELD_OUT):
+        ends = "the last three evaluations, of fewer than nine the last third"
     sentences.append(
         f"mean: of {metric} over documents {low:,.0f} to {high:,.0f}, which all have seen (the area under the curve). "
-        "final: over the last tenth of a run's steps."
+        f"final: over {ends}."
     )
     return sentences
 
@@ -81,16 +110,20 @@ def question(compared: Compared) -> str:
     """What the verdicts answer, and by which test."""
     if not compared.comparisons:
         return "Nothing to compare: one configuration has finished runs. Name more runs to compare it with."
-    goal, tested = compared.goal, compared.comparisons.tested
-    kinds = sorted("paired by seed" if paired else "Welch's" for paired in compared.comparisons.paired)
-    adjusted = f", p adjusted for {tested} pairs (Holm)" if tested > 1 else ""
-    measure = f"Documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else f"Final {goal.metric}"
-    return f"More than seed noise? {measure}, t-test, {' or '.join(kinds)}, two-sided{adjusted}:"
+    goal, found = compared.goal, compared.comparisons
+    kinds = sorted(f"paired by {compared.blocks}" if paired else "Welch's" for paired in found.paired)
+    equal = "" if found.margin is None else f", and two one-sided ones for equality within {found.margin}"
+    which = "pairs" if found.primary is None else "planned pairs"
+    adjusted = f", p adjusted for {found.tested} {which} (Holm)" if found.tested > 1 else ""
+    measure = f"{MEASURES[goal.measure]} {goal.metric}"
+    if compared.by_documents:
+        measure = f"Documents to {goal.metric} {goal.threshold:g}"
+    return f"More than seed noise? {measure}, t-test, {' or '.join(kinds)}, two-sided{equal}{adjusted}:"
 
 
-def worth(comparisons: list[Comparison]) -> list[str]:
+def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     """How the differences are to be read."""
-    tested = [pair for pair in comparisons if pair.interval]
+    tested = [pair for pair in pairs if pair.interval]
     if not tested:
         return []
     few = ""
@@ -100,44 +133,66 @@ def worth(comparisons: list[Comparison]) -> list[str]:
             "cases, with 5 in 85, with 10 in 90"
         )
     paired = "paired: both have the same seeds, so the same prompts; the difference of each seed is tested."
-    return [
+    more = "better" if compared.sign else "higher"
+    sentences = [
         *([paired] if any(pair.paired for pair in tested) else []),
         f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few}.",
+        f"{more}: the probability that one run is {more} than one of the other side (arXiv 2108.13264). unknown: "
+        "nothing was shown, not even that there is no difference.",
         f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power {POWER}), were the "
         "difference and the spread as seen and the values normal (arXiv 1806.08295).",
     ]
+    if compared.comparisons.margin is not None:
+        sentences.append("equal: p that the difference is as large as the margin (Schuirmann 1987).")
+    if rest := len(compared.comparisons) - len(compared.comparisons.primary or compared.comparisons):
+        sentences.append(f"{plural(rest, 'other pair')}: exploratory, p not adjusted; --html lists them.")
+    return sentences
 
 
-def verdict(comparison: Comparison) -> str:
-    """What can be said of a difference."""
-    if min(comparison.counts) < 2:
+def verdict(pair: Comparison, sign: int = 0, margin: Margin | None = None) -> str:
+    """What can be said of a difference; sign: `Compared.sign`."""
+    if min(pair.counts) < 2:
         return "needs 2 seeds per configuration"
-    if comparison.p is None:
+    if pair.p is None:
         return "no noise to test by"
-    return "more than seed noise" if comparison.adjusted_p < LEVEL else "not told apart"
+    found = "unknown"
+    if margin is not None and pair.equal_p < LEVEL:
+        found = f"equal within {margin}"
+    elif pair.adjusted_p < LEVEL:
+        up = pair.difference * (sign or 1) > 0
+        found = ("better" if up else "worse") if sign else ("higher" if up else "lower")
+    return f"exploratory: {found}" if pair.exploratory else found
 
 
 def difference_rows(compared: Compared, pairs: list[Comparison]) -> list[list[str]]:
     """The header and a row per pair of one configuration with others."""
     rows = [[compared.groups[pair.second].label, *_difference(compared, pair)] for pair in pairs]
-    return [["", "n", "difference", "interval", "p", "seeds", "test", "verdict"], *rows]
+    more, equal = "better" if compared.sign else "higher", ["equal"] * (compared.comparisons.margin is not None)
+    return [["", "n", "difference", "interval", "p", "seeds", more, *equal, "test", "verdict"], *rows]
 
 
 def _difference(compared, pair):
-    write = whole if compared.by_documents else number_format(compared)
+    write, margin = whole if compared.by_documents else number_format(compared), compared.comparisons.margin
 
     def signed(value):
         return f"+{write(value)}" if value > 0 else write(value)
 
-    p, seeds = pair.adjusted_p, pair.seeds_needed
+    def probability(p):
+        return "-" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
+
+    seeds, more = pair.seeds_needed, pair.improvement
+    if more is not None and compared.sign < 0:
+        more = 1 - more
     return [
         str(pair.counts[1]),
         signed(pair.difference),
         f"[{', '.join(map(signed, pair.interval))}]" if pair.interval else "-",
-        "-" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}",
+        probability(pair.adjusted_p),
         "-" if seeds is None else f">{MOST_SEEDS}" if seeds > MOST_SEEDS else str(seeds),
+        "-" if more is None else f"{more:.2f}",
+        *([] if margin is None else [probability(pair.equal_p)]),
         "paired" if pair.paired else "Welch",
-        verdict(pair),
+        verdict(pair, compared.sign, margin),
     ]
 
 
@@ -183,14 +238,22 @@ def group_rows(compared: Compared) -> list[list[str]]:
     """The header and a row per group: values of the keys, seeds, what they spent and reached."""
     write, axes = number_format(compared), list(compared.limits)
     reach = ["reached", *(AXES[axis] for axis in axes)] if compared.by_documents else ["seeds"]
+    reach += ["IQM"] * compared.goal.chosen
     rows = [[*compared.keys, *reach, "mean", "final"]]
-    for group in compared.groups:
+    for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True):
         count = len(group.counted)
-        took = [str(count)]
+        took = [str(count), *([_interquartile(sample, write)] if compared.goal.chosen else [])]
         if compared.by_documents:
             took = [f"{compared.arrived(group, DOCUMENTS)} of {count}", *(spent(compared, group, a) for a in axes)]
         rows.append([*map(text, group.values.values()), *took, _spread(group.mean, write), _spread(group.final, write)])
     return rows
+
+
+def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
+    if not sample.values:
+        return "-"
+    mean, interval = interquartile_mean(np.array([*sample.values.values()])), interquartile_interval(sample)
+    return write(float(mean)) + (f" [{', '.join(map(write, interval))}]" if interval else "")
 
 
 def _groups_with_curves(compared):

@@ -39,15 +39,24 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
     measure = parser.add_mutually_exclusive_group()
-    measure.add_argument("--metric", metavar="NAME", help="what is compared (default: held-out, exact_match or reward)")
+    measure.add_argument("--metric", metavar="NAME", help="what is compared, area:NAME or final:NAME (default: fits)")
     measure.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or more")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
+    parser.add_argument(
+        "--over", metavar="KEYS", help="keys such as model.path that belong to a block as the seed does"
+    )
+    parser.add_argument("--against", metavar="KEY=VALUE", help="the base that planned contrasts are with")
+    parser.add_argument(
+        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base's mean"
+    )
+    parser.add_argument("--predictions", type=Path, metavar="FILE", help="what pgtk plan wrote and you filled in")
     for kind, content in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {content}")
     args = parser.parse_args(argv)
 
+    from pgtoolkit.comparison import predictions
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.measures import needed_for
+    from pgtoolkit.comparison.measures import needed_for, parse_margin, parse_metric
     from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import render_comparison
@@ -61,10 +70,14 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
         reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
-    metrics = needed_for(args.metric or (args.reach or "").rpartition("=")[0])
+    expected = predictions.take(args.predictions, args) if args.predictions else {}
+    metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
-    compared = compare(runs, args.metric, args.best_of, args.reach)
+    over, margin = args.over.split(",") if args.over else (), parse_margin(args.margin) if args.margin else None
+    compared = compare(runs, args.metric, args.best_of, args.reach, over, args.against, margin)
     say(render_comparison(compared))
+    for line in predictions.judged(compared, expected):
+        say(line)
     for kind in ("html", "csv", "png"):
         if path := getattr(args, kind):
             write(compared, kind, path, parser.command)
@@ -222,7 +235,7 @@ def _explain(parser: _Parser, argv: list[str]) -> None:
 
 
 REPORTS = {
-    "compare": ("RUN_DIR...", "what varies, what was reached over seeds, seed noise; --html FILE", _compare),
+    "compare": ("RUN_DIR...", "what runs reached over seeds: better, equal, unknown; --html FILE", _compare),
     "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),

@@ -69,6 +69,11 @@ class Run:
     names: set[str] = field(default_factory=set)
     code: tuple = ()
 
+    @property
+    def collapsed(self) -> bool:
+        """Whether numbers that were not finite ended it: a result, unlike other failures."""
+        return self.state == "failed" and (self.reason or "").startswith("NumericalError")
+
     def values(self, metric: str) -> list[float]:
         """The metric at every step that has it."""
         return values(self.columns, metric)

@@ -54,6 +54,62 @@ def seeds_are_never_paired(right, sample):
     return right(sample), object()
 
 
+@mutant("comparison.statistics:interquartile_mean", "test_the_interquartile_mean_and_its_interval_are_those_of_rliable")
+def a_fifth_is_cut_for_a_quarter(right, values):
+    import numpy as np
+
+    cut = values.shape[-1] // 5
+    return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
+
+
+@mutant("comparison.statistics:interquartile_interval", "test_seeds_are_drawn_anew_within_their_stratum")
+def strata_are_mixed(right, sample):
+    from pgtoolkit.comparison.statistics import Sample
+
+    return right(Sample({(number,): value for number, value in enumerate(sample.values.values())}))
+
+
+@mutant("comparison.statistics:improvement", "test_the_probability_of_improvement_is_that_of_rliable")
+def equal_runs_are_no_improvement(right, first, second):
+    import numpy as np
+
+    ours, theirs = first.strata, second.strata
+    return np.mean([(theirs[name][:, None] > ours[name]).mean() for name in ours if name in theirs] or [0])
+
+
+@mutant("comparison.statistics:Margin.of", "test_two_one_sided_tests_are_those_of_scipy")
+def a_margin_is_two_sided(right, self, mean):
+    return 2 * right(self, mean)
+
+
+@mutant("comparison.statistics:_adjusted", "test_p_is_adjusted_over_planned_pairs_alone")
+def p_is_adjusted_over_exploratory_pairs_too(right, rows, counted):
+    return right(rows, [counts | True for counts in counted])
+
+
+@mutant("comparison.statistics:seeds_to_call_equal", "test_seeds_that_call_equal_what_is")
+def one_of_the_one_sided_tests_is_enough(right, margin):
+    from scipy.stats import nct, t
+
+    return next((n for n in range(2, 1001) if nct.sf(t.isf(0.05, n - 1), n - 1, min(margin * n**0.5, 40)) >= 0.8), 1001)
+
+
+@mutant("comparison.measures:final_of", "test_final_is_the_mean_of_the_last_evaluations")
+def final_is_the_last_tenth_of_evaluations(right, values, metric):
+    return right(values, "reward")
+
+
+@mutant("comparison.groups:_carry_on", "test_a_run_that_collapsed_stays_where_it_ended")
+def a_collapsed_run_counts_as_far_as_it_came(right, runs, metric):
+    return right([], metric) or ["collapsed, and not dropped: a-1"]
+
+
+@mutant("comparison.groups:_planned", "test_contrasts_are_with_the_base_that_differs_in_nothing_else")
+def every_pair_with_a_base_is_planned(right, compared, against):
+    right(compared, against)
+    return {(i, j) for i in (0, 1) for j in range(2, len(compared.groups))}
+
+
 @mutant("comparison.statistics:holm", "test_p_is_adjusted_by_holm")
 def p_is_not_adjusted(right, p):
     return p

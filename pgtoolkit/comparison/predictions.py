@@ -1,0 +1,92 @@
+"""What was predicted of planned contrasts: a file that `pgtk plan` writes, and the user fills in before the runs."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from pgtoolkit.comparison.groups import Compared, Group
+from pgtoolkit.comparison.statistics import Comparison
+from pgtoolkit.comparison.terminal import planned, verdict
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import is_number, refusal, text
+from pgtoolkit.system.yaml_text import plain_yaml
+
+_OPTIONS = ("metric", "against", "margin", "over", "best_of", "reach")
+"""What the file says of the comparison: the options of `pgtk compare`, which it takes the place of."""
+
+_WORDS = ("better", "worse", "equal")
+
+
+def template(options: dict[str, str], contrasts: list[str]) -> str:
+    """The file before it is filled in; contrasts: what is compared with the base."""
+    lines = [
+        "# Predictions, to be filled in and kept before the runs begin; then `pgtk compare ... --predictions FILE`."
+    ]
+    lines += [f"{name}: {value}" for name, value in options.items()]
+    lines += [
+        "# Of each: better, worse, equal (within the margin), or the difference itself, such as 0.03.",
+        "expected:",
+    ]
+    return "\n".join([*lines, *(f"  {name!r}: null" for name in contrasts)]) + "\n"
+
+
+def take(file: Path, args: Namespace) -> dict[str, str | float]:
+    """What the file expects of each contrast; its options go into args. Raises ConfigError for what it cannot mean."""
+
+    def refused(what: object, needs: str, reason: str) -> ConfigError:
+        return ConfigError(refusal(f"--predictions={file}", needs, what, reason, "the form that pgtk plan writes"))
+
+    try:
+        content = plain_yaml(file.read_bytes())
+        expected = {text(name): value for name, value in content.pop("expected").items()}
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise refused(type(error).__name__, "YAML with the key expected", "It was read before the runs.") from error
+    if "against" not in content:
+        raise refused("none", "the key against", "A contrast is predicted with its base.")
+    for name, value in content.items():
+        if name not in _OPTIONS:
+            raise refused(name, f"no other keys than {', '.join(_OPTIONS)}", "They are options of pgtk compare.")
+        names = ("metric", "reach") if name in ("metric", "reach") else (name,)
+        if given := [one for one in names if getattr(args, one) is not None]:
+            option, reason = f"--{given[0].replace('_', '-')}", "What was planned is compared as it was planned."
+            use = f"{name}={text(value)} of {file}"
+            raise ConfigError(refusal(option, "to be left out", getattr(args, given[0]), reason, use))
+        setattr(args, name, text(value))
+    for contrast, value in expected.items():
+        if value not in _WORDS and not is_number(value):
+            raise refused(
+                f"{contrast}: {text(value)}", "better, worse, equal or a difference", "It is compared with that."
+            )
+    return expected
+
+
+def contrast(compared: Compared, group: Group) -> str:
+    """The values of a group but for the key of which it has its best."""
+    return ", ".join(text(value) for key, value in group.values.items() if key != compared.best_of)
+
+
+def judged(compared: Compared, expected: dict[str, str | float]) -> list[str]:
+    """A line for each planned contrast that something was expected of. ConfigError for one that was not compared."""
+    pairs = {contrast(compared, compared.groups[pair.second]): pair for pairs in planned(compared) for pair in pairs}
+    if missing := [name for name in expected if name not in pairs]:
+        names = "; ".join(pairs) or "none"
+        raise ConfigError(
+            f"a prediction of {missing[0]} needs runs of it (got contrasts {names}). Nothing answers it. Name its runs."
+        )
+    return [
+        f"Predicted: {name} {text(value)}: {_judgement(compared, pairs[name], value)}"
+        for name, value in expected.items()
+    ]
+
+
+def _judgement(compared: Compared, pair: Comparison, value: str | float) -> str:
+    """right, wrong or undecided, with the answer. Of a size: whether the interval of the difference has it."""
+    answer = verdict(pair, compared.sign, compared.comparisons.margin)
+    if isinstance(value, str):
+        is_right = answer.startswith(value)
+        undecided = pair.p is None or answer == "unknown"
+    else:
+        is_right = pair.interval is not None and pair.interval[0] <= value <= pair.interval[1]
+        undecided = pair.interval is None or (is_right and pair.interval[0] < 0 < pair.interval[1])
+    return f"{'undecided' if undecided else 'right' if is_right else 'wrong'} ({answer})"
