@@ -40,6 +40,7 @@ def policy_loss(
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
     ref_log_probs: Tensor | None = None,
+    ref_logits: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
@@ -75,9 +76,13 @@ def policy_loss(
     temperature: log-probs are log_softmax(logits / temperature).
     entropy_coefficient: of the entropy bonus: the loss has minus so much times the sum of w_t H_t, H_t the entropy of
         the softmax at each trained position. The metrics then have `entropy` from "basic" on.
-    kl: a penalty on the distance from a reference, such as pgtoolkit.kl.KL("k3", coefficient=0.05).
+    kl: a penalty on the distance from a reference, such as pgtoolkit.kl.KL("k3", coefficient=0.05), or a full KL, over
+        the whole vocabulary at each trained position: "full_reverse", KL(policy || reference), or "full_forward", KL(
+        reference || policy), which is distillation where the reference is a teacher.
     ref_log_probs: (T,) floating, log-prob of each label under the reference, read only where trained; with them the
         metrics have `kl_ref` from "basic" on.
+    ref_logits: for a full KL, in the place of ref_log_probs: logits of the reference, shaped like logits, under the
+        same temperature. They get no gradient. The metric `kl_ref` is then the full KL.
     metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter),
         "auto" (by device) or "reference" (plain float64 loops, for tests).
     check_finite: refuse non-finite numbers, log-probs above 0.001 and documents outside num_documents at trained
@@ -97,16 +102,20 @@ def policy_loss(
     """
     family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
     definition = Loss(family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl)
-    arguments.check_reference(kl, ref_log_probs, metrics)
+    arguments.check_reference(kl, ref_log_probs, metrics, ref_logits=ref_logits)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
+    if ref_logits is not None:
+        arguments.check_tensor(
+            "ref_logits", ref_logits, logits, logits.shape, f"the shape of logits, {tuple(logits.shape)}"
+        )
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = arguments.tokens_of("logits", logits, vectors, num_documents, indices, totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
-    return loss_of_logits(logits, tokens, totals, definition, ranks, method)
+    return loss_of_logits(logits, tokens, totals, definition, ranks, method, ref_logits)
 
 
 def linear_policy_loss(
@@ -132,6 +141,9 @@ def linear_policy_loss(
     entropy_coefficient: float = 0.0,
     kl: KL | None = None,
     ref_log_probs: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_lm_head_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
     metrics: str = "none",
     impl: str = "auto",
     check_finite: bool = True,
@@ -157,6 +169,9 @@ def linear_policy_loss(
         are not multiplied, and rows of zero advantage only forward. "torch", "triton" and "reference" materialise all
         logits; with num_splits > 1, which needs a family whose scope is the token, one of num_splits contiguous cuts
         at a time. "auto" is "fused_linear", or by device where num_splits > 1.
+    ref_hidden: (T, H'), ref_lm_head_weight: (V, H'), ref_bias: (V,) or None, of the reference, whose H' may differ: for
+        a full KL, in the place of ref_logits, which then need never exist in full either; logits_memory_mb is for those
+        of both models. They get no gradient.
     fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
     weight_gradient: (V, H) float32 (float64 for float64 hidden), to which the weight's gradient is added during the
         call itself, so that it adds up in float32 over micro-batches. Autograd then sees the weight as a constant, and
@@ -170,18 +185,22 @@ def linear_policy_loss(
     """
     family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
     definition = Loss(family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl)
-    arguments.check_reference(kl, ref_log_probs, metrics)
+    of_reference = {"ref_hidden": ref_hidden, "ref_lm_head_weight": ref_lm_head_weight, "ref_bias": ref_bias}
+    arguments.check_reference(kl, ref_log_probs, metrics, **of_reference)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
     method = Computation(impl, check_finite, num_splits, logits_memory_mb)
     arguments.check_rows("hidden", hidden)
-    arguments.check_head(hidden, head, definition, method)
+    reference = None
+    if ref_hidden is not None:
+        reference = ref_hidden, LMHead(ref_lm_head_weight, ref_bias, fp32_logits=fp32_logits)
+    arguments.check_head(hidden, head, definition, method, reference)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, indices, totals, counts)
-    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
+    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method, reference)
 
 
 def log_prob_loss(

@@ -13,7 +13,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
-from pgtoolkit.losses.kl import KL
+from pgtoolkit.losses.kl import FULL_KINDS, KL
 from pgtoolkit.ranks.environment import AXES, world_size
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves
@@ -57,7 +57,8 @@ def equation(config: Config) -> list[str]:
     penalties = []
     if config.kl.kind != "none":
         k_t = KL(config.kl.kind, config.kl.coefficient).equation
-        penalties.append(f"      + {k_t},  f_t = log-prob under the reference")
+        of_row = ", f_tv and p_tv those of token v of the vocabulary there" if config.kl.kind in FULL_KINDS else ""
+        penalties.append(f"      + {k_t},  f_t = log-prob under the reference{of_row}")
     if config.entropy.coefficient:
         penalties.append(f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t")
     correction = configured(config.correction, CORRECTIONS)

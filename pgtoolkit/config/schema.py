@@ -11,7 +11,7 @@ from typing import Any
 from pgtoolkit.config.key import key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.losses.kl import KINDS
+from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 
 _WEIGHTS = "the checkpoint holds the weights of this model"
 POSITION = "the position in the data belongs to it"
@@ -61,7 +61,7 @@ _CUT = {"learns": False}
 """How a step is cut, by how many ranks, or how it rounds, changes nothing of it."""
 
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
-KLKind = StrEnum("KLKind", ["none", *KINDS])
+KLKind = StrEnum("KLKind", ["none", *KINDS, *FULL_KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
 AdvantageEstimator = StrEnum("AdvantageEstimator", "grpo dr_grpo rloo max_rl batch_std pass_at_k none given")
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])

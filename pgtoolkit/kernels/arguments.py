@@ -54,10 +54,23 @@ def tokens_of(
     return Tokens(**vectors, num_documents=num_documents, **given, counts=counts)
 
 
-def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str) -> None:
-    """ValueError for a penalty without the reference's log-probs, and for these where nothing would read them."""
+def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None) -> None:
+    """ValueError for a penalty without what it needs of the reference, and for that where nothing would read it.
+
+    of_rows: by their keywords, the tensors that a full KL needs in the place of ref_log_probs.
+    """
     if kl is not None and not isinstance(kl, KL):
         raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
+    given = [name for name, tensor in of_rows.items() if tensor is not None]
+    if kl is not None and kl.full and of_rows:  # else it is log-probs' loss, which refuses it
+        needed = " and ".join(name for name in of_rows if name != "ref_bias")
+        if missing := [name for name in of_rows if name != "ref_bias" and name not in given]:
+            raise ValueError(f"kl={kl.kind!r} needs {needed} of the reference (got no {missing[0]})")
+        if ref_log_probs is not None:
+            raise ValueError(f"kl={kl.kind!r} has no use for ref_log_probs; it reads {needed}")
+        return
+    if given:
+        raise ValueError(f"{given[0]} needs a full KL, KL('full_reverse', ...) or KL('full_forward', ...) (got {kl})")
     if kl is not None and ref_log_probs is None:
         raise ValueError("kl needs ref_log_probs, the log-probs of the labels under the reference (got None)")
     if kl is None and ref_log_probs is not None and metrics == "none":
@@ -70,13 +83,21 @@ def check_rows(name: str, rows: Tensor) -> None:
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}")
 
 
-def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
-    """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
+def check_head(
+    hidden: Tensor, head: LMHead, loss: Loss, method: Computation, reference: tuple[Tensor, LMHead] | None = None
+) -> None:
+    """ValueError for a head that does not fit the hidden states, a reference that does not, or excluding options."""
     weight, wide = head.weight, accumulation_dtype(hidden)
-    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
-    check_tensor("lm_head_weight", weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})")
-    if head.bias is not None:
-        check_tensor("bias", head.bias, hidden, (len(weight),), f"one entry per row of lm_head_weight, {len(weight)}")
+    _check_shapes(hidden, head)
+    if reference is not None:
+        ref_hidden, ref_head = reference
+        check_rows("ref_hidden", ref_hidden)
+        per_row = f"one row per row of hidden, {len(hidden)}"
+        check_tensor("ref_hidden", ref_hidden, hidden, (len(hidden), ref_hidden.shape[1]), per_row)
+        _check_shapes(ref_hidden, ref_head, "ref_")
+        if len(ref_head.weight) != len(weight):
+            needed = f"the {len(weight)} rows of lm_head_weight, a token each"
+            raise ValueError(f"ref_lm_head_weight needs {needed} (got {shown(ref_head.weight)})")
     if head.weight_gradient is not None:
         shape = tuple(weight.shape)
         check_tensor("weight_gradient", head.weight_gradient, hidden, shape, f"the shape of lm_head_weight, {shape}")
@@ -99,6 +120,15 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
             raise ValueError(
                 f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got {method.impl!r})"
             )
+
+
+def _check_shapes(hidden: Tensor, head: LMHead, prefix: str = "") -> None:
+    weight, name = head.weight, f"{prefix}lm_head_weight"
+    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
+    check_tensor(name, weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})")
+    if head.bias is not None:
+        per_row = f"one entry per row of {name}, {len(weight)}"
+        check_tensor(f"{prefix}bias", head.bias, hidden, (len(weight),), per_row)
 
 
 def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False) -> None:

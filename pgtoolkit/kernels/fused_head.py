@@ -9,8 +9,9 @@ c_t the derivative of the loss by the log-prob of token t,
 so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass suffices even
 where c_t needs all tokens of its document: chunks are made of whole documents.
 
-An entropy bonus adds a second row to the gradient of the logits, with a coefficient of its own. A chunk's logits then
-stay until c is known, and are read once more; no product is computed again.
+An entropy bonus, or the full KL against a reference, adds a second row to the gradient of the logits, with a
+coefficient of its own. A chunk's logits, and the reference's beside them, then stay until c is known, and are read once
+more; no product is computed again.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.chunks import Chunk, make_plan
-from pgtoolkit.kernels.given_logits import GradientsFromForward
-from pgtoolkit.kernels.products import BesideOthers, accumulate_matmul, accumulation_dtype, matmul
+from pgtoolkit.kernels.given_logits import GradientsFromForward, compared
+from pgtoolkit.kernels.products import BesideOthers, Projection, accumulate_matmul, accumulation_dtype
+from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.exchange import all_reduce_
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
@@ -44,6 +46,9 @@ class LMHead:
     weight_gradient: Tensor | None = None
     fp32_logits: bool = False
 
+    def of(self, hidden: Tensor) -> Projection:
+        return Projection(hidden, self.weight, self.bias, self.fp32_logits)
+
 
 @dataclass(frozen=True)
 class HeadOptions:
@@ -52,6 +57,7 @@ class HeadOptions:
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
     check_finite: refuse numbers that are not finite. counts: the documents' counts if they are known on the host.
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
+    reference: the hidden states (T, H') and the head of the reference, for a full KL.
     """
 
     implementation: object
@@ -60,11 +66,17 @@ class HeadOptions:
     check_finite: bool = True
     counts: DocumentCounts | None = None
     vocabulary_group: ProcessGroup | None = None
+    reference: tuple[Tensor, LMHead] | None = None
 
     @property
     def bonus(self) -> bool:
         """Whether the loss has an entropy bonus, for which the entropy is measured at any level of the metrics."""
         return self.loss.entropy_coefficient != 0
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the gradient by the logits is not the score times a number."""
+        return self.bonus or self.reference is not None
 
     @property
     def with_entropy(self) -> bool:
@@ -74,13 +86,15 @@ class HeadOptions:
 class Piece(NamedTuple):
     """Rows between forward and backward: hidden (N, H), log_probs (N,), and (N, V) the score.
 
-    With a bonus the logits as they are in the place of the score, and their normalizer (3, N) with the entropy.
+    Where `keeps_logits`, the logits as they are in the place of the score, with their normalizer (2, N), or (3, N) with
+    the entropy for a bonus, and the reference for a full KL.
     """
 
     hidden: Tensor
     score: Tensor
     log_probs: Tensor
     normalizer: Tensor | None = None
+    teacher: Teacher | None = None
 
 
 def linear_loss(
@@ -94,7 +108,8 @@ def linear_loss(
     inputs = (hidden, head.weight if can_scale else head.weight.detach(), head.bias)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        run = _FusedPass(hidden.detach(), head, labels, options, wanted)
+        run = _FusedPass(hidden, head, labels, options, wanted)
+        run.divergence = objective.penalties.divergence
         run.all_chunks(objective)
         loss, _, sums = options.implementation.evaluate(
             objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level
@@ -145,13 +160,14 @@ class _FusedPass:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
     def __init__(self, hidden, head, labels, options, wanted):
-        self.hidden, self.labels, self.options, self.temperature = hidden, labels, options, options.loss.temperature
-        weight, bias = (None if x is None else x.detach() for x in (head.weight, head.bias))
-        # A float32 parameter under a half-precision model computes in the model's precision.
-        self.weight = weight.to(hidden.dtype)
-        wide = accumulation_dtype(hidden)
-        self.logits_dtype = wide if head.fp32_logits else hidden.dtype
-        self.bias = None if bias is None else bias.to(self.logits_dtype)
+        self.own, self.labels, self.options, self.temperature = (
+            head.of(hidden),
+            labels,
+            options,
+            options.loss.temperature,
+        )
+        self.hidden, weight, bias, wide = self.own.hidden, head.weight, head.bias, accumulation_dtype(hidden)
+        self.reference = None if options.reference is None else options.reference[1].of(options.reference[0])
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
         self.entropy = torch.zeros_like(self.log_probs) if options.with_entropy else None
 
@@ -195,8 +211,8 @@ class _FusedPass:
             share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)
             log_probs = torch.cat([self.log_probs[:0], *parts])
             coefficients = options.implementation.coefficients(share.at(log_probs), log_probs)
-            if options.bonus:
-                coefficients = torch.stack([coefficients, share.penalties.by_entropy])
+            if options.keeps_logits:
+                coefficients = torch.stack([coefficients, *share.penalties.of_rows])
             *earlier, last = coefficients.split([len(part) for part in parts], -1) if parts else [None]
             for rows in kept:
                 self.products(rows, last_piece, last, clips_documents and not earlier)
@@ -210,52 +226,59 @@ class _FusedPass:
         """Room for the logits of a chunk of `largest` rows, or of as many as may exist at once."""
         rows = min(self.options.max_rows, largest)
         self.numbers = torch.arange(rows, device=self.hidden.device)
-        self.buffer = self.hidden.new_empty(rows, len(self.weight), dtype=self.logits_dtype)
+        self.own.make_buffer(rows)
+        if self.reference is not None:
+            self.reference.make_buffer(rows)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Fill in log-probs and entropy of these rows, and return the log-probs."""
-        logits = self.logits(self.hidden[rows])
-        log_probs, _, entropy = self.options.implementation.forward(logits, *self._arguments(rows))
-        return self._record(rows, log_probs, entropy)
+        """Fill in what is measured of these rows, and return their log-probs."""
+        return self.with_logits(rows).log_probs
+
+    def with_logits(self, rows: Tensor) -> Piece:
+        """These rows with their logits as they are, what is measured of them filled in."""
+        implementation, hidden, teacher = self.options.implementation, self.hidden[rows], None
+        logits = self.own.logits(hidden)
+        log_probs, normalizer, entropy = implementation.forward(logits, *self._arguments(rows))
+        if self.reference is not None:
+            ref_logits = self.reference.logits(self.reference.hidden[rows])
+            how = self.labels[rows], self.temperature, self.options.loss.kl.kind
+            teacher = compared(implementation, logits, normalizer, ref_logits, *how)
+            self.divergence[rows] = teacher.divergence
+        if self.options.bonus:
+            normalizer = torch.cat([normalizer, entropy[None]])
+        return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
 
     def score(self, rows: Tensor) -> Piece:
-        """These rows, the score in the place of their logits."""
+        """These rows, the score in the place of their logits, unless these are needed."""
+        if self.options.keeps_logits:
+            return self.with_logits(rows)
         hidden = self.hidden[rows]
-        if self.options.bonus:
-            logits = self.logits(hidden)
-            log_probs, normalizer, entropy = self.options.implementation.forward(logits, *self._arguments(rows))
-            normalizer = torch.cat([normalizer, entropy[None]])
-            return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer)
         log_probs, entropy, score = self.options.implementation.forward_score_(
-            self.logits(hidden), *self._arguments(rows), self.hidden.dtype
+            self.own.logits(hidden), *self._arguments(rows), self.hidden.dtype
         )
         return Piece(hidden, score, self._record(rows, log_probs, entropy))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = matmul(hidden, self.weight.T, out=self.buffer[: len(hidden)])
-        return logits if self.bias is None else logits.add_(self.bias)
-
     def gradient(self, rows: Tensor, piece: Piece, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """(score, coefficients) whose product is the gradient by the logits of `piece`, which has a bonus.
+        """(score, coefficients) whose product is the gradient by the logits of `piece`.
 
-        coefficients: (2, N), by log-prob and by entropy. The scale keeps small ones in float16's range.
+        coefficients: (n, N), as `torch_passes.backward` takes them. The scale keeps small ones in float16's range.
         """
         logits, dtype, temperature = piece.score, piece.hidden.dtype, self.temperature
         score = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         arguments = self.labels[rows], piece.normalizer, coefficients * self.scale, temperature
-        score = self.options.implementation.backward(logits, *arguments, out=score)
+        score = self.options.implementation.backward(logits, *arguments, out=score, teacher=piece.teacher)
         return score, torch.full_like(coefficients[0], temperature / self.scale)
 
     def products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
         """The two backward products of these rows; overwrites the piece."""
         hidden, score = piece.hidden, piece.score
-        if self.options.bonus:
+        if self.options.keeps_logits:
             score, coefficients = self.gradient(rows, piece, coefficients)
         elif compact:
             rows, hidden, score, coefficients = _without_zeros(rows, hidden, score, coefficients)
         factor = coefficients * (1 / self.temperature)
         if self.hidden_gradient is not None:
-            by_hidden = BesideOthers(score, self.weight)
+            by_hidden = BesideOthers(score, self.own.weight)
         scaled = factor * self.scale
         if self.bias_gradient is not None:
             column = scaled.to(score.dtype).unsqueeze(-1)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels.passes import Passes, VocabularyShard
+from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
@@ -49,18 +50,19 @@ def logits_loss(
     level: str,
     implementation: Passes,
     overwrite: bool = False,
+    ref_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """(loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels < 0, and detached.
 
     Both in float32 (float64 for float64 logits). level: of the metrics. implementation: from `choose_implementation`.
-    overwrite: the gradient takes the place of the logits.
+    overwrite: the gradient takes the place of the logits. ref_logits: (T, V), for a full KL.
     """
-    bonus = objective.penalties.bonus
+    bonus, teacher = objective.penalties.bonus, None
     with_entropy = level == "with_entropy" or bonus
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
-        known = objective.old_log_probs is not None
+        known = objective.old_log_probs is not None and ref_logits is None
         if wanted and known and not objective.by_document and implementation.one_pass:
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
@@ -69,16 +71,29 @@ def logits_loss(
             log_probs, entropy = results
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
+            if ref_logits is not None:
+                how = labels, temperature, objective.penalties.kl.kind
+                teacher = compared(implementation, values, normalizer, ref_logits.detach(), *how)
+                objective.penalties.divergence.copy_(teacher.divergence)
         loss, coefficients, sums = implementation.evaluate(objective.at(log_probs), log_probs, entropy, level)
-        if bonus and wanted and results is None:
-            coefficients = torch.stack([coefficients, objective.penalties.by_entropy])
-            normalizer = torch.cat([normalizer, entropy[None]])
+        if wanted and results is None and (of_rows := objective.penalties.of_rows):
+            coefficients = torch.stack([coefficients, *of_rows])
+            normalizer = torch.cat([normalizer, entropy[None]]) if bonus else normalizer
     if results is not None:
         loss = GradientsFromForward.apply(loss, [gradient], implementation.scale_, True, logits)
     elif wanted:
-        arguments = labels, normalizer, coefficients, temperature
+        arguments = labels, normalizer, coefficients, temperature, teacher
         loss = _GradientInBackward.apply(loss, implementation.backward, arguments, overwrite, logits)
     return loss, log_probs, sums
+
+
+def compared(
+    implementation: Passes, logits: Tensor, normalizer: Tensor, ref_logits: Tensor, labels: Tensor, temperature, kind
+) -> Teacher:
+    """The reference at rows whose logits (T, V) have this normalizer."""
+    _, ref_normalizer, _ = implementation.forward(ref_logits, labels, temperature, False)
+    values = implementation.divergence(logits, normalizer, ref_logits, ref_normalizer, labels, temperature, kind)
+    return Teacher(ref_logits, ref_normalizer, values, kind)
 
 
 class _GradientInBackward(torch.autograd.Function):
@@ -98,8 +113,9 @@ class _GradientInBackward(torch.autograd.Function):
         logits, out = ctx.logits, None
         if ctx.overwrite:
             ctx.logits, out = None, logits
-        labels, normalizer, coefficients, temperature = ctx.arguments
-        gradient = ctx.compute(logits, labels, normalizer, coefficients * upstream, temperature, out=out)
+        labels, normalizer, coefficients, temperature, teacher = ctx.arguments
+        coefficients = coefficients * upstream
+        gradient = ctx.compute(logits, labels, normalizer, coefficients, temperature, out=out, teacher=teacher)
         return None, None, None, None, gradient
 
 

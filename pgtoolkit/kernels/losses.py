@@ -15,6 +15,7 @@ from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
 from pgtoolkit.kernels.products import accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
+from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.losses.metrics import MetricSums, measure
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
@@ -58,9 +59,15 @@ class Computation:
 
 
 def loss_of_logits(
-    logits: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, method: Computation
+    logits: Tensor,
+    tokens: Tokens,
+    totals: StepTotals | None,
+    loss: Loss,
+    ranks: Ranks,
+    method: Computation,
+    ref_logits: Tensor | None = None,
 ) -> PolicyLoss:
-    """logits: (T, V) floating, or this rank's columns of them."""
+    """logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference, for a full KL."""
     by_reference = method.impl == "reference"
     implementation = None if by_reference else choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
     make_weights = None if by_reference else implementation.make_weights
@@ -68,13 +75,15 @@ def loss_of_logits(
     if by_reference:
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
-        value, log_probs, entropy = _by_reference(logits, tokens, loss)
+        value, log_probs, entropy, divergence = _by_reference(logits, tokens, loss, ref_logits)
+        if ref_logits is not None:
+            objective.penalties.divergence.copy_(divergence)
         # The loops' bounds make numbers of what is none.
         value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
         how = loss.temperature, loss.level, implementation, method.overwrite_logits
-        value, log_probs, sums = logits_loss(logits, tokens.labels, objective, *how)
+        value, log_probs, sums = logits_loss(logits, tokens.labels, objective, *how, ref_logits)
     if method.check_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
@@ -88,12 +97,15 @@ def loss_of_hidden(
     loss: Loss,
     ranks: Ranks,
     method: Computation,
+    reference: tuple[Tensor, LMHead] | None = None,
 ) -> PolicyLoss:
-    """hidden: (T, H); the logits of `head` need never exist in full."""
+    """hidden: (T, H); the logits of `head` need never exist in full. reference: the same two of it, for a full KL."""
     if not method.fused and method.num_splits == 1:
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
-        return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method)
-    options = _head_options(hidden, head, tokens, loss, ranks, method)
+        with torch.no_grad():
+            ref_logits = None if reference is None else _logits(*reference, ranks)
+        return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method, ref_logits)
+    options = _head_options(hidden, head, tokens, loss, ranks, method, reference)
     dtype, make_weights = accumulation_dtype(hidden), options.implementation.make_weights
     objective = make_objective(tokens, totals, loss, dtype, ranks, make_weights)
     value, log_probs, sums, not_finite = linear_loss(hidden, head, tokens.labels, objective, options)
@@ -129,6 +141,9 @@ def loss_of_log_probs(
     log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
 ) -> PolicyLoss:
     """log_probs: (T,) floating, of the policy in training; labels say only what is trained."""
+    if loss.kl is not None and loss.kl.full:
+        kinds = ", ".join(KINDS)
+        raise ValueError(f"kl={loss.kl.kind!r} needs logits, since it is over the whole vocabulary. Use one of {kinds}")
     objective = make_objective(tokens, totals, loss, accumulation_dtype(log_probs), ranks)
     wide = torch.where(objective.mask, log_probs.to(accumulation_dtype(log_probs)), 0.0)
     new = wide.detach()
@@ -140,17 +155,21 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
 
 
-def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation) -> HeadOptions:
+def _head_options(
+    hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation, reference=None
+) -> HeadOptions:
     columns, rows = head.weight.shape[0], -(-len(hidden) // method.num_splits)
     implementation = choose_implementation("auto" if method.fused else method.impl, hidden, ranks.shard(columns))
     if method.fused:
         memory = method.logits_memory_mb
         memory = default_logits_memory_mb(hidden.device) if memory is None else memory
+        columns *= 1 if reference is None else 2  # its logits take as much
         rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
         if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
             # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
-    return HeadOptions(implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary)
+    how = implementation, max(1, rows), loss, method.check_finite
+    return HeadOptions(*how, tokens.counts, ranks.vocabulary, reference)
 
 
 def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
@@ -159,8 +178,8 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
     return linear(hidden, head.weight, head.bias, head.fp32_logits)
 
 
-def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, log_probs, entropy) by the specification, differentiable with respect to the logits."""
+def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None) -> tuple[Tensor, ...]:
+    """(loss, log_probs, entropy, full KL) by the specification, differentiable with respect to the logits."""
     specified = reference.policy_loss(
         logits.detach(),
         tokens.labels,
@@ -178,9 +197,11 @@ def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss) -> tuple[Tensor, T
         entropy_coefficient=loss.entropy_coefficient,
         **({} if loss.kl is None else {"kl": loss.kl.kind, "kl_coefficient": loss.kl.coefficient}),
         ref_log_probs=tokens.ref_log_probs,
+        ref_logits=ref_logits,
     )
-    log_probs, entropy = logits.new_tensor([specified.log_probs, specified.entropy], dtype=torch.float64)
+    vectors = specified.log_probs, specified.entropy, specified.divergence
+    vectors = logits.new_tensor(vectors, dtype=torch.float64)
     # The gradient is known in closed form: this has the value and the derivative of the loss.
     shift = logits.double() - logits.detach().double()
     value = specified.loss + (torch.nan_to_num(shift) * specified.gradient.to(logits.device)).sum()
-    return value, log_probs, entropy
+    return value, *vectors

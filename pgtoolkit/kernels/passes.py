@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.kernels.torch_passes import forward_gradient, forward_score_, make_weights, merge_shards
+from pgtoolkit.kernels.torch_passes import Teacher, forward_gradient, forward_score_, make_weights, merge_shards
 from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.exchange import gather_stacked
@@ -34,6 +34,10 @@ class Passes(Protocol):
 
     def backward(
         self, logits: Tensor, labels: Tensor, normalizer: Tensor, coefficients: Tensor, temperature: float, **options
+    ) -> Tensor: ...
+
+    def divergence(
+        self, logits: Tensor, normalizer: Tensor, ref_logits: Tensor, ref_normalizer: Tensor, labels: Tensor, *how
     ) -> Tensor: ...
 
     def forward_score_(
@@ -93,6 +97,16 @@ class VocabularyShard:
         log_probs, normalizer, entropy = merge_shards(list(shards), labels, temperature)
         return torch.where(trained & (held.sum(0) != 1), torch.nan, log_probs), normalizer, entropy
 
+    def divergence(
+        self, logits: Tensor, normalizer: Tensor, ref_logits: Tensor, ref_normalizer: Tensor, labels: Tensor, *how
+    ) -> Tensor:
+        """As `torch_passes.divergence`, over all columns; one collective of (T,)."""
+        if logits.shape[1]:
+            share = self.implementation.divergence(logits, normalizer, ref_logits, ref_normalizer, labels, *how)
+        else:
+            share = torch.zeros_like(normalizer[0])
+        return gather_stacked(share, self.group).sum(0)
+
     def forward_score_(
         self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -107,8 +121,10 @@ class VocabularyShard:
         coefficients: Tensor,
         temperature: float,
         out: Tensor | None = None,
+        teacher: Teacher | None = None,
     ) -> Tensor:
         """As `torch_passes.backward`, of this rank's columns."""
         if logits.numel() == 0:
             return torch.empty_like(logits) if out is None else out
-        return self.implementation.backward(logits, labels, normalizer, coefficients, temperature, self.start, out)
+        how = temperature, self.start, out, teacher
+        return self.implementation.backward(logits, labels, normalizer, coefficients, *how)

@@ -76,6 +76,26 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class Projection:
+    """The logits of a few rows at a time, in one buffer: hidden (T, H) @ weight (V, H).T + bias, without gradient.
+
+    A float32 weight under half-precision hidden states computes in their precision; fp32: the logits are float32.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool):
+        self.hidden, self.weight = hidden.detach(), weight.detach().to(hidden.dtype)
+        self.dtype = accumulation_dtype(hidden) if fp32 else hidden.dtype
+        self.bias = None if bias is None else bias.detach().to(self.dtype)
+
+    def make_buffer(self, rows: int) -> None:
+        self._buffer = self.hidden.new_empty(rows, len(self.weight), dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of so many rows of hidden states, (rows, V): the buffer's own memory."""
+        logits = matmul(hidden, self.weight.T, out=self._buffer[: len(hidden)])
+        return logits if self.bias is None else logits.add_(self.bias)
+
+
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
     """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision operands if fp32.
 

@@ -6,6 +6,8 @@ apart, because their sum rounds away what is left between logits of ten thousand
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -76,6 +78,35 @@ def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tu
     return log_probs, torch.stack([maximum, log_sum]), entropy
 
 
+class Teacher(NamedTuple):
+    """What the full KL needs of a reference: logits (T, V), normalizer (2, T), the KL of each row (T,), its kind."""
+
+    logits: Tensor
+    normalizer: Tensor
+    divergence: Tensor
+    kind: str
+
+
+def divergence(
+    logits: Tensor, normalizer: Tensor, ref_logits: Tensor, ref_normalizer: Tensor, labels: Tensor, temperature: float,
+    kind: str,
+) -> Tensor:  # fmt: skip
+    """(T,) the full KL of each row, or the share of it that the columns here have; 0 where labels < 0.
+
+    kind: "full_reverse", sum p (log p - log f), or "full_forward", sum f (log f - log p), with p and f the softmax of
+    the logits and of ref_logits (T, V). normalizer, ref_normalizer: (2, T), of all columns.
+    """
+    result = torch.zeros_like(normalizer[0])
+    for rows in _row_blocks(logits):
+        own = _log_softmax(logits[rows], normalizer[:2, rows], temperature)
+        its = _log_softmax(ref_logits[rows], ref_normalizer[:, rows], temperature)
+        first, second = (own, its) if kind == "full_reverse" else (its, own)
+        # A token of probability 0 adds nothing, also where its logit is -inf.
+        terms = torch.where(first > -torch.inf, first.exp() * (first - second), 0.0)
+        result[rows] = torch.where(labels[rows] >= 0, terms.sum(-1), 0.0)
+    return result
+
+
 def backward(
     logits: Tensor,
     labels: Tensor,
@@ -84,15 +115,20 @@ def backward(
     temperature: float,
     vocabulary_start: int = 0,
     out: Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """Gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 in rows with c_t = 0.
 
-    coefficients: (T,) c_t; or (2, T): c_t, and e_t, the derivative of the loss by each row's entropy H_t, which adds
-    -(e_t / temperature) p (log p + H_t), with p the softmax. normalizer: of all columns, where logits are a shard of
-    them; with e_t it is (3, T), H_t its last row. out: written and returned if given; may be `logits`.
+    coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where there is a teacher.
+    e_t is the derivative of the loss by each row's entropy H_t, the last row of normalizer, and adds
+    -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is that by each row's full KL, and adds k_t /
+    temperature times p (log p - log f - KL), or p - f. normalizer: of all columns, where logits are a shard of them.
+    out: written and returned if given; may be `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
-    coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
+    coefficients, *others = torch.atleast_2d(coefficients).unbind()
+    by_divergence = None if teacher is None else others.pop()
+    by_entropy = others
     for rows in _row_blocks(logits):
         maximum, log_sum, *entropy = normalizer[:, rows].unsqueeze(-1)
         scale = (coefficients[rows] / temperature).unsqueeze(-1)
@@ -105,6 +141,16 @@ def backward(
             information = (distance - log_sum).clamp(min=-1000.0) + entropy[0]
             block -= (by_entropy[0][rows] / temperature).unsqueeze(-1) * probabilities * information
             active = active | (by_entropy[0][rows] != 0)
+        if teacher is not None:
+            its = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
+            if teacher.kind == "full_forward":
+                more = probabilities - its.exp()
+            else:
+                own = distance - log_sum
+                more = probabilities * (own - its - teacher.divergence[rows].unsqueeze(-1))
+                more = torch.where(own > -torch.inf, more, 0.0)
+            block += (by_divergence[rows] / temperature).unsqueeze(-1) * more
+            active = active | (by_divergence[rows] != 0)
         local = (labels[rows] - vocabulary_start).unsqueeze(-1)
         inside = (local >= 0) & (local < logits.shape[1])
         block.scatter_add_(-1, torch.where(inside, local, 0), torch.where(inside, scale, 0.0))
@@ -151,6 +197,11 @@ def make_weights(tokens: Tokens, aggregation: Aggregation, totals: StepTotals | 
 
 def forward_gradient(logits, labels, temperature, with_entropy, objective, out) -> None:
     """None: there is no such pass."""
+
+
+def _log_softmax(logits: Tensor, normalizer: Tensor, temperature: float) -> Tensor:
+    maximum, log_sum = normalizer.unsqueeze(-1)
+    return (logits.to(normalizer.dtype) - maximum) / temperature - log_sum
 
 
 def _row_blocks(logits: Tensor):

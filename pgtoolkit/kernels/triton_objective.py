@@ -65,7 +65,7 @@ def penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
     Where there is none, these are any vectors.
     """
     penalties = objective.penalties
-    if penalties.kl is None:
+    if penalties.kl is None or penalties.full:
         return None, objective.weights, objective.weights
     return penalties.kl.kind, penalties.ref_log_probs, penalties.kl.coefficient * penalties.weights
 
@@ -137,7 +137,7 @@ def evaluate(
     sums = parts[:, :width].sum(0)
     maxima = parts[:, width:].amax(0) if number else parts.new_empty(0)
     metrics = with_more(objective, MetricSums(level, sums[1:], maxima), log_probs)
-    return objective.penalties.with_bonus(sums[0].to(log_probs.dtype), entropy), result, metrics
+    return objective.penalties.with_rows(sums[0].to(log_probs.dtype), entropy), result, metrics
 
 
 def coefficients(objective: Objective, log_probs: Tensor) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels import triton_objective as vectors
+from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
-from pgtoolkit.kernels.triton_two_pass import backward_kernel, forward_kernel
+from pgtoolkit.kernels.triton_two_pass import backward_kernel, divergence_kernel, forward_kernel
 from pgtoolkit.losses.objective import Objective
 
 evaluate, coefficients, make_weights = vectors.evaluate, vectors.coefficients, vectors.make_weights
@@ -60,6 +61,37 @@ def forward_shard(
     return results
 
 
+def divergence(
+    logits: Tensor,
+    normalizer: Tensor,
+    ref_logits: Tensor,
+    ref_normalizer: Tensor,
+    labels: Tensor,
+    temperature: float,
+    kind: str,
+) -> Tensor:
+    """As `torch_passes.divergence`."""
+    logits, ref_logits = _rows(logits), _rows(ref_logits)
+    result = torch.zeros_like(normalizer[0])
+    if len(result):
+        divergence_kernel[(len(result),)](
+            logits,
+            ref_logits,
+            labels,
+            *normalizer[:2],
+            *ref_normalizer,
+            result,
+            logits.stride(0),
+            ref_logits.stride(0),
+            logits.shape[1],
+            _LOG2_E / temperature,
+            KIND=kind,
+            BLOCK=4096,
+            num_warps=8,
+        )
+    return result
+
+
 def backward(
     logits: Tensor,
     labels: Tensor,
@@ -68,6 +100,7 @@ def backward(
     temperature: float,
     vocabulary_start: int = 0,
     out: Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> Tensor:
     """As `torch_passes.backward`."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
@@ -76,8 +109,11 @@ def backward(
     if logits.numel() == 0:
         return gradient
     block = 2048
-    coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
+    coefficients, *others = torch.atleast_2d(coefficients).unbind()
     maxima, log_sums, *entropies = normalizer
+    of_teacher = [coefficients] * 5
+    if teacher is not None:
+        of_teacher = others.pop(), teacher.divergence, _rows(teacher.logits), *teacher.normalizer
     backward_kernel[(rows * -(-columns // block),)](
         logits,
         gradient,
@@ -85,16 +121,19 @@ def backward(
         maxima,
         log_sums,
         coefficients,
-        *(by_entropy or [coefficients]),
+        *(others or [coefficients]),
         *(entropies or [log_sums]),
+        *of_teacher,
         rows,
         logits.stride(0),
         gradient.stride(0),
+        of_teacher[2].stride(0),
         columns,
         vocabulary_start,
         _LOG2_E / temperature,
         1 / temperature,
-        BONUS=bool(by_entropy),
+        BONUS=bool(others),
+        KIND=None if teacher is None else teacher.kind,
         BLOCK=block,
         num_warps=2,
     )

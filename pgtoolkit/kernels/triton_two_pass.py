@@ -5,6 +5,7 @@ x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(
     log_prob = (s (x_label - m) - log2 n) ln 2
     gradient = (c / temperature) (onehot(label) - p),  p = 2^(s (x - m) - log2 n)
              - (e / temperature) p (log p + H),  e the derivative of the loss by the entropy H
+             + (k / temperature) (p (log p - log f - K), or p - f),  k that by the full KL, K, of p and a reference's f
 
 `triton_passes` launches them.
 """
@@ -99,6 +100,44 @@ def forward_kernel(
             tl.store(entropies + row, (tl.log2(n) - dot / n) * LN_2)
 
 
+@triton.jit
+def divergence_kernel(
+    logits,
+    ref_logits,
+    labels,
+    maxima,
+    log_sums,
+    ref_maxima,
+    ref_log_sums,
+    divergences,
+    row_stride,
+    ref_stride,
+    num_columns,
+    scale,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a row: sum_v p (log p - log f) for KIND "full_reverse", else sum_v f (log f - log p)."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(labels + row) < 0:
+        return
+    logits += row * row_stride
+    ref_logits += row * ref_stride
+    m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
+    ref_m, ref_log_sum = tl.load(ref_maxima + row), tl.load(ref_log_sums + row) * (1 / LN_2)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        y = tl.load(ref_logits + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        first, second = (x - m) * scale - log_sum, (y - ref_m) * scale - ref_log_sum
+        if KIND == "full_forward":
+            first, second = second, first
+        # A token of probability 0 adds nothing, also where its logit is -inf.
+        total += tl.where(first > -float("inf"), tl.exp2(first) * (first - second), 0.0)
+    tl.store(divergences + row, tl.sum(total, 0) * LN_2)
+
+
 @triton.jit(do_not_specialize=["num_rows", "vocabulary_start"])
 def backward_kernel(
     logits,
@@ -109,17 +148,27 @@ def backward_kernel(
     coefficients,
     by_entropy,
     entropies,
+    by_divergence,
+    divergences,
+    ref_logits,
+    ref_maxima,
+    ref_log_sums,
     num_rows,
     row_stride,
     gradient_stride,
+    ref_stride,
     num_columns,
     vocabulary_start,
     scale,
     inverse_temperature,
     BONUS: tl.constexpr,
+    KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row. BONUS: with the derivative of the loss by each row's entropy."""
+    """One program a block of a row. BONUS: with the derivative of the loss by each row's entropy.
+
+    KIND: with that by each row's full KL of this kind; None for none.
+    """
     blocks_per_row = tl.cdiv(num_columns, BLOCK)
     # The last rows first: they were read last by the forward, and are still in the cache.
     row = num_rows - 1 - (tl.program_id(0) // blocks_per_row).to(tl.int64)
@@ -137,6 +186,11 @@ def backward_kernel(
         if label >= 0:
             bonus = tl.load(by_entropy + row) * inverse_temperature
         nothing = nothing & (bonus == 0)
+    if KIND is not None:
+        distill = 0.0
+        if label >= 0:
+            distill = tl.load(by_divergence + row) * inverse_temperature
+        nothing = nothing & (distill == 0)
     if nothing:
         # By selection: an untrained row may hold NaN or infinity, and is not even read.
         tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
@@ -145,17 +199,23 @@ def backward_kernel(
         x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
         exponent = (x - m) * scale - log_sum
         probabilities = tl.exp2(exponent)
-        slope = -factor
+        more = tl.zeros([BLOCK], tl.float32)
         if BONUS:
             # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
-            more = -bonus * (tl.maximum(exponent, -1000.0) * LN_2 + tl.load(entropies + row))
-            slope += more
-        tl.store(gradient + columns, (slope * probabilities).to(gradient.dtype.element_ty), mask=inside)
+            more -= bonus * probabilities * (tl.maximum(exponent, -1000.0) * LN_2 + tl.load(entropies + row))
+        if KIND is not None:
+            y = tl.load(ref_logits + row * ref_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            ref_exponent = (y - tl.load(ref_maxima + row)) * scale - tl.load(ref_log_sums + row) * (1 / LN_2)
+            if KIND == "full_forward":
+                more += distill * (probabilities - tl.exp2(ref_exponent))
+            else:
+                own = probabilities * ((exponent - ref_exponent) * LN_2 - tl.load(divergences + row))
+                more += distill * tl.where(exponent > -float("inf"), own, 0.0)
+        tl.store(gradient + columns, (more - factor * probabilities).to(gradient.dtype.element_ty), mask=inside)
         # The label's entry is mended afterwards: cheaper than a comparison for each column.
         label -= vocabulary_start
         if (label >= start) & (label < start + BLOCK) & (label < num_columns):
-            own = factor * (1 - tl.sum(tl.where(columns == label, probabilities, 0.0), 0))
-            if BONUS:
-                own += tl.sum(tl.where(columns == label, more * probabilities, 0.0), 0)
+            mended = factor * (1 - tl.sum(tl.where(columns == label, probabilities, 0.0), 0))
+            mended += tl.sum(tl.where(columns == label, more, 0.0), 0)
             tl.debug_barrier()  # the block's stores land before the mended one
-            tl.store(gradient + label, own.to(gradient.dtype.element_ty))
+            tl.store(gradient + label, mended.to(gradient.dtype.element_ty))

@@ -7,6 +7,11 @@ With p the log-prob of a token under the policy in training, f under the referen
     k3        exp(f - p) - (f - p) - 1           GRPO's (arXiv 2402.03300, equation 4)
     k3_ratio  k3 times exp(p - o)                unbiased also off the policy (DeepSeek-V3.2, arXiv 2512.02556)
 
+With p_v and f_v those of every token v that could stand there, and pi_v = exp(p_v) (distillation: arXiv 2306.13649):
+
+    full_reverse  sum_v pi_v (p_v - f_v)         by logit pi_v (p_v - f_v - value)
+    full_forward  sum_v exp(f_v) (f_v - p_v)     by logit pi_v - exp(f_v)
+
 No torch is imported here, so that `pgtk check` may read equations; tensors bring their methods.
 """
 
@@ -27,8 +32,12 @@ _EQUATIONS = {
     "k2": "(p_t - f_t)^2 / 2",
     "k3": "exp(f_t - p_t) - (f_t - p_t) - 1",
     "k3_ratio": "(exp(f_t - p_t) - (f_t - p_t) - 1) exp(p_t - o_t)",
+    "full_reverse": "sum_v exp(p_tv) (p_tv - f_tv)",
+    "full_forward": "sum_v exp(f_tv) (f_tv - p_tv)",
 }
-KINDS = tuple(_EQUATIONS)
+FULL_KINDS = ("full_reverse", "full_forward")
+KINDS = tuple(kind for kind in _EQUATIONS if kind not in FULL_KINDS)
+"""Those that know of the reference only the log-prob of the label."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +48,18 @@ class KL:
     coefficient: float
 
     def __post_init__(self):
-        check_name("kl", self.kind, KINDS)
+        check_name("kl", self.kind, (*KINDS, *FULL_KINDS))
         check_positive("kl.coefficient", self.coefficient)
 
     @property
     def equation(self) -> str:
         """What is added to l_t, with this object's numbers, for `pgtk check`."""
         return f"{self.coefficient:g} ({_EQUATIONS[self.kind]})"
+
+    @property
+    def full(self) -> bool:
+        """Whether the term is of the whole vocabulary: its gradient is not one of a log-prob."""
+        return self.kind in FULL_KINDS
 
     @property
     def reads_old_log_probs(self) -> bool:
@@ -82,7 +96,8 @@ class Penalties:
     """What the penalties add to a piece of a step: the terms of a reference and of the entropy, on vectors.
 
     mask: (T,) bool. weights: (T,) w_t, without the factor of a correction. old_log_probs, ref_log_probs: (T,), in the
-    dtype of the log-probs; None where they are the new ones, and where no reference is known.
+    dtype of the log-probs; None where they are the new ones, and where no reference is known. divergence: (T,) the full
+    KL of each row, 0 where masked: zeros, which the pass over the vocabulary fills in; None where the loss has none.
     """
 
     kl: KL | None
@@ -91,6 +106,7 @@ class Penalties:
     weights: Tensor
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
+    divergence: Tensor | None = None
 
     @property
     def active(self) -> bool:
@@ -107,13 +123,28 @@ class Penalties:
         """(T,) the derivative of the loss by the entropy of each row's softmax."""
         return -self.entropy_coefficient * self.weights
 
-    def with_bonus(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
-        """The loss with what the entropies (T,) add to it."""
-        return loss + (self.by_entropy * entropy).sum() if self.bonus else loss
+    @property
+    def full(self) -> bool:
+        """Whether the loss has the full KL of each row."""
+        return self.kl is not None and self.kl.full
+
+    @property
+    def of_rows(self) -> list[Tensor]:
+        """(T,) each: the derivatives of the loss by what of a row is not its log-prob, its entropy and its full KL."""
+        by_divergence = [self.kl.coefficient * self.weights] if self.full else []
+        return [self.by_entropy, *by_divergence] if self.bonus else by_divergence
+
+    def with_rows(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
+        """The loss with what the entropies (T,) and the full KL of the rows add to it."""
+        if self.bonus:
+            loss = loss + (self.by_entropy * entropy).sum()
+        if self.full:
+            loss = loss + (self.of_rows[-1] * self.divergence.where(self.divergence.isfinite(), math.nan)).sum()
+        return loss
 
     def with_kl(self, log_probs: Tensor, losses: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """(losses, their derivatives by each log-prob) of the surrogate, (T,) each, with those of the penalty added."""
-        if self.kl is None:
+        if self.kl is None or self.full:
             return losses, coefficients
         log_ratio = (log_probs - self.old_log_probs).where(self.mask, 0.0)
         values, slopes = self.kl.terms(self._distance(log_probs), log_ratio)
@@ -121,12 +152,14 @@ class Penalties:
         return losses + weights * values, coefficients + weights * slopes
 
     def distance(self, log_probs: Tensor) -> Tensor:
-        """(T,) k3 of the new log-probs against the reference's: what the metric kl_ref is the mean of."""
+        """(T,) the full KL, or k3 of the new log-probs against the reference's: the metric kl_ref is its mean."""
+        if self.full:
+            return self.divergence.double()
         return k3(self._distance(log_probs).double())
 
     def take(self, rows: Tensor | slice) -> Penalties:
         """The share of some rows."""
-        names = "mask", "weights", "old_log_probs", "ref_log_probs"
+        names = "mask", "weights", "old_log_probs", "ref_log_probs", "divergence"
         return replace(self, **{name: x[rows] for name in names if (x := getattr(self, name)) is not None})
 
     def _distance(self, log_probs: Tensor) -> Tensor:

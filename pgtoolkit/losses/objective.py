@@ -146,7 +146,7 @@ class Objective:
     def evaluate(self, log_probs: Tensor, entropy: Tensor | None, level: str) -> tuple[Tensor, Tensor, MetricSums]:
         """(loss, coefficients, metric sums): 0-dim, (T,), and those of the level; entropy: (T,), if it has it."""
         losses, coefficients = self.losses_and_coefficients(log_probs)
-        loss = self.penalties.with_bonus(losses.sum(), entropy)
+        loss = self.penalties.with_rows(losses.sum(), entropy)
         return loss, coefficients, measure(self, level, log_probs, entropy)
 
     @cached_property
@@ -198,7 +198,8 @@ class Objective:
 
     def _data(self, log_probs: Tensor | None) -> Tensor:
         """(T,) not finite where something that was given is not."""
-        given = self.old_log_probs, self.advantages, self.sampling_log_ratio, self.penalties.ref_log_probs, log_probs
+        of_reference = self.penalties.ref_log_probs, self.penalties.divergence
+        given = self.old_log_probs, self.advantages, self.sampling_log_ratio, *of_reference, log_probs
         first, *others = (x for x in given if x is not None)
         return sum(others, first)
 
@@ -228,6 +229,7 @@ class Objective:
         named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
         given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
         given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
+        given += ", a full KL (where the reference rules out what the policy does not)" if self.penalties.full else ""
         raise DataError(
             f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
             "outside the vocabulary; mask the position (label -1) or drop the document"

@@ -13,15 +13,20 @@ from torch import Tensor
 
 from pgtoolkit.losses.reference_corrections import factors, mismatch
 from pgtoolkit.losses.reference_corrections import metrics as metrics_of_sampling
+from pgtoolkit.losses.reference_kl import OF_ROW, OF_TOKEN, k3, log_softmax
 
 
 @dataclass(frozen=True)
 class Reference:
-    """loss: float. log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of loss by logits."""
+    """loss: float. log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of loss by logits.
+
+    divergence: T floats, the full KL of each row; 0 where not trained, and where the loss has none.
+    """
 
     loss: float
     log_probs: list[float]
     entropy: list[float]
+    divergence: list[float]
     metrics: dict[str, float]
     gradient: Tensor
 
@@ -48,11 +53,13 @@ def policy_loss(
     kl: str | None = None,
     kl_coefficient: float = 0.0,
     ref_log_probs: Tensor | None = None,
+    ref_logits: Tensor | None = None,
     **parameters: float | None,
 ) -> Reference:
     """A whole step, by the equations: sum over t of w_t rho_t l_t. Arguments as in `pgtoolkit.policy_loss`.
 
-    kl: the kind of the penalty. parameters, correction_settings: all those of the loss family, of the correction.
+    kl: the kind of the penalty; ref_logits: (T, V), for one over the whole vocabulary.
+    parameters, correction_settings: all those of the loss family, of the correction.
     """
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
     y, o, advantage = labels.tolist(), old_log_probs.double().tolist(), advantages.double().tolist()
@@ -79,6 +86,7 @@ def policy_loss(
 
     total, gradient = [], torch.zeros(logits.shape, dtype=torch.float64)
     lam, rho, was_clamped, clips, corrected, measured = {}, {}, {}, {}, {}, {}
+    divergence, by_logit = [0.0] * len(y), {}
     for d in range(D):
         tokens = trained[d]
         if not tokens:
@@ -103,8 +111,12 @@ def policy_loss(
             clips[t] = _clips(loss, rho[t], p[t], p[t] - o[t], A, **parameters)
             total.append(weight[t] * surrogate)
             total.append(-entropy_coefficient * plain[t] * entropy[t])
-            if kl is not None:
-                value, slope = _KL[kl](p[t], o[t], f[t])
+            if kl in OF_ROW:
+                its = [float(x) / temperature for x in ref_logits[t].double().tolist()]
+                divergence[t], by_logit[t] = OF_ROW[kl](log_softmax(z[t]), log_softmax(its))
+                total.append(kl_coefficient * plain[t] * divergence[t])
+            elif kl is not None:
+                value, slope = OF_TOKEN[kl](p[t], o[t], f[t])
                 total.append(kl_coefficient * plain[t] * value)
                 penalty[t] = kl_coefficient * plain[t] * slope
         if b is not None:
@@ -121,6 +133,8 @@ def policy_loss(
             c += penalty[t]
             for v, q in enumerate(probs[t]):
                 gradient[t, v] = c / temperature * ((v == y[t]) - q)
+                if kl in OF_ROW:
+                    gradient[t, v] += kl_coefficient * plain[t] * by_logit[t][v] / temperature
                 if q > 0:  # the derivative of the entropy by a logit is -q (log q + entropy) / temperature
                     slope = q * (math.log(q) + entropy[t]) / temperature
                     gradient[t, v] += entropy_coefficient * plain[t] * slope
@@ -141,11 +155,11 @@ def policy_loss(
     if metrics != "none":
         results |= _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage)
         results |= metrics_of_sampling(corrected, measured, document_mean, [t for tokens in trained for t in tokens])
-    if metrics != "none" and f is not None:
-        results["kl_ref"] = document_mean(lambda t: _k3(p[t], o[t], f[t])[0])
+    if metrics != "none" and (kl in OF_ROW or f is not None):
+        results["kl_ref"] = document_mean(lambda t: divergence[t] if kl in OF_ROW else k3(p[t], o[t], f[t])[0])
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
-    return Reference(math.fsum(total), p, entropy, results, gradient)
+    return Reference(math.fsum(total), p, entropy, divergence, results, gradient)
 
 
 def names(family, aggregation) -> dict:
@@ -225,30 +239,6 @@ _SURROGATES = {
     **{"grpo": _clip, "gspo": _clip, "cispo": _cispo, "sapo": _sapo, "gmpo": _gmpo, "dppo": _dppo},
     **{"vespo": _vespo, "kimi": _kimi, "reinforce": _reinforce},
 }
-
-
-# The penalties: (value, its derivative by p) of log-probs p (new), o (old) and f (of the reference).
-
-
-def _k1(p, o, f):
-    return p - f, 1.0
-
-
-def _k2(p, o, f):
-    return (p - f) ** 2 / 2, p - f
-
-
-def _k3(p, o, f):
-    x = min(20.0, max(-20.0, f - p))
-    return math.exp(x) - x - 1, 1 - math.exp(x) if x == f - p else 0.0
-
-
-def _k3_ratio(p, o, f):
-    (k3, slope), x = _k3(p, o, f), min(20.0, max(-20.0, p - o))
-    return k3 * math.exp(x), math.exp(x) * (slope + (k3 if x == p - o else 0.0))
-
-
-_KL = {"k1": _k1, "k2": _k2, "k3": _k3, "k3_ratio": _k3_ratio}
 
 
 def _one_sided(x, A, epsilon_low, epsilon_high) -> float:

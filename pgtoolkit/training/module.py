@@ -79,14 +79,20 @@ class PolicyGradientModule(DynamicAccumulation):
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+        reference = self._reference_states(micro_batch) if self._has_full_kl else None
         micro_batch = self.with_reference(micro_batch)
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
+        if reference is not None and self.reference is self.policy:
+            reference = reference[0], head  # which adapters leave as it is
         if torch.is_grad_enabled() and self._head_adds_its_gradient():
             weight = self.policy.head.weight
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             head = replace(head, weight_gradient=weight.grad)
-        return self._loss((hidden, head, ranks), micro_batch, totals)
+        loss = self._loss((hidden, head, ranks), micro_batch, totals, reference)
+        if reference is not None and self.reference is not self.policy:
+            self.reference.put_away()
+        return loss
 
     def backward_of_all(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
         """As for any module; through a pipeline's stages, of which only the last has outputs, all at once."""
@@ -126,13 +132,26 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
-        """With the reference's log-probs, where it is a model and not a column of the data."""
-        if self.reference is None:
+        """With the reference's log-probs, where it is a model and not a column of the data, and no full KL is asked."""
+        if self.reference is None or self._has_full_kl:
             return micro_batch
         with without_adapters(self.reference.model):
             log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
         self.reference.put_away()
         return replace(micro_batch, ref_log_probs=log_probs)
+
+    @torch.no_grad()
+    def _reference_states(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead]:
+        """The reference's hidden states and head; the latter stays together until the reference is put away."""
+        with without_adapters(self.reference.model):
+            hidden, head, _ = self.reference.loss_inputs(micro_batch)
+        if self.reference is self.policy:
+            self.reference.put_away()
+        return hidden, self._precise(head)
+
+    @property
+    def _has_full_kl(self) -> bool:
+        return self.loss.kl is not None and self.loss.kl.full
 
     def log_probs_of(
         self, inputs: Inputs, micro_batch: MicroBatch, temperature: float | None = None, with_entropy: bool = False
@@ -143,9 +162,16 @@ class PolicyGradientModule(DynamicAccumulation):
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
         return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, computation, with_entropy)
 
-    def _loss(self, inputs: Inputs, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
+    def _loss(
+        self,
+        inputs: Inputs,
+        micro_batch: MicroBatch,
+        totals: StepTotals,
+        reference: tuple[Tensor, LMHead] | None = None,
+    ) -> PolicyLoss:
         hidden, head, ranks = inputs
-        return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
+        how = self.loss, ranks, self.computation, reference
+        return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, *how)
 
     def _check_log_probs(self, step: Step) -> None:
         """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""

@@ -94,7 +94,11 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
         leaves = [padded(full[0])]
         leaves = leaves + [x[columns] for x in full[1:]] if fused else [leaves[0][:, columns]]
         leaves = [x.to(problem.dtype).clone().requires_grad_() for x in leaves]
-        keywords = choice.keywords() | {name: padded(x) for name, x in choice.vectors(case).items()}
+        keywords = choice.keywords() | {name: padded(x) for name, x in choice.vectors(case, fused).items()}
+        if fused:
+            keywords |= {name: x.to(problem.dtype) for name, x in choice.ref_head(case, columns).items()}
+        elif "ref_logits" in keywords:
+            keywords["ref_logits"] = keywords["ref_logits"][:, columns]
         keywords |= {"bias": leaves[2]} if fused else {}
         if groups["vocabulary"] is not None and len({b - a for a, b in pairwise(cut.vocabulary)}) > 1:
             keywords["vocabulary_start"] = columns.start  # which equal shards do not need

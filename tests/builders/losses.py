@@ -18,7 +18,7 @@ from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.families import Cispo, Grpo, family_of
-from pgtoolkit.losses.kl import KINDS, KL
+from pgtoolkit.losses.kl import FULL_KINDS, KINDS, KL
 from pgtoolkit.losses.objective import Loss, Objective
 from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.losses.reference_corrections import correction_names
@@ -48,6 +48,7 @@ FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETE
 }
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
+PENALTIES = (None, *KINDS, *FULL_KINDS)
 OBJECTIVES = (
     *(("grpo", "sample_mean", "basic"), ("grpo", "constant", "none")),
     *(("gspo", "sample_mean", "none"), ("gspo", "prompt_mean", "with_entropy"), ("gspo", "token_mean", "basic")),
@@ -123,6 +124,12 @@ class Case:
         noise = torch.randn(len(self.labels), generator=torch.Generator().manual_seed(8), dtype=torch.float64)
         return torch.where(self.labels < 0, torch.nan, (self.old_log_probs + 0.3 * noise).clamp(max=0))
 
+    @property
+    def ref_logits(self) -> Tensor:
+        """(T, V) some way from the logits; NaN where nothing is trained."""
+        noise = torch.randn(self.logits.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        return torch.where(self.labels[:, None] < 0, torch.nan, self.logits + noise)
+
     def on_device(self, dtype: torch.dtype) -> list[Tensor]:
         """The last four tensors, on the device."""
         return [on_device(x, dtype) for x in self.tensors[1:]]
@@ -135,7 +142,7 @@ def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step's loss is, by names: of FAMILIES, AGGREGATIONS, CORRECTIONS, KINDS and LEVELS."""
+    """What a step's loss is, by names: of FAMILIES, AGGREGATIONS, CORRECTIONS, PENALTIES and LEVELS."""
 
     family: str
     correction: str | None = None
@@ -152,15 +159,24 @@ class Choice:
     def divisor(self) -> float | None:
         return 8.0 if self.aggregation == "constant" else None
 
-    def vectors(self, case: Case) -> dict[str, Tensor]:
-        """The further vectors that the loss needs of a step, by their keywords."""
+    def vectors(self, case: Case, fused: bool = False) -> dict[str, Tensor]:
+        """What the loss needs of each row of a step besides, by its keyword. fused: of `linear_policy_loss`."""
         given = {} if self.correction is None else {"sampling_log_probs": case.sampling_log_probs}
+        if self.kl in FULL_KINDS:
+            return given | ({"ref_hidden": case.ref_logits - 0.5} if fused else {"ref_logits": case.ref_logits})
         return given if self.kl is None else given | {"ref_log_probs": case.ref_log_probs}
 
     def of_documents(self, case: Case) -> dict[str, Tensor]:
         """What the documents belong to, by keywords; trajectories where they are named."""
         given = {"group_index": case.group_index}
         return given | {"trajectory_index": case.trajectory_index} if self.trajectories else given
+
+    def ref_head(self, case: Case, columns: slice = slice(None)) -> dict[str, Tensor]:
+        """The head that gives these columns of the case's ref_logits for `ref_hidden` of `vectors`."""
+        if self.kl not in FULL_KINDS:
+            return {}
+        identity = torch.eye(case.logits.shape[1], dtype=torch.float64)[columns]
+        return {"ref_lm_head_weight": identity, "ref_bias": torch.full((len(identity),), 0.5, dtype=torch.float64)}
 
     def keywords(self) -> dict:
         """Of `policy_loss`, without what belongs to a step."""
@@ -169,9 +185,9 @@ class Choice:
         given |= {"entropy_coefficient": self.entropy} if self.entropy else {}
         return given if self.kl is None else given | {"kl": KL(self.kl, coefficient=0.4)}
 
-    def step(self, case: Case, dtype: torch.dtype = torch.float64) -> dict:
-        """Keywords of `policy_loss` for the case as a step, on the device."""
-        vectors = self.vectors(case) | self.of_documents(case)
+    def step(self, case: Case, dtype: torch.dtype = torch.float64, fused: bool = False) -> dict:
+        """Keywords of `policy_loss` for the case as a step, on the device; fused: of `linear_policy_loss`."""
+        vectors = self.vectors(case, fused) | self.of_documents(case) | (self.ref_head(case) if fused else {})
         on = {name: on_device(x, dtype) for name, x in vectors.items()}
         return self.keywords() | on | {"num_documents": case.num_documents}
 
@@ -194,9 +210,7 @@ class Choice:
 
 CHOICES = [
     Choice(*row)
-    for row in covering(
-        [*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS, (0.0, 0.3), (False, True)
-    )
+    for row in covering([*FAMILIES], [None, *CORRECTIONS], PENALTIES, AGGREGATIONS, LEVELS, (0.0, 0.3), (False, True))
 ]
 """Any two of a family, a correction, a penalty, an aggregation, a level, an entropy bonus, trajectories."""
 
@@ -293,7 +307,7 @@ class HeadCase:
     def fused(self, choice: Choice, factor: float = 1.0, **options) -> Result:
         """By `linear_policy_loss`; options: more of its keywords."""
         leaves = hidden, weight, bias = self.leaves()
-        given = {"temperature": TEMPERATURE, "bias": bias} | choice.step(self.case, self.precise) | options
+        given = {"temperature": TEMPERATURE, "bias": bias} | choice.step(self.case, self.precise, fused=True) | options
         return result_of(linear_policy_loss(hidden, weight, *self.tensors, **given), leaves, factor)
 
     def expected(self, factor: float = 1.0, **options) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:

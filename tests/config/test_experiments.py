@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from builders.models import save_with_tokenizer, small_llama
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import checkpoint_of, config_of
 
@@ -15,6 +16,7 @@ from pgtoolkit.training.train import train
 FILES = {file.stem: file for folder in ("experiment", "debug") for file in (config_directory() / folder).glob("*")}
 CHOSEN = {
     "cispo": ("cispo", "token_mean"),
+    "distillation": ("reinforce", "token_mean"),
     "dppo": ("dppo", "token_mean"),
     "kimi": ("kimi", "token_mean"),
     "reinforce": ("reinforce", "constant"),
@@ -60,6 +62,8 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         row = good_row(token_ids=[4, 3, 2, 1, 0], reward=..., old_log_probs=..., group_id=...)
         rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
         overrides = [one for one in overrides if not one.startswith(("rollout.", "task."))] + [f"rollout.path={rows}"]
+    if name == "distillation":
+        overrides.append(f"kl.reference={save_with_tokenizer(small_llama(), tmp_path / 'teacher')}")
     config = config_of(*overrides)
     assert validate(config).problems == []
     train(config, tmp_path, overrides=overrides)

@@ -17,6 +17,7 @@ from builders.losses import (
     IMPLEMENTATIONS,
     LEVELS,
     LOSSES,
+    PENALTIES,
     TEMPERATURE,
     Choice,
     Result,
@@ -33,12 +34,11 @@ from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import losses, torch_passes
 from pgtoolkit.losses.families import Grpo, family_of
-from pgtoolkit.losses.kl import KINDS
 
 WAYS = ("given", "overwritten", "fused")
 SOME_CORRECTIONS = (None, "token truncated", "off policy")
 """None, one known before the forward pass, and one after it, for which the kernel over vectors has no formula."""
-BY_TRITON = covering([*FAMILIES], [None, *KINDS], AGGREGATIONS, LEVELS, WAYS, SOME_CORRECTIONS, (0.0, 0.3))
+BY_TRITON = covering([*FAMILIES], PENALTIES, AGGREGATIONS, LEVELS, WAYS, SOME_CORRECTIONS, (0.0, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ def of_logits(case, choice, dtype, impl, overwrite=False):
     [
         *((Choice("cispo", aggregation="constant"), dtype) for dtype in (torch.float32, torch.float16)),
         *((Choice("gspo", kl="k3_ratio"), torch.bfloat16), (Choice("grpo", kl="k2", entropy=0.3), torch.bfloat16)),
+        *((Choice("gspo", kl="full_reverse"), torch.bfloat16), (Choice("grpo", kl="full_forward"), torch.float16)),
     ],
     ids=str,
 )

@@ -6,17 +6,16 @@ Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in pro
 import pytest
 import torch
 from builders.cuts import CUTS, Cut, check
-from builders.losses import AGGREGATIONS, CORRECTIONS, FAMILIES, LEVELS, Choice, covering, make_head_case
+from builders.losses import AGGREGATIONS, CORRECTIONS, FAMILIES, LEVELS, PENALTIES, Choice, covering, make_head_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pgtoolkit.kernels import losses
-from pgtoolkit.losses.kl import KINDS
 
 OF_LOGITS = None
 WAYS = (OF_LOGITS, 3, 100)
 """Of given logits, or the fused head with so many rows in a chunk: shorter than most documents, and longer."""
-LOSSES = [*FAMILIES], [None, *CORRECTIONS], [None, *KINDS], AGGREGATIONS, LEVELS
+LOSSES = [*FAMILIES], [None, *CORRECTIONS], PENALTIES, AGGREGATIONS, LEVELS
 SPREAD = covering([*CUTS], *LOSSES, WAYS, (0.0, 0.3), (False, True))
 
 

@@ -38,6 +38,7 @@ def specified_loss(tmp_path, *overrides: str, **choices) -> float:
 
 @key("kl.kind")
 def kind(tmp_path):
+    """Those of the whole vocabulary: tests/training/test_reference.py."""
     options = {"kl_coefficient": 0.04}
     losses = [specified_loss(tmp_path, f"kl={one}", kl=one, **options) for one in KINDS]
     losses.append(loss_as_specified(["kl=none"]))

@@ -224,7 +224,7 @@ def estimator(tmp_path):
     assert found["batch_std"] == pytest.approx([-2.5 / deviation, 2.5 / deviation], rel=1e-5)
     assert found["pass_at_k"] == [0, 5]
     assert found["given"] == [2 / 8, 3 / 8]
-    documents = recorded(tmp_path, "advantage=none", "kl=k3", "kl.reference=initial", reward=..., group_id=...)[0]
+    documents = recorded(tmp_path, "advantage=none", "entropy.coefficient=0.1", reward=..., group_id=...)[0]
     assert [d.advantages.tolist() for d in documents] == [[0.0] * d.num_trained for d in documents]
 
 

@@ -20,7 +20,7 @@ from builders.losses import (
 from pgtoolkit import kl, linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels import triton_objective
-from pgtoolkit.losses.kl import KINDS
+from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 from pgtoolkit.losses.objective import Objective
 
 COEFFICIENT = 0.4
@@ -53,6 +53,59 @@ def test_value_and_gradient_are_those_of_the_formula(impl, kind):
     assert float(out.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
     torch.testing.assert_close(found, torch.autograd.grad(wanted, leaf)[0], rtol=1e-9, atol=1e-13)
     assert torch.isfinite(found).all()
+
+
+FULL = {"full_reverse": lambda p, f: p.exp() * (p - f), "full_forward": lambda p, f: f.exp() * (f - p)}
+"""Of a token of the vocabulary."""
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("kind", FULL_KINDS)
+@pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
+def test_the_full_kl_and_its_gradient_are_those_of_the_formula(impl, kind):
+    """By autograd in float64, also where the two agree, and with tokens that neither may write."""
+    case, dtype = make_case(seed=3), torch.float32 if impl == "triton" else torch.float64
+    ref, agree = case.ref_logits, int((case.labels >= 0).nonzero()[0])
+    case.labels[case.labels == 12] = 0
+    case.logits[:, 12] = ref[:, 12] = -math.inf
+    ref[agree] = case.logits[agree] + 3
+    leaf = case.logits.clone().requires_grad_()
+    tensors = [x.to(DEVICE, dtype) for x in (leaf.detach(), ref)]
+    tensors[0].requires_grad_()
+    options = {"loss": "reinforce", "aggregation": "token_mean", "kl": kl.KL(kind, COEFFICIENT), "metrics": "basic"}
+    given = tensors[0], *case.on_device(dtype)
+    given[3].zero_()
+    out = policy_loss(*given, **options, ref_logits=tensors[1], impl=impl, temperature=1.7)
+    out.loss.backward()
+    trained = case.labels >= 0
+    rows = [(x[trained][:, :12] / 1.7).log_softmax(-1) for x in (leaf, ref)]
+    values = FULL[kind](*rows).sum(-1)
+    wanted = COEFFICIENT * values.mean()
+    assert float(out.loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5 if impl == "triton" else 1e-12)
+    exact, found = torch.autograd.grad(wanted, leaf)[0], tensors[0].grad.cpu().double()
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-7 if impl == "triton" else 1e-15)
+    assert found[agree].abs().max() < (1e-7 if impl == "triton" else 1e-16)
+    documents = case.document_index[trained]
+    shares = torch.bincount(documents)[documents] * case.num_documents
+    assert float(out.metrics["kl_ref"]) == pytest.approx(float((values.detach() / shares).sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference", "fused_linear"])
+def test_a_reference_that_rules_out_what_the_policy_does_not_is_refused(impl):
+    """The reverse KL is infinite; the forward one is not."""
+    problem, never = make_head_case(), torch.zeros(12, dtype=torch.float64, device=DEVICE)
+    ref, never[4] = problem.case.ref_logits.to(DEVICE), -math.inf
+    call, rows, more = policy_loss, problem.case.logits.to(DEVICE), {"ref_logits": ref + never}
+    if impl == "fused_linear":
+        call, rows, identity = linear_policy_loss, problem.leaves()[0], torch.eye(12).to(ref)
+        more = {"ref_hidden": ref, "ref_lm_head_weight": identity, "ref_bias": never}
+    head = problem.leaves()[1:2] if impl == "fused_linear" else []
+    arguments, options = (rows, *head, *problem.tensors), {"impl": impl, **more}
+    reverse, forward = (kl.KL(kind, COEFFICIENT) for kind in FULL_KINDS)
+    with pytest.raises(DataError, match=r"a full KL .* at a trained position of document 0"):
+        call(*arguments, **options, kl=reverse)
+    assert torch.isnan(call(*arguments, **options, kl=reverse, check_finite=False).loss)
+    assert torch.isfinite(call(*arguments, **options, kl=forward).loss)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times 0, in the interpreter

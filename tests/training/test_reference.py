@@ -7,7 +7,7 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
 from builders.rollout_rows import write_jsonl
-from builders.runs import built, config_of, metrics_of, run, with_model
+from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError
@@ -68,6 +68,66 @@ def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
         expected += float((gap.exp() - gap - 1).detach().mean()) / len(step.documents)
     assert found == pytest.approx(expected, rel=1e-4)  # its norms compute in float32, whatever the weights are
     assert found > 1e-3
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
+def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
+    """experiment=distillation on a policy of another architecture and width than its teacher, against their logits."""
+    teacher = llama(tmp_path / "teacher", seed=3, hidden_size=8)
+    chosen = f"kl={kind}", "kl.coefficient=2", f"kl.reference={teacher}", f"kernel={kernel}", "rollout.temperature=0.7"
+    short = [one for one in SHORT if not one.startswith("aggregation")]
+    module, loader = built(*short, "experiment=distillation", *chosen)
+    step = next(iter(loader))
+    for model in (module.policy.model, module.reference.model):  # for a distance that rounding does not hide
+        model.get_output_embeddings().weight.data.mul_(30)
+    total, mean, tokens = 0.0, 0.0, 0
+    for document in step.documents:
+        rows = [one.model(document.tokens[None]).logits[0, :-1].double() for one in (module.policy, module.reference)]
+        p, f = ((row.detach() / 0.7).log_softmax(-1)[document.loss_mask[1:]] for row in rows)
+        values = (p.exp() * (p - f) if kind == "full_reverse" else f.exp() * (f - p)).sum(-1)
+        total, mean, tokens = total + float(values.sum()), mean + float(values.mean()), tokens + len(values)
+    metrics = module.training_step(step, 0)["metrics"]
+    assert metrics["loss"] == pytest.approx(2 * total / tokens, rel=1e-5)
+    assert metrics["kl_ref"] == pytest.approx(mean / len(step.documents), rel=1e-5)
+    assert metrics["loss"] > 0.02
+
+
+def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path):
+    teacher = llama(tmp_path / "teacher", seed=3)
+    settings = "experiment=distillation", "kl=full_reverse", "kl.coefficient=1", f"kl.reference={teacher}"
+    more = "trainer.max_steps=12", "optimizer.learning_rate=0.02"
+    rows = metrics_of(run(tmp_path / "run", *settings, *more))
+    assert rows[-1]["kl_ref"] < rows[0]["kl_ref"] / 3
+
+
+def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
+    """Adapters beside frozen weights: the numbers of a copy of the base model."""
+    base = llama(tmp_path / "base")
+    own = "kl=full_reverse", "kl.coefficient=0.3", "model.lora_rank=2", "optimizer.learning_rate=0.02"
+    for name, reference in {"within": "initial", "beside": str(base)}.items():
+        train_on(tmp_path / name, base, *own, f"kl.reference={reference}", "trainer.max_steps=3")
+    found = metrics_of(tmp_path / "within")
+    assert found[0]["kl_ref"] == 0 < found[-1]["kl_ref"]
+    assert found == metrics_of(tmp_path / "beside")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ({"tensor_parallel": 2, "sequence_data_parallel": 2}, ("kernel=torch",)),
+        ({"tensor_parallel": 2}, ("parallelism.sequence_parallel=true",)),
+        ({"data_parallel": 2}, ("parallelism.shard=true",)),
+    ],
+    ids=str,
+)
+def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
+    base, teacher = llama(tmp_path / "base"), llama(tmp_path / "teacher", seed=3)
+    kl = "kl=full_forward", "kl.coefficient=0.3", f"kl.reference={teacher}"
+    settings = [*with_model(base, *kl, of=recorded)]
+    found = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
+    assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 def test_another_vocabulary_is_refused(tmp_path):

@@ -12,6 +12,7 @@ from pgtoolkit.config.schema import Config, ParallelismConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
+from pgtoolkit.losses.kl import FULL_KINDS
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.model_folder import model_settings
@@ -80,9 +81,12 @@ def advantage(c: Config, report: Report) -> None:
         reason = "Advantages can only be given with recorded rollouts."
         report.refuse("advantage=given", "rollout=recorded", "rollout=policy", reason, "advantage=dr_grpo")
     if estimator == "none" and c.kl.kind in ("none", "k1") and c.entropy.coefficient == 0 and c.loss.name != "custom":
-        setting, needs = "advantage=none", "kl=k2, kl=k3 or kl=k3_ratio, or entropy.coefficient > 0"
+        setting, needs = "advantage=none", "kl other than none and k1, or entropy.coefficient > 0"
         reason = "Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference."
         report.refuse(setting, needs, f"kl={c.kl.kind}", reason, "kl=k3_ratio with kl.coefficient and kl.reference")
+    elif estimator == "none" and c.kl.reference == "initial" and c.entropy.coefficient == 0:
+        reason = "The policy begins there, where the distance from it is least, and would stay."
+        report.refuse("advantage=none", "kl.reference to be a teacher", "initial", reason, "kl.reference=FOLDER")
     if estimator == "none" and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
         reason = "It takes off the reward, which no advantage reads."
         use = "rollout.overlong_buffer=null or advantage=dr_grpo"
@@ -106,6 +110,9 @@ def penalties(c: Config, report: Report) -> None:
     if reference == "recorded" and c.rollout.name != "recorded":
         reason = "The reference's log-probs of completions that are still to be sampled are in no file."
         report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")
+    elif reference == "recorded" and kind in FULL_KINDS:
+        reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
+        report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
     existing(report, "kl.reference", reference, hub=True)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
@@ -164,7 +171,7 @@ def accumulation(c: Config, report: Report) -> None:
         _steps_per_batch(c, docs, c.accumulation.last_step, report)
         family = family_of_config(c)
         off_policy = docs < documents_per_batch(c.rollout) or _is_late(c.rollout)
-        if family is not None and not family.reads_old_log_probs and off_policy:
+        if family is not None and not family.reads_old_log_probs and off_policy and c.advantage.estimator != "none":
             report.note(
                 f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, nothing corrects for "
                 "them. One step per batch of rollouts and no rollout.lag is what it is made for."
