@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from builders.losses import EVERY_LOSS
 
-from pgtoolkit.losses.kl import KINDS
+from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 from pgtoolkit.losses.reference import BY_DOCUMENT
 
 VOCABULARY = 151936
@@ -89,12 +89,27 @@ def combine():
     sizes = dict(GROUP=7, WIDTH=64, COLUMNS=64, PARTS=4)
     return compiled(combine_kernel, sizes, dict(out="*bf16"), "*fp32", (), num_warps=2)
 
+def full_kl(which, name, half):
+    from pgtoolkit.kernels.triton_two_pass import backward_kernel, divergence_kernel
+    types = dict.fromkeys(("logits", "gradient", "ref_logits"), "*" + half) | dict(labels="*i64")
+    types |= dict.fromkeys(strides := ("row_stride", "gradient_stride", "ref_stride", "num_columns"), "i32")
+    types |= dict.fromkeys(("num_rows", "vocabulary_start"), "i32")
+    types |= dict.fromkeys(("scale", "inverse_temperature"), "fp32")
+    if which == "divergence":
+        return compiled(divergence_kernel, dict(KIND=name, BLOCK=4096), types, "*fp32", strides, num_warps=8)
+    sizes = dict(KIND=name, BONUS=True, BLOCK=2048)
+    return compiled(backward_kernel, sizes, types, "*fp32", strides, num_warps=2)
+
 for line in sys.stdin:
     kernel, name, kind, path = line.split()
     if kernel in ("draw", "attention", "combine"):
         sizes = map(int, name.split("x")) if kernel == "attention" else ()
         made = draw(kind) if kernel == "draw" else combine() if kernel == "combine" else attention(kind, *sizes)
         open(path, "wb").write(made)
+        print("compiled", flush=True)
+        continue
+    if kernel in ("divergence", "backward"):
+        open(path, "wb").write(full_kl(kernel, name, kind))
         print("compiled", flush=True)
         continue
     family = known[name]
@@ -173,6 +188,14 @@ def test_the_kernel_that_draws_compiles(usage_of, dtype):
     """The 8 bytes are of a division in float64."""
     usage = usage_of("draw", "none", dtype)
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 8, usage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kind", FULL_KINDS)
+def test_the_kernels_of_the_full_kl_compile_and_nothing_is_spilled(usage_of, kind, dtype):
+    usage = usage_of("divergence", kind, dtype) + usage_of("backward", kind, dtype)
+    assert usage.count(" STACK:0 ") == 2, usage
 
 
 @pytest.mark.slow
