@@ -38,7 +38,8 @@ class Conversion:
     """What became of a dump.
 
     dropped: reason -> documents. notes: sentence -> how many documents it is true of. fields: of every row. groups:
-    group -> documents. sample: the first documents. proofs: what tells that log-probs stand at their own tokens.
+    group -> documents. trajectories: how many attempts are named. sample: the first documents. proofs: what tells that
+    log-probs stand at their own tokens.
     """
 
     files: int
@@ -48,6 +49,7 @@ class Conversion:
     notes: Counter[str] = field(default_factory=Counter)
     fields: frozenset[str] = frozenset()
     groups: Counter[int] = field(default_factory=Counter)
+    trajectories: int = 0
     sample: list[Document] = field(default_factory=list)
     proofs: list[str] = field(default_factory=list)
 
@@ -145,7 +147,8 @@ def _pickled(file: Path) -> list[dict]:
 
 def _rows(system: System, files: list[Path], reward_key: str | None, conversion: Conversion) -> Iterator[Row]:
     problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, ("old_log_probs",))
-    common, numbers, ids = os.path.commonpath([file.parent for file in files]), {}, set()
+    common = os.path.commonpath([file.parent for file in files])
+    numbers, trajectories, ids = {}, {}, set()
     for file in files:
         if system.marker and not (file.parent / system.marker).exists():
             raise DataError(
@@ -176,12 +179,17 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
                 problems.add(label, reason)
                 continue
             group = raw.get("group_id")
+            attempt = raw.get("trajectory")
             if group is None and (prompt := prepared.get("prompt")) is not None:
-                run, last_prompt = run + (prompt != last_prompt), prompt
+                if (file, run, attempt) not in trajectories:
+                    run, last_prompt = run + (prompt != last_prompt), prompt
                 group = run
             if group is not None:
                 raw["group_id"] = numbers.setdefault((file, group), len(numbers))
                 conversion.groups[raw["group_id"]] += 1
+            if attempt is not None:
+                raw["trajectory"] = trajectories.setdefault((file, group, attempt), len(trajectories))
+                conversion.trajectories = len(trajectories)
             row = parse_row(raw | {"id": raw.get("id", label)}, rules)
             if isinstance(row, list):
                 for name, reason in row:
@@ -231,6 +239,8 @@ def render(conversion: Conversion, name: str, system: System, out: Path) -> str:
     """What `pgtk convert` prints."""
     groups, sizes = len(conversion.groups), Counter(conversion.groups.values())
     of_groups = f" of {plural(groups, 'group')}" if groups else ", without groups"
+    if conversion.trajectories:
+        of_groups += f", {plural(conversion.trajectories, 'trajectory')}"
     documents, files = plural(conversion.documents, "document"), plural(conversion.files, "file")
     lines = [f"{out}: {documents}{of_groups}, {plural(conversion.tokens, 'token')}, from {files} of {name}"]
     lines += [f"  dropped   {sentence}" for sentence in conversion.reasons() or ["nothing"]]

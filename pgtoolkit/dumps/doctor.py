@@ -20,6 +20,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.rollouts.data_metrics import LARGE_SHARE
 from pgtoolkit.rollouts.recorded import RecordedRollouts, recorded_rollouts
+from pgtoolkit.rollouts.recorded_index import first_parts
 from pgtoolkit.system.report import plural, refusal
 from pgtoolkit.training.loss import loss_of
 
@@ -102,7 +103,8 @@ class Rollouts:
     columns: of each name in _COLUMNS (documents,) float64, in the order in which training reads them. in_files:
     (documents,) the place of each in the order of the files. w: (documents,) the sum of w_t over the tokens of each.
     w_advantage: the same of w_t |A_t|. pairs: sampling and old log-probs of the first documents with both. differ:
-    whether any of them differ. has_advantages: whether the file's own are trained on.
+    whether any of them differ. has_advantages: whether the file's own are trained on. begins: (documents,) bool, True
+    for the first of a trajectory.
     """
 
     def __init__(self, source: RecordedRollouts, loss: Loss, has_advantages: bool):
@@ -112,9 +114,12 @@ class Rollouts:
         rows = (self._numbers(source.document(place)) for place in range(source.num_documents))
         self.columns = columns = np.fromiter(rows, [(name, "f8") for name in _COLUMNS]).view(np.recarray)
         self.num_groups = len(np.unique(columns.group))
-        self.w = columns.trained / _denominators(loss, columns.trained, columns.group)
+        rows = source.index.rows
+        self.in_files = np.lexsort((first_parts(rows), source.groups))
+        first = first_parts(rows)[self.in_files]
+        self.begins = first == self.in_files
+        self.w = columns.trained / _denominators(loss, columns.trained, columns.group, first)
         self.w_advantage = self.w * columns.weight / np.maximum(1, columns.trained)
-        self.in_files = np.argsort(source.groups, kind="stable")
         self.differ = bool(np.nansum(columns.distance))
 
     def share(self, chosen: np.ndarray) -> str:
@@ -152,12 +157,18 @@ def _digest(tokens: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(tokens.tobytes(), digest_size=6).digest())
 
 
-def _denominators(loss: Loss, trained: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """(documents,) the aggregation's, over all of them as one step; 1 where nothing is trained."""
+def _denominators(loss: Loss, trained: np.ndarray, group: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """(documents,) the aggregation's, over all of them as one step; 1 where nothing is trained.
+
+    first: the same number for all documents of a trajectory.
+    """
     counts, groups = torch.tensor(trained).long(), torch.tensor(group).long()
-    per_group = torch.zeros(int(groups.max()) + 1, dtype=torch.int64).index_add_(0, groups, counts)
-    totals = StepTotals(len(counts), int(counts.sum()), int((counts == 0).sum()), len(per_group), per_group)
-    return np.where(counts > 0, loss.aggregation.denominators(totals, counts, groups).double(), 1.0)
+    trajectories = torch.tensor(np.unique(first, return_inverse=True)[1].ravel())
+    per_group, per_trajectory = (torch.bincount(x, counts).long() for x in (groups, trajectories))
+    numbers = len(counts), int(counts.sum()), int((counts == 0).sum())
+    totals = StepTotals(*numbers, len(per_group), per_group, per_trajectory)
+    denominators = loss.aggregation.denominators(totals, per_trajectory[trajectories], groups)
+    return np.where(counts > 0, denominators.double(), 1.0)
 
 
 def _outside(loss: Loss, document: Document, new: np.ndarray, old: np.ndarray) -> float:
@@ -215,11 +226,13 @@ def _groups(r: Rollouts) -> _Findings:
         yield "?", "The file does not say which documents share a prompt."
         return
     group = r.columns.group
-    numbers, sizes = np.unique(group, return_counts=True)
+    numbers, sizes = np.unique(group[r.begins], return_counts=True)
+    counted = "document" if r.begins.all() else "trajectory"
     in_order = np.empty(len(group))
     in_order[r.in_files] = group
     places = np.cumsum(np.diff(in_order, prepend=in_order[0]) != 0)[r.in_files]
-    mixed, torn = (_have_several(group, labels) for labels in (r.columns.prompt, places))
+    prompts = np.where(r.begins, r.columns.prompt, np.nan)  # later parts of a trajectory have another context
+    mixed, torn = (_have_several(group, labels) for labels in (prompts, places))
     alone = np.isin(group, numbers[sizes == 1])
     if mixed.any():
         says = f"{r.groups_of(mixed)} hold different prompts: their numbers begin anew somewhere, or the mask begins "
@@ -231,14 +244,16 @@ def _groups(r: Rollouts) -> _Findings:
         yield "look", says
     if alone.any():
         effect = f"They carry {r.share(alone)}" if r.has_advantages else "Its advantage is 0: it adds nothing"
-        says = f"{r.groups_of(alone)} have one document, which nothing can be compared with. {effect}. Is group_id "
+        says = f"{r.groups_of(alone)} have one {counted}, which nothing can be compared with. {effect}. Is group_id "
         yield "wrong" if alone.all() and not r.has_advantages else "look", says + "that of the prompt?"
     if sizes.min() < sizes.max():
-        says = f"Groups have {sizes.min()} to {sizes.max()} documents. Under sample_mean, token_mean and constant a "
-        says += f"large group weighs up to {sizes.max() / sizes.min():.3g} times a small one; under prompt_mean all "
+        says = (
+            f"Groups have {sizes.min()} to {plural(sizes.max(), counted)}. Under sample_mean, token_mean and constant "
+        )
+        says += f"a large group weighs up to {sizes.max() / sizes.min():.3g} times a small one; under prompt_mean all "
         yield "look", says + "weigh the same: a comparison of aggregations compares this, too."
     elif not (mixed | torn | alone).any():
-        groups, documents = plural(len(numbers), "group"), plural(sizes[0], "document")
+        groups, documents = plural(len(numbers), "group"), plural(sizes[0], counted)
         yield "fine", f"{groups} of {documents}, each of one prompt and in one place."
 
 

@@ -25,7 +25,8 @@ class System:
     files: of a folder, as a pattern. columns: of each field of ours, theirs.
     prepare(record, notes) gives a record with these fields: lists of the whole document, prompt included. It counts in
     notes what of a document is other than the dump says, and raises Dropped or Unusable.
-    Where no field names the group, documents in a row with the same `prompt` are one, if the record has that.
+    Where no field names the group, documents in a row with the same `prompt` are one, if the record has that; those
+    that continue a trajectory are of its group, whatever their prompt.
     marker: a file that stands beside complete ones.
     """
 
@@ -88,8 +89,11 @@ def _slime(sample: dict, notes: Counter[str]) -> dict:
     if trained := "response_lengths" in sample:
         sample |= {"response_length": sample["response_lengths"], "loss_mask": sample["loss_masks"]}
         sample |= {"reward": sample.get("local_raw_reward"), "group_index": None}
+        sample["rollout_id"] = sample.get("rollout_ids")
     else:
         sample |= {"log_probs": sample["rollout_log_probs"], "truncated": sample["status"] == "truncated"}
+        if "rollout_id" in sample and sample["rollout_id"] is None:  # such samples are one each there, too
+            sample["rollout_id"] = f"sample {sample['index']}"
         del sample["rollout_log_probs"]
     length, tokens = sample["response_length"], sample["tokens"]
     if not length or not sample["log_probs"]:
@@ -131,7 +135,9 @@ def _pipeline_rl(record: dict, _notes: Counter[str]) -> dict:
         "labels": mask,
         "logprobs": [next(values) if trained else 0.0 for trained in mask],
         "finished": not record["finished"],
-        "group_id": (record["line"], record["metadata"].get("step_index", 0)),
+        # Its texts of one rollout_index are the calls of one attempt, whose reward each of them has.
+        "group_id": record["line"],
+        "rollout_index": record["metadata"].get("rollout_index"),
     }
 
 
@@ -151,6 +157,7 @@ ref_log_probs       -                       -                   ref_log_probs   
 advantage           advantages              advantage           advantages         advantages          -
 reward              rewards                 reward              reward             -                   reward
 group_id            -                       prompt_idx          group_index        -                   group_id
+trajectory          -                       -                   rollout_id         -                   rollout_index
 truncated           -                       finish_reason       truncated          -                   finished
 id                  -                       sample_idx          -                  -                   -
 """

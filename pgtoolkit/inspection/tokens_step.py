@@ -148,7 +148,7 @@ class RecordedBatches(Source):
         rows = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
         if len(rows) != self.batch_size or not all(isinstance(row, Row) for row in rows):
             raise DataError(f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it.")
-        return [row.document(None, row.group_id, row.id) for row in rows]
+        return [row.document(None, row.group_id, row.id, row.trajectory) for row in rows]
 
 
 class _Watch(lightning.Callback):

@@ -210,8 +210,8 @@ class Indexing:
             own, shared = self._rows[name], self._rows[name][self._first]
             for index in np.flatnonzero((own != shared) & ~(np.isnan(own) & np.isnan(shared))):
                 first = self._label(*(self._rows[x][self._first[index]] for x in ("file", "number")))
-                reason = f"is not that of {first}, which is of the same trajectory. An attempt has one, which all of"
-                self._refuse_row(index, name, f"{reason} its documents repeat")
+                reason = f"is not that of {first}, which is of the same trajectory. An attempt has one. Let all of its"
+                self._refuse_row(index, name, f"{reason} rows repeat it, or leave the trajectory out")
         self._problems.raise_if_any()
 
     def _number_groups(self) -> bool:

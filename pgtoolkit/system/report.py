@@ -79,7 +79,8 @@ def text(value: Any) -> str:
 
 def plural(count: int, noun: str) -> str:
     """The count with its noun."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+    several = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
+    return f"{count} {noun if count == 1 else several}"
 
 
 def listed(names: Sequence[str], most: int) -> str:

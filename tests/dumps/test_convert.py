@@ -182,6 +182,22 @@ def test_rewards_and_masks_of_slime(rollouts, tmp_path, capsys):
     assert rows[2]["loss_mask"][3:] == [False] + [True] * (len(rollouts[2].response) - 1)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_samples_of_one_rollout_of_slime_are_a_trajectory(tmp_path, training, capsys):
+    """Also where their context was rewritten, so that the prompts differ, and groups are told by prompts."""
+    prompts, named = ([1, 2], [1, 9], [1, 2], [1, 2]), (7, 7, 5, None)
+    made = [Rollout(prompt, [3, 4], [-0.5, -0.25], [-0.5, -0.25], 1.0, 0.5, 0) for prompt in prompts]
+    path = (slime_training if training else slime)(tmp_path, made)
+    dump = torch.load(path)
+    for sample, rollout in zip(dump["samples"], named, strict=True):  # slime numbers the others before it trains
+        sample |= {"rollout_ids": 0 if rollout is None else rollout} if training else {"rollout_id": rollout}
+    torch.save(dump, path)
+    assert convert("slime", tmp_path, tmp_path / "out.parquet") == 0
+    assert "4 documents of 1 group, 3 trajectories," in capsys.readouterr().out
+    rows = rows_of(tmp_path / "out.parquet")
+    assert [(row["group_id"], row["trajectory"]) for row in rows] == [(0, 0), (0, 0), (0, 1), (0, 2)]
+
+
 def test_steps_of_prime_rl(rollouts, tmp_path, capsys):
     path = prime_rl(tmp_path, rollouts, rl_weights=lambda number, v: [0.0] * len(v) if number == 1 else v)
     assert convert("prime-rl", tmp_path, tmp_path / "out.parquet") == 0
@@ -197,6 +213,18 @@ def test_groups_of_pipeline_rl_are_its_lines(rollouts, tmp_path):
     path.write_text(path.read_text() * 2)
     assert convert("pipelinerl", path, tmp_path / "out.parquet") == 0
     assert [row["group_id"] for row in rows_of(tmp_path / "out.parquet")][::4] == list(range(32))
+
+
+def test_the_calls_of_a_rollout_of_pipeline_rl_are_a_trajectory(rollouts, tmp_path):
+    """Four texts a group: two rollouts, one of which calls the model three times."""
+    calls = ((0, 0), (0, 1), (0, 2), (1, 0))
+    names = "rollout_index", "step_index"
+    path = pipeline_rl(
+        tmp_path, rollouts, metadata=lambda number, value: value | dict(zip(names, calls[number % 4], strict=True))
+    )
+    assert convert("pipelinerl", path, tmp_path / "out.parquet") == 0
+    found = [(row["group_id"], row["trajectory"]) for row in rows_of(tmp_path / "out.parquet")]
+    assert found[:8] == [(0, 0), (0, 0), (0, 0), (0, 1), (1, 2), (1, 2), (1, 2), (1, 3)]
 
 
 class Attack:

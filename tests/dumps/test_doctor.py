@@ -165,6 +165,24 @@ def test_groups_torn_apart_of_unequal_size_and_of_one(rows, tmp_path):
     assert "64 of 64 groups have one document" in found(rows, tmp_path, topic="groups")
 
 
+def test_the_parts_of_an_attempt_count_once_and_have_contexts_of_their_own(rows, tmp_path):
+    """Of the first group's four documents three are parts of one attempt, two of them with a context of their own."""
+    good = found(rows, tmp_path, topic="groups", level="fine")
+    assert good == "16 groups of 4 documents, each of one prompt and in one place."
+    parts = [row | {"reward": 0.0, "trajectory": "a"} for row in rows[:3]]
+    for number, part in enumerate(parts[1:], 1):
+        part["token_ids"] = [number, *part["token_ids"][1:]]
+    says = found([*parts, *rows[3:]], tmp_path, topic="groups", level="look")
+    assert says.startswith("Groups have 2 to 4 trajectories. Under sample_mean, token_mean and constant a large group")
+    only = [row | {"advantage": 1.0} for row in (parts[0], parts[1], rows[3])]
+    only[1]["token_ids"], only[1]["loss_mask"] = only[1]["token_ids"][:4], [False] * 3 + [True]
+    for name in ("old_log_probs", "sampling_log_probs"):
+        only[1][name] = only[1][name][:4]
+    only[2]["truncated"], only[0]["truncated"], only[1]["truncated"] = True, False, False
+    says = found(only, tmp_path, "advantage=given", topic="truncation", level="look")
+    assert "They carry 50 % of the sum of w|A|" in says
+
+
 def test_documents_that_are_there_twice(rows, tmp_path):
     """Their share of the weight, by hand: under sample_mean and advantages of one size, that of the documents."""
     twice = rows + rows[:8]

@@ -26,7 +26,7 @@ GRPO = {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2, "aggregation": 
 LENGTHS = (9, 2, 12, 5, 7, 1, 3, 8, 11, 4, 6, 10)
 
 
-def documents() -> list[Document]:
+def documents(trajectories: bool | None = None) -> list[Document]:
     """Two steps; the last document of each is all masked, others have one, or no, trained token."""
     draw = torch.Generator().manual_seed(0)
     made = []
@@ -42,6 +42,7 @@ def documents() -> list[Document]:
                 advantages=2.0 * torch.randn(1, generator=draw).expand(int(mask.sum())),
                 group=number // 3,
                 name=f"document {number}",
+                trajectory=trajectories and (0, 0, None, 3, 0, 3)[number % DOCS_PER_STEP],
             )
         )
     return made
@@ -119,26 +120,41 @@ class Small(DynamicAccumulation):
         return pgtoolkit.policy_loss(self.model(micro_batch.tokens), *vectors, loss=self.loss, **options)
 
 
-def one_step(ranks, max_tokens: int) -> tuple[dict, list, list]:
+class SampleMean(Small):
+    """Over trajectories of several documents."""
+
+    def micro_batch_loss(self, micro_batch, totals):
+        vectors = (micro_batch.labels, micro_batch.old_log_probs, micro_batch.advantages, micro_batch.document_index)
+        options = {"num_documents": micro_batch.num_documents, "totals": totals, "check_finite": False}
+        options |= {"trajectory_index": micro_batch.trajectory_index, "metrics": "basic"}
+        return pgtoolkit.policy_loss(self.model(micro_batch.tokens), *vectors, loss=self.loss, **options)
+
+
+def one_step(ranks, max_tokens: int, trajectories: bool) -> tuple[dict, list, list]:
     """Metrics, gradient and weights after one step on this rank."""
-    module = Small(ranks)
+    module = SampleMean(ranks) if trajectories else Small(ranks)
     where = ranks.rank_in("data_parallel"), ranks.size("data_parallel")
-    step = make_step(documents()[:DOCS_PER_STEP], max_tokens, None, *where)
+    step = make_step(documents(trajectories or None)[:DOCS_PER_STEP], max_tokens, None, *where)
     metrics = module.training_step(step, 0)["metrics"]
     for name in ("num_micro_batches", *CLOCK):
         metrics.pop(name, None)
     return metrics, [p.grad for p in module.parameters()], [p.detach() for p in module.parameters()]
 
 
-def one_step_on_a_rank(number: int, max_tokens: int) -> tuple[dict, list, list]:
-    return one_step(layout(data_parallel=number), max_tokens)
+def one_step_on_a_rank(number: int, *chosen) -> tuple[dict, list, list]:
+    return one_step(layout(data_parallel=number), *chosen)
 
 
+@pytest.mark.parametrize("trajectories", [False, True])
 @pytest.mark.parametrize(("number", "max_tokens"), [(2, 12), (4, 1000)])
-def test_any_module_is_driven_over_data_parallel_ranks(number, max_tokens):
-    """Metrics, gradient and weights of one process; with four ranks one holds the masked document alone."""
-    expected = one_step(ONE_PROCESS, 1000)
-    for metrics, gradient, weights in world(number).run(one_step_on_a_rank, number, max_tokens):
+def test_any_module_is_driven_over_data_parallel_ranks(number, max_tokens, trajectories):
+    """Metrics, gradient and weights of one process; with four ranks one holds the masked document alone.
+
+    The parts of a trajectory lie on several ranks.
+    """
+    expected = one_step(ONE_PROCESS, 1000, trajectories)
+    assert expected[0].get("num_trajectories") == (3 if trajectories else None)
+    for metrics, gradient, weights in world(number).run(one_step_on_a_rank, number, max_tokens, trajectories):
         assert metrics == pytest.approx(expected[0], rel=1e-12, abs=1e-14)
         torch.testing.assert_close(gradient, expected[1], rtol=1e-11, atol=1e-14)
         torch.testing.assert_close(weights, expected[2], rtol=1e-12, atol=1e-15)
