@@ -189,8 +189,8 @@ def keeps_documents_apart(policy: Policy, path: str) -> bool:
         # From within the vocabulary: tokens at its ends may have had no training, and be alike.
         first, second = _document(size // 7, size // 5, size // 3), _document(size // 2)
         hidden, plain = _handed_to_head(policy, first.tokens)
-        rows = policy.hidden_states(pack([first, second], [0, 0]))  # the second is padded
-        one_row = policy.hidden_states(pack([first, second, second], [0, 0, 0]))
+        rows = policy.in_rows(pack([first, second], [0, 0]))
+        one_row = policy.in_one_row(pack([first, second, second], [0, 0, 0]))
         apart = _same(one_row[3:], rows[[3, 3]], _TO_PACK)
         causal = apart or _same(policy.hidden_states(pack([second], [0])), rows[3:])
     if not plain:

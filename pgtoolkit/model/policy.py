@@ -24,9 +24,6 @@ from pgtoolkit.ranks.collectives import whole
 
 log = logging.getLogger("pgtoolkit")
 
-_PADDING_LIMIT = 1.5
-"""Padded positions per token up to which one row per document is cheaper than attention over all tokens at once."""
-
 
 @dataclass(frozen=True)
 class Policy:
@@ -155,23 +152,35 @@ class Policy:
         row: transformers takes a position id that does not continue the one before as the start of another document.
         Of a model that does not, and of one whose rotary positions are others for long documents, each by itself.
         """
-        tokens, positions, documents = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_index
-        lengths = micro_batch.document_lengths
+        tokens, positions, lengths = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_lengths
         longest = max(lengths)
-        padded = len(lengths) * longest <= _PADDING_LIMIT * len(tokens)
+        padded = self._cost(len(lengths) * longest, longest) <= self._cost(len(tokens), len(tokens))
         if longest > self._longest_beside_others or not (padded or self.packs):
             parts = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
             return torch.cat([self._body(own[None], places[None], [n])[0] for own, places, n in parts])
-        if self.by_document or not padded:
-            return self._body(tokens[None], positions[None], lengths)[0]
-        rows = tokens.new_zeros(len(lengths), longest)
-        rows[documents, positions] = tokens
-        row_positions = torch.arange(longest, device=tokens.device).expand_as(rows)
-        return self._body(rows, row_positions)[documents, positions]
+        return self.in_rows(micro_batch) if padded and not self.by_document else self.in_one_row(micro_batch)
+
+    def in_rows(self, micro_batch: MicroBatch) -> Tensor:
+        """`hidden_states` by one row per document, padded on the right."""
+        lengths, places = micro_batch.document_lengths, (micro_batch.document_index, micro_batch.position_ids)
+        rows = micro_batch.tokens.new_zeros(len(lengths), max(lengths))
+        rows[places] = micro_batch.tokens
+        return self._body(rows, torch.arange(rows.shape[1], device=rows.device).expand_as(rows))[places]
+
+    def in_one_row(self, micro_batch: MicroBatch) -> Tensor:
+        """`hidden_states` by one row of all documents, as a model can that keeps them apart."""
+        return self._body(micro_batch.tokens[None], micro_batch.position_ids[None], micro_batch.document_lengths)[0]
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         """What the loss needs of the model: hidden states, the head, and the ranks that share them."""
         return self.hidden_states(micro_batch), LMHead(self.head.weight, self.head.bias), Ranks()
+
+    def _cost(self, positions: int, keys: int) -> int:
+        """What a layer computes for rows of so many positions together, each of which is compared with so many keys.
+
+        In units of 2 hidden_size products: its matrices hold about 12 hidden_size^2, a key takes 2 hidden_size.
+        """
+        return positions * (6 * self.model.config.get_text_config().hidden_size + keys)
 
     def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
         """(rows, S, H) hidden states of tokens (rows, S); lengths: of the documents of one packed row."""

@@ -56,6 +56,19 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [((6, 7, 7), (3, 7)), ((3, 20, 4, 3), (1, 30)), ((4, 20) * 20, (40, 20))],
+    ids=["alike", "mixed", "many"],
+)
+def test_documents_are_rows_unless_one_row_costs_less(lengths, shape, tmp_path):
+    """With 16 hidden units 40 rows of 20 take 800 (96 + 20), their 480 tokens in one row 480 (96 + 480)."""
+    policy, seen = build_policy(model_config(folder_of("Qwen3", tmp_path)), None, False), []
+    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    policy.hidden_states(pack([document(n) for n in lengths], [0] * len(lengths)))
+    assert seen == [shape]
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
         ("Gemma2", {"head_dim": 8, "scale": 0}, "a plain linear LM head"),  # random weights give logits of about 0.1
