@@ -37,8 +37,30 @@ def the_constant_is_no_mean_over_documents(right, self, totals, counts, group_in
 @mutant(
     "losses.aggregation:Aggregation.weights", "test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token"
 )
-def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, group_index):
-    return right(self, totals, documents, torch.ones_like(mask), group_index)
+def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, group_index, trajectory_index):
+    return right(self, totals, documents, torch.ones_like(mask), group_index, trajectory_index)
+
+
+@mutant("losses.aggregation:Aggregation.weights", "test_losses.py::test_worked_example", REFERENCE)
+def a_part_of_a_trajectory_has_the_tokens_of_its_own(
+    right, self, totals, documents, mask, group_index, trajectory_index
+):
+    return right(self, totals, documents, mask, group_index, None)
+
+
+@mutant("batch:StepTotals.num_trajectories", "test_losses.py::test_worked_example", REFERENCE)
+def each_part_of_a_trajectory_is_a_sample(right, self):
+    return self.num_documents
+
+
+@mutant("batch:StepTotals.num_empty_trajectories", "test_the_sum_of_the_weights_is_known_before_the_step")
+def a_trajectory_is_empty_if_a_document_of_it_is(right, self):
+    return self.num_empty_documents
+
+
+@mutant("losses.documents:_renumbered", "test_without_totals_the_ranks_together_are_the_step")
+def a_trajectory_has_the_tokens_of_this_rank(right, index, counts, data_group):
+    return right(index, counts, None)
 
 
 # Sums over documents.

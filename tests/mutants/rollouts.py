@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from mutants import mutant
@@ -36,14 +37,14 @@ def a_group_of_other_lengths_teaches(right, group):
 
 
 @mutant("batch:pack", "test_every_position_predicts_the_next_token_of_its_document")
-def a_position_predicts_its_own_token(right, documents, group_numbers, known=None):
-    batch = right(documents, group_numbers, known)
+def a_position_predicts_its_own_token(right, documents, group_numbers, known=None, trajectory_numbers=None):
+    batch = right(documents, group_numbers, known, trajectory_numbers)
     return replace(batch, labels=torch.where(batch.labels >= 0, batch.tokens, -1))
 
 
 @mutant("batch:pack", "test_old_log_probs_and_advantages_are_shifted_with_their_labels")
-def old_log_probs_stand_one_place_late(right, documents, group_numbers, known=None):
-    batch = right(documents, group_numbers, known)
+def old_log_probs_stand_one_place_late(right, documents, group_numbers, known=None, trajectory_numbers=None):
+    batch = right(documents, group_numbers, known, trajectory_numbers)
     return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
 
 
@@ -67,6 +68,38 @@ def a_step_ends_within_a_group(right, self, position, documents):
         return right(self, position, documents)
     finally:
         self.close_on_groups = kept
+
+
+@mutant("rollouts.steps:StepLoader._closes_before", "test_a_step_closes_on_a_trajectory")
+def a_step_ends_within_a_trajectory(right, self, position, documents):
+    return right(self, position, [replace(document, trajectory=None) for document in documents])
+
+
+@mutant("rollouts.steps:trajectories_of", "test_trajectories_are_numbered_and_counted_over_micro_batches_and_ranks")
+def documents_that_name_no_trajectory_are_one(right, documents):
+    return [(document.trajectory is None, document.trajectory) for document in documents]
+
+
+@mutant("rollouts.steps:make_step", "test_any_module_is_driven_over_data_parallel_ranks")
+def the_tokens_of_a_trajectory_are_those_of_one_rank(right, documents, max_tokens, state_after, data_rank, data_size):
+    step = right(documents, max_tokens, state_after, data_rank, data_size)
+    if (tokens := step.totals.tokens_per_trajectory) is None:
+        return step
+    tokens = torch.zeros_like(tokens)
+    for one in step.micro_batches:
+        trained = torch.bincount(one.document_index[one.labels >= 0], minlength=one.num_documents)
+        tokens.index_add_(0, one.trajectory_index, trained)
+    return replace(step, totals=replace(step.totals, tokens_per_trajectory=tokens))
+
+
+@mutant("rollouts.recorded_index:first_parts", "test_reward_and_baseline_count_an_attempt_once")
+def each_part_of_an_attempt_is_in_the_baseline(right, rows):
+    return np.arange(len(rows))
+
+
+@mutant("rollouts.data_metrics:trajectories_of", "test_an_attempt_is_counted_once_however_many_documents_it_has")
+def each_part_of_an_attempt_has_a_reward(right, documents):
+    return [*range(len(documents))]
 
 
 @mutant("config.plan:steps_ahead", "test_a_batch_is_of_the_weights_of_so_many_updates_ago")
