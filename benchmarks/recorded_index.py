@@ -77,6 +77,9 @@ def index(path: Path) -> None:
         shuffle=True,
         group_size=None,
         max_completion_length=None,
+        chat="auto",
+        trained_turns="all",
+        too_long="refuse",
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for pass_name in ("indexed", "found"):

@@ -223,7 +223,7 @@ def _cells(line: str) -> list[str]:
 
 def _rows_with(word: str) -> Iterator[str]:
     """The rows in which a word of another trainer stands, such as verl's clip_ratio_high."""
-    for page in ("losses.md", "adapters.md"):
+    for page in ("losses.md", "adapters.md", "data.md"):
         for heads, row in _table(page):
             if any(re.search(rf"`[^`]*\b{re.escape(word)}\b[^`]*`", cell) for cell in row):
                 shown = {head or "here": cell for head, cell in zip(heads, row, strict=False) if cell}

@@ -37,6 +37,8 @@ _BY_TEMPLATE = {
     "only_if": "model.name=huggingface and task.chat!=never",
     "use": "model=huggingface and task.chat=auto",
 }
+_OF_TEXTS = {"only_if": "model.name=huggingface", "why": "The tiny model has no chat template."}
+_INCOMPLETE = "A group without one of its completions has other advantages."
 _ASKED = "rollout.name=policy or evaluation.every>0"
 _IS_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
 _MEASURED = "its evaluations so far would not compare with those to come"
@@ -68,6 +70,7 @@ KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton
 OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling", "proximal"])
 Chat = StrEnum("Chat", ["auto", "never"])
 TooLong = StrEnum("TooLong", ["refuse", "skip"])
+TrainedTurns = StrEnum("TrainedTurns", ["all", "last"])
 LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
 NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
@@ -288,6 +291,9 @@ class RecordedRolloutConfig(RolloutConfig):
     epochs: int = key(1, 10**6)
     shuffle: bool = key(fixed=POSITION)
     group_size: int | None = key(1, 10**6, fixed=_BATCH)
+    chat: Chat = key(fixed=POSITION, **_OF_TEXTS)
+    trained_turns: TrainedTurns = key(fixed=POSITION, **_OF_TEXTS)
+    too_long: TooLong = key(fixed=POSITION, only_if="advantage.estimator=given", why=_INCOMPLETE)
 
 
 @dataclass

@@ -178,6 +178,17 @@ def _convert(parser: _Parser, argv: list[str]) -> None:
     say("next: " + "\n      ".join(convert.next_commands(conversion.fields, shell_path(args.out))))
 
 
+def _solutions(parser: _Parser, argv: list[str]) -> None:
+    parser.add_argument("out", metavar="OUT", type=Path, help="a new .jsonl file")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the task, with its keys, and the seed")
+    parser.add_argument("--count", type=_positive, default=10_000, metavar="N", help="rows (default: 10000)")
+    args = parser.parse_intermixed_args(argv)
+
+    from pgtoolkit.launch.solutions import write_solutions
+
+    say(write_solutions(args.out, args.overrides, args.count))
+
+
 def _doctor(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
     parser.add_argument(
@@ -243,6 +254,7 @@ REPORTS = {
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
+    "solutions": ("OUT [OVERRIDES]", "a task's prompts with their answers, for experiment=sft", _solutions),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.conversations import TEXTS, Conversations
 from pgtoolkit.rollouts.recorded_index import Indexing, RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Outline, Source
@@ -39,7 +41,7 @@ class RecordedRollouts(Source):
     (a correction), ref_log_probs (a penalty).
     first: read so many rows of each file at most, only to see whether they would be refused.
     layout: the ranks, of which the first reads the files for the index and gives it to the others. run_dir: where the
-    index is kept; None: nowhere.
+    index is kept; None: nowhere. tokenizer: gives the model's, and its end-of-sequence tokens, for rows of texts.
 
     The constructor has every row read once, unless the run has an index of these files, and raises DataError for what
     cannot be trained on. The index has about 80 bytes per document, among them a checksum by which a row that was
@@ -59,14 +61,18 @@ class RecordedRollouts(Source):
     first: int | None = None
     layout: Layout = ONE_PROCESS
     run_dir: Path | None = None
+    tokenizer: Callable[[], tuple[Any, Sequence[int]]] | None = None
 
     def __post_init__(self):
         required = _required(self.estimator, self.reads_old_log_probs, self.needs)
-        self._rules = Rules(self.vocabulary_size, required, self.max_tokens, self.config.max_completion_length)
+        config = self.config
+        texts = self.tokenizer and Conversations(self.tokenizer, config.chat, config.trained_turns)
+        limits = self.max_tokens, config.max_completion_length, config.too_long
+        self._rules = Rules(self.vocabulary_size, required, *limits, texts)
         with failing_together(self.layout):
             made = self._indexed() if self.layout.rank == 0 else None
         self.index, paths = of_rank_0(made, self.layout)
-        self._files = open_files(paths, FIELDS)
+        self._files = open_files(paths, (*FIELDS, *TEXTS))
         self._rows, self.groups, self.has_groups = self.index.rows, self.index.rows["group"], self.index.has_groups
         self._num_groups = int(self.groups.max()) + 1
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
@@ -108,7 +114,7 @@ class RecordedRollouts(Source):
     def _indexed(self) -> tuple[RecordedIndex, list[Path]]:
         paths = find_files(self.config.path, "rollout.path")
         needs_groups = "group_id" in self.needs or _reads_rewards(self.estimator)
-        files = open_files(paths, FIELDS)
+        files = open_files(paths, (*FIELDS, *TEXTS))
         indexing = Indexing(files, self.config, self.estimator, self._rules, needs_groups, self.first)
         index = None if self.run_dir is None else indexing.kept(self.run_dir)
         if index is None:
@@ -155,6 +161,7 @@ def recorded_rollouts(
     first: int | None = None,
     layout: Layout = ONE_PROCESS,
     run_dir: Path | None = None,
+    tokenizer: Callable[[], tuple[Any, Sequence[int]]] | None = None,
 ) -> RecordedRollouts:
     """The recorded rollouts of a configuration, with what its loss needs of them; DataError where they lack that."""
     asked = {
@@ -163,7 +170,7 @@ def recorded_rollouts(
         "ref_log_probs": config.kl.reference == "recorded",
     }
     needs = tuple(name for name, is_asked in asked.items() if is_asked)
-    options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir
+    options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir, tokenizer
     return RecordedRollouts(config.rollout, config.advantage.estimator, vocabulary_size, *options)
 
 

@@ -17,9 +17,10 @@ from pgtoolkit.batch import OPTIONAL_VECTORS
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
-from pgtoolkit.rollouts.rows import Row, Rules, parse_row, parse_rows
+from pgtoolkit.rollouts.rows import Row, Rules, has_texts, parse_row, parse_rows
 from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.row_files import ParquetFile, Problems, RowFile
 
 log = logging.getLogger("pgtoolkit")
@@ -55,7 +56,8 @@ class RecordedIndex:
     """rows: (documents,) of dtype ROW, in the order of the files, of which none has to be read for it again.
 
     files: name, bytes, time of the last change in ns, and SHA-256 of each. rules: what the rows were checked for.
-    has_groups: whether it is known which documents share a prompt. notes: what a user is told.
+    has_groups: whether it is known which documents share a prompt. notes: what a user is told. texts: the fingerprint
+    of what made tokens of texts; None where rows have tokens.
     """
 
     rows: np.ndarray
@@ -63,6 +65,7 @@ class RecordedIndex:
     rules: str
     has_groups: bool
     notes: list[str]
+    texts: int | None = None
 
     def digests(self) -> dict[str, dict]:
         """Of each file, as data.json of a run keeps them."""
@@ -123,6 +126,9 @@ class Indexing:
         index = read_index(folder)
         if index is None or index.rules != self.key or len(index.files) != len(self.files):
             return None
+        texts = self.rules.texts
+        if index.texts is not None and (texts is None or index.texts != texts.fingerprint()):
+            return None
         return index if all(index.knows(file.label, file.path) for file in self.files) else None
 
     def make(self) -> RecordedIndex:
@@ -131,6 +137,7 @@ class Indexing:
         self._problems = Problems("the recorded rollouts cannot be trained on")
         self._groups: dict[int | str, int] = {}
         self._is_mismatched = self._is_cut = False
+        self._num_too_long = 0
         stamps = [_stamp(file.path) for file in self.files]  # before they are read: a later change is seen
         self._rows = np.fromiter(self._read(), ROW)
         self._problems.raise_if_any()
@@ -147,7 +154,9 @@ class Indexing:
             {"name": file.label, **stamp, "sha256": file.digest.hexdigest()}
             for file, stamp in zip(self.files, stamps, strict=True)
         ]
-        return RecordedIndex(self._rows, files, self.key, has_groups, self.notes)
+        texts = self.rules.texts
+        fingerprint = texts.fingerprint() if texts is not None and texts.read else None
+        return RecordedIndex(self._rows, files, self.key, has_groups, self.notes, fingerprint)
 
     def _read(self) -> Iterator[tuple]:
         """Each row that is right, as ROW has it; what is wrong with the others is added to the problems."""
@@ -158,6 +167,9 @@ class Indexing:
                 if count == self.first:
                     self._is_cut = True
                     break
+                if row is None:
+                    self._num_too_long += 1
+                    continue
                 if not self._is_mismatched:
                     self._is_mismatched = not np.array_equal(row.old_log_probs, row.sampling_log_probs)
                 here = file_number, number
@@ -173,6 +185,16 @@ class Indexing:
     def _check_use(self) -> None:
         """Something is there that can be learned."""
         path, rows = f"rollout.path={self.config.path}", self._rows
+        if self._num_too_long:
+            count = f"{self._num_too_long} of {len(rows) + self._num_too_long} rows"
+            self.notes.append(
+                f"rollout.too_long=skip leaves out {count}, with more than {self.rules.max_tokens} tokens."
+            )
+        texts, chosen = self.rules.texts, (self.config.chat.value, self.config.trained_turns.value)
+        if texts is not None and not texts.read and chosen != ("auto", "all"):
+            setting, reason = "rollout.chat={} with rollout.trained_turns={}".format(*chosen), "It would be ignored."
+            use = "rollout.chat=auto with rollout.trained_turns=all"
+            raise DataError(refusal(setting, "rows of messages, or of prompt and completion", "tokens", reason, use))
         if len(rows) == 0:
             raise DataError(f"{path} needs at least one row (got none in {', '.join(x.label for x in self.files)}).")
         if not rows["trained"].any() and not self._is_cut:
@@ -301,9 +323,13 @@ def _entries(row: Row, group: int, trajectory: int) -> tuple:
     )
 
 
-def _checked_rows(file: RowFile, rules: Rules, problems: Problems) -> Iterator[tuple[int, int, Row]]:
-    """Number from 1, place and contents of each row that is right; what is wrong is added to the problems."""
-    for name in ("token_ids", "loss_mask", *rules.required):
+def _checked_rows(file: RowFile, rules: Rules, problems: Problems) -> Iterator[tuple[int, int, Row | None]]:
+    """Number from 1, place and contents of each row that is right; what is wrong is added to the problems.
+
+    None for a row that is too long, and left out.
+    """
+    tokens = () if file.names is not None and has_texts(file.names) else ("token_ids", "loss_mask")
+    for name in (*tokens, *rules.required):
         if file.names is not None and name not in file.names:
             problems.add(file.label, f"has no column {name}; its columns are {', '.join(file.names)}")
     problems.raise_if_any()
@@ -313,7 +339,7 @@ def _checked_rows(file: RowFile, rules: Rules, problems: Problems) -> Iterator[t
     else:
         rows = ((number, place, parse_row(raw, rules)) for number, place, raw in file.rows())
     for number, place, row in rows:
-        if isinstance(row, Row):
+        if row is None or isinstance(row, Row):
             yield number, place, row
             continue
         for name, reason in row:

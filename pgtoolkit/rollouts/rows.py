@@ -7,7 +7,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,8 +16,11 @@ import pyarrow as pa
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
+from pgtoolkit.config.schema import TooLong
+from pgtoolkit.errors import first_line
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
+from pgtoolkit.rollouts.conversations import TEXTS, Conversations
 from pgtoolkit.tasks.row_files import rows_of
 
 _PER_TOKEN = (*OPTIONAL_VECTORS, "advantage")
@@ -29,13 +32,16 @@ OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
 class Rules:
     """What this run asks of a row. required: fields that it needs besides token_ids and loss_mask.
 
-    max_tokens: the longest document that fits; None: any length.
+    max_tokens: the longest document that fits; None: any length. too_long: what happens to a longer one.
+    texts: makes tokens of texts; None: rows have tokens.
     """
 
     vocabulary_size: int
     required: Collection[str] = ()
     max_tokens: int | None = None
     max_completion_length: int | None = None
+    too_long: TooLong = TooLong.refuse
+    texts: Conversations | None = field(default=None, repr=False)
 
 
 class Row(SimpleNamespace):
@@ -73,7 +79,7 @@ class Row(SimpleNamespace):
         )
 
 
-def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple[str, str]]]:
+def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple[str, str]] | None]:
     """What `parse_row` makes of each row of a batch; where all of the lists are right, these are checked at once."""
     vectors = _checked_vectors(batch, rules)
     rows = zip(*vectors.values(), strict=True) if vectors else itertools.repeat(())
@@ -83,13 +89,20 @@ def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple
 
 def parse_row(
     raw: dict[str, Any] | str, rules: Rules, checked: Mapping[str, np.ndarray] = MappingProxyType({})
-) -> Row | list[tuple[str, str]]:
+) -> Row | list[tuple[str, str]] | None:
     """The checked row, or its problems as (field, reason). Lists are Python lists or NumPy arrays.
 
-    raw: fields by name, or why a line is no row, which is the problem of the field "". checked: fields that are right.
+    None: it is too long, and left out. raw: fields by name, or why a line is no row, which is the problem of the field
+    "". checked: fields that are right.
     """
     if isinstance(raw, str):
         return [("", raw)]
+    if rules.texts is not None and raw.get("token_ids") is None and "token_ids" not in checked:
+        try:
+            raw = raw | (rules.texts.tokens(raw) if has_texts(raw) else {})
+        except Exception as error:  # what the tokenizers library raises for a character it has no token for
+            name = "messages" if raw.get("messages") is not None else "completion"
+            return [(name, str(error) if isinstance(error, ValueError) else f"cannot be encoded: {first_line(error)}")]
     row, problems = Row(**(_NOTHING | checked)), []
     for name, (_, read) in FIELDS.items():
         if name in checked:
@@ -97,6 +110,10 @@ def parse_row(
         if (value := raw.get(name)) is not None:
             try:
                 setattr(row, name, read(value, row, rules))
+            except _TooLong as reason:
+                if rules.too_long == TooLong.skip:
+                    return None
+                problems.append((name, str(reason)))
             except _Unusable as reason:
                 problems.append((name, str(reason)))
         elif name in ("token_ids", "loss_mask") or name in rules.required:
@@ -130,6 +147,16 @@ class _Unusable(Exception):
     """Why the value of a field cannot be used."""
 
 
+class _TooLong(_Unusable):
+    """More tokens than fit."""
+
+
+def has_texts(names: Collection[str] | Mapping[str, Any]) -> bool:
+    """Whether a row, or the columns of a file, have texts in the place of tokens."""
+    there = [name for name in TEXTS if (names.get(name) is not None if isinstance(names, Mapping) else name in names)]
+    return "messages" in there or len(there) > 1
+
+
 def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
     tokens = _vector(value, "iu", "integers")
     if len(tokens) == 0:
@@ -137,7 +164,7 @@ def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
     if (place := _first((tokens < 0) | (tokens >= rules.vocabulary_size))) is not None:
         raise _Unusable(f"is {tokens[place]} at position {place}; the vocabulary is 0 to {rules.vocabulary_size - 1}")
     if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
-        raise _Unusable(
+        raise _TooLong(
             f"has {len(tokens)} tokens and at most {rules.max_tokens} fit "
             "(accumulation.max_tokens, or the positions of the model); documents are never split"
         )

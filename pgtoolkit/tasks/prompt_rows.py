@@ -134,17 +134,23 @@ def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
     """The prompt's text, and the messages if it is a chat. ValueError says what is wrong."""
     if isinstance(value, str) and value:
         return value, None
-    messages = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise ValueError(f"needs a text or a list of chat messages (got {messages!r:.40})")
-    for one in messages:
-        if not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"needs chat messages whose role and content are texts (got {one!r:.60})")
+    messages = messages_of(value, "a text or a list of chat messages")
     last = messages[-1]
     if last["role"] == "assistant" or not last["content"]:
         raise ValueError(f"needs a last message that the model is to answer (got {last!r:.60})")
+    return last["content"], tuple(messages)
+
+
+def messages_of(value: Any, needs: str = "a list of chat messages") -> list[Message]:
+    """The messages of a chat. ValueError says what is wrong."""
+    messages = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise ValueError(f"needs {needs} (got {messages!r:.40})")
+    for one in messages:
+        if not all(isinstance(one.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"needs chat messages whose role and content are texts (got {one!r:.60})")
     # Columnar files give each message all keys that any of them has.
-    return last["content"], tuple({key: item for key, item in one.items() if item is not None} for one in messages)
+    return [{key: item for key, item in one.items() if item is not None} for one in messages]
 
 
 def _answer(value: Any) -> str:

@@ -13,7 +13,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config import memory
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
@@ -211,7 +211,20 @@ def _recorded(c: Config, loss: Loss) -> None:
     from pgtoolkit.rollouts.recorded import recorded_rollouts
 
     room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
-    recorded_rollouts(c, loss, vocabulary_size(c.model, c.task) or 2**31, room, first=100)
+    vocabulary = vocabulary_size(c.model, c.task) or 2**31
+    recorded_rollouts(c, loss, vocabulary, room, first=100, tokenizer=functools.partial(_tokenizer, c))
+
+
+def _tokenizer(c: Config) -> tuple[Any, list[int]]:
+    """The model's tokenizer, and its end-of-sequence tokens."""
+    if c.model.name == "tiny":
+        from pgtoolkit.model.build import character_tokenizer
+        from pgtoolkit.tasks.tasks import make_task
+
+        tokenizer = character_tokenizer(make_task(c.task, c.seed).alphabet)
+        return tokenizer, [tokenizer.eos_token_id]
+    tokenizer = model_folder.load_tokenizer(c.model.path)
+    return tokenizer, model_folder.end_tokens(model_folder.load_generation_config(c.model.path), tokenizer)
 
 
 def _epochs(c: Config, report: Report) -> None:

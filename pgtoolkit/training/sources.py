@@ -54,7 +54,10 @@ def source_of(
             )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
     layout = module.layout
-    source = recorded_rollouts(config, module.loss, module.policy.vocabulary_size, room, None, layout, run_dir)
+    tokenizer = module.policy.tokenizer
+    known = tokenizer, end_tokens(module.model.generation_config, tokenizer)
+    vocabulary = module.policy.vocabulary_size
+    source = recorded_rollouts(config, module.loss, vocabulary, room, None, layout, run_dir, lambda: known)
     with failing_together(layout):
         if layout.rank == 0 and run_dir is not None:
             record_rollouts(run_dir, source.index)

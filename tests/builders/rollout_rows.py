@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
-from pgtoolkit.config.schema import RecordedRolloutConfig
+from pgtoolkit.config.schema import Chat, RecordedRolloutConfig, TooLong, TrainedTurns
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 VOCABULARY_SIZE = 100
@@ -36,6 +36,7 @@ def write_parquet(path, rows, checksums=True, **options):
 
 
 CHANGES = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
+CHANGES |= {"chat": Chat.auto, "trained_turns": TrainedTurns.all, "too_long": TooLong.refuse}
 """Keys of a configuration that tests change."""
 
 

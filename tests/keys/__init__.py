@@ -60,6 +60,12 @@ SEEN_BY = {
         ("rollout/recorded.epochs", "rollout/recorded.shuffle"),
         "rollouts/test_recorded.py::test_every_epoch_is_the_data_once_and_shuffled_by_groups",
     ),
+    **dict.fromkeys(
+        ("rollout/recorded.chat", "rollout/recorded.trained_turns"),
+        "rollouts/test_conversations.py::test_a_run_trains_on_the_turns_that_are_asked_for",
+    ),
+    "rollout/recorded.too_long": "rollouts/test_conversations.py::"
+    "test_rows_that_are_too_long_are_refused_or_skipped_with_their_count",
     "rollout/recorded.group_size": "rollouts/test_recorded.py::test_group_ids_and_group_size",
     "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_limits_of_the_run",
     "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_fault_while_sampling_is_one_sentence",

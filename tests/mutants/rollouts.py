@@ -1,5 +1,7 @@
 """Mistakes of rewards, advantages, steps, packing, the order of data, and metrics of the data."""
 
+import hashlib
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -191,3 +193,50 @@ def outlines_come_in_the_order_of_the_files(right, self, position):
         return right(self, position)
     finally:
         self._order = order
+
+
+BY_HAND = (
+    "test_by_hand_the_trained_tokens_are_the_answers_with_their_ends[differences of prefixes]",
+    "test_by_hand_the_trained_tokens_are_the_answers_with_their_ends[marked]",
+)
+
+
+def _masked(found, change):
+    return found | {"loss_mask": change(found["loss_mask"])}
+
+
+@mutant("rollouts.conversations:Conversations.tokens", *BY_HAND)
+def the_end_of_a_turn_is_not_trained(right, self, raw):
+    return _masked(right(self, raw), lambda mask: [a and b for a, b in itertools.pairwise([*mask, False])])
+
+
+@mutant("rollouts.conversations:Conversations.tokens", *BY_HAND, "test_the_mask_is_that_of_transformers")
+def what_follows_a_turn_is_trained(right, self, raw):
+    return _masked(right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([False, *mask])])
+
+
+@mutant("rollouts.conversations:Conversations.tokens", "test_texts_without_a_template[never]", *BY_HAND)
+def the_beginning_of_a_turn_is_trained(right, self, raw):
+    return _masked(right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([*mask, False])])
+
+
+@mutant(
+    "rollouts.conversations:Conversations._of_chat", "test_of_a_prompt_with_its_completion_the_completion_is_trained"
+)
+def turns_of_the_prompt_are_trained(right, self, messages, first):
+    return right(self, messages, 0)
+
+
+@mutant("tasks.generated:is_held_out", "test_an_eighth_is_held_out_and_another_order_is_the_same_problem")
+def the_order_of_terms_makes_another_problem(right, text):
+    return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
+
+
+@mutant("tasks.generated:ShortestPathTask._is_right", "test_every_shortest_path_is_right_and_nothing_else")
+def only_the_worked_path_is_right(right, self, prompt, completion):
+    return completion == prompt.answer
+
+
+@mutant("tasks.generated:ChainSumTask._is_right", "test_what_counts_of_a_sum_is_behind_the_last_semicolon")
+def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
+    return prompt.answer[-2:] in completion

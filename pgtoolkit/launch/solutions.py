@@ -1,0 +1,52 @@
+"""`pgtk solutions`: a task's prompts with their worked answers, as rows for experiment=sft."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.keys import default
+from pgtoolkit.config.rules.prompts import prompts
+from pgtoolkit.config.schema import PromptsTaskConfig
+from pgtoolkit.config.validate import resolve
+from pgtoolkit.launch.start import refused
+from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.system.report import Report
+from pgtoolkit.system.shell import shell_path
+
+
+def write_solutions(out: Path, overrides: list[str], count: int) -> str:
+    """Write the first `count` prompts of a task and a seed as {"prompt", "completion"}; says what is in the file.
+
+    Raises ConfigError where the task or the file cannot be used.
+    """
+    from pgtoolkit.tasks.prompts import scored_by_nobody
+    from pgtoolkit.tasks.tasks import make_task
+
+    composed = compose(overrides)
+    report = Report([*composed.problems], usual=functools.partial(default, composed.config))
+    if out.suffix != ".jsonl" or out.exists():
+        got = "one that exists" if out.exists() else "another kind"
+        report.refuse(f"OUT={out}", "a new .jsonl file", got, "Nothing is written over.", "one")
+    for other in [one for one in overrides if not re.match(r"task[.=]|seed=", one)]:
+        reason = "Prompts and answers follow from these alone."
+        report.refuse(other, "to be the task, a key of it, or the seed", "another key", reason, "task=chain_sum seed=7")
+    if not report.problems:
+        config = resolve(composed.config, report)
+        prompts(config.task, report)
+    if report.problems:
+        raise refused(report.problems)
+    task = config.task
+    made = make_task(scored_by_nobody(task) if isinstance(task, PromptsTaskConfig) else task, config.seed)
+    count, different = min(count, made.num_prompts or count), set()
+    with replacing(out) as file:
+        for prompt in map(made.prompt, range(count)):
+            asked = prompt.messages or prompt.text
+            answer = [{"role": "assistant", "content": prompt.answer}] if prompt.messages else prompt.answer
+            different.add(repr(asked))
+            file.write(json.dumps({"prompt": asked, "completion": answer}, ensure_ascii=False).encode() + b"\n")
+    rows = f"{count} rows of task={task.name} with seed {config.seed}, {len(different)} of them different"
+    return f"{rows}: {shell_path(out)}"

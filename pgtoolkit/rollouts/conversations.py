@@ -1,0 +1,148 @@
+"""Rows of texts for supervised fine-tuning as tokens, of which exactly the turns of the assistant are trained."""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pgtoolkit.config.schema import Chat, TrainedTurns
+from pgtoolkit.errors import first_line
+from pgtoolkit.tasks.prompt_rows import Message, messages_of
+
+TEXTS = ("messages", "prompt", "completion")
+"""Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of messages."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ENDS_ANSWER = "Use a template that marks the turns by {% generation %}"
+
+
+@dataclass
+class Conversations:
+    """How a row of texts becomes tokens.
+
+    load: gives the tokenizer and the end-of-sequence tokens, once they are needed.
+    trained: which turns of the assistant are; of a prompt with its completion only those of the completion.
+    read: how many rows there were.
+    """
+
+    load: Callable[[], tuple[Any, Sequence[int]]]
+    chat: Chat
+    trained: TrainedTurns
+    read: int = 0
+
+    def tokens(self, raw: dict[str, Any]) -> dict[str, list]:
+        """token_ids and loss_mask of a row. ValueError says what is wrong with it.
+
+        Through the chat template these are the tokens of `apply_chat_template`. A text alone gets what the tokenizer
+        adds by default before it, and the completion the end of the sequence.
+        """
+        self.read += 1
+        tokenizer, ends = self._loaded
+        messages, given = raw.get("messages"), (raw.get("prompt"), raw.get("completion"))
+        are_texts = all(isinstance(one, str) for one in given)
+        if messages is not None:
+            if given[1] is not None:
+                raise ValueError("needs to stand alone, without a completion, whose tokens it would have too")
+            return self._of_chat(messages_of(messages), 0)
+        if None in given:
+            raise ValueError("needs a prompt and its completion")
+        if not are_texts:
+            before, after = map(messages_of, given)
+            return self._of_chat([*before, *after], len(before))
+        if self._template is not None:
+            roles = ("user", "assistant")
+            pair = [{"role": role, "content": text} for role, text in zip(roles, given, strict=True)]
+            return self._of_chat(pair, 1)
+        prompt = tokenizer(given[0])["input_ids"]
+        while prompt and prompt[-1] in ends:
+            prompt.pop()
+        completion = tokenizer(given[1], add_special_tokens=False)["input_ids"]
+        if not completion or completion[-1] not in ends:
+            completion = [*completion, *ends[:1]]
+        return {"token_ids": prompt + completion, "loss_mask": [False] * len(prompt) + [True] * len(completion)}
+
+    def fingerprint(self) -> int:
+        """Of the template and of what it writes today."""
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        try:
+            written = self.tokens({"messages": said}) if self._template else self._loaded[0]("?")["input_ids"]
+        except Exception as error:  # what the tokenizer has no token for, or the template no place
+            written = str(error)
+        return zlib.crc32(repr((self._template, self.chat, self.trained, written)).encode())
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[Any, Sequence[int]]:
+        return self.load()
+
+    @functools.cached_property
+    def _template(self) -> str | None:
+        tokenizer, _ = self._loaded
+        return tokenizer.get_chat_template() if self.chat == Chat.auto and tokenizer.chat_template else None
+
+    def _of_chat(self, messages: list[Message], first: int) -> dict[str, list]:
+        """first: the message from which on turns are trained."""
+        tokenizer, ends = self._loaded
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [place for place in turns if place >= first]
+        if self._template is None:
+            raise ValueError("is a list of chat messages, and there is no chat template, or rollout.chat=never")
+        if not wanted:
+            raise ValueError("has no message of the assistant to be trained")
+        wanted = wanted[-1:] if self.trained == TrainedTurns.last else wanted
+        text, marked = self._written(messages)
+        is_marked = _GENERATION.search(self._template)
+        if is_marked and wanted != turns:
+            if len(marked) != len(turns):
+                needs = (
+                    f"the chat template marks {len(marked)} parts as the assistant's and there are {len(turns)} turns"
+                )
+                raise ValueError(f"{needs}: it cannot be told which are trained. Use rollout.trained_turns=all")
+            marked = [marked[turns.index(place)] for place in wanted]
+        elif not is_marked:
+            marked = [self._difference(messages, place, text) for place in wanted]
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens, places = encoded["input_ids"], encoded["offset_mapping"]
+        mask = [False] * len(tokens)
+        for start, end in marked:
+            inside = [i for i, (a, b) in enumerate(places) if start <= a < b <= end]
+            if cut := [tokens[i] for i, (a, b) in enumerate(places) if a < start < b or a < end < b]:
+                name = tokenizer.convert_ids_to_tokens(cut[0])
+                raise ValueError(f"has a token, {name}, that is in part the assistant's. {_ENDS_ANSWER}")
+            if not is_marked and (stops := [i for i in inside if tokens[i] in ends]):
+                inside = [i for i in inside if i <= stops[-1]]  # a template writes a line break after the end of a turn
+            for i in inside:
+                mask[i] = True
+        if not any(mask):
+            raise ValueError("has no token that is trained: the chat template leaves the assistant's messages out")
+        return {"token_ids": tokens, "loss_mask": mask}
+
+    def _difference(self, messages: list[Message], place: int, text: str) -> tuple[int, int]:
+        """Where a turn stands in the text: what its message adds to those before it and the beginning of an answer."""
+        before, _ = self._written(messages[:place], add_generation_prompt=True)
+        after, _ = self._written(messages[: place + 1])
+        if not (text.startswith(after) and after.startswith(before)):
+            several = self.trained == TrainedTurns.all and place + 1 < len(messages)
+            way_out = _ENDS_ANSWER + (", or rollout.trained_turns=last" if several else "")
+            raise ValueError(
+                f"has at place {place + 1} an answer that the chat template writes in another way where the "
+                f"conversation ends with it, so that it cannot be told which tokens are the assistant's. {way_out}"
+            )
+        return len(before), len(after)
+
+    def _written(
+        self, messages: list[Message], add_generation_prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """What the template makes of messages, and where in it are the parts that it marks as the assistant's."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {"return_assistant_tokens_mask": bool(_GENERATION.search(self._template))}
+        options |= {"add_generation_prompt": add_generation_prompt, **self._loaded[0].special_tokens_map}
+        try:
+            (text,), marked = render_jinja_template([messages], chat_template=self._template, **options)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
+        return text, marked[0] if marked else []

@@ -1,0 +1,64 @@
+"""`pgtk solutions`: rows that experiment=sft takes, of problems that are not held out."""
+
+import json
+
+import pytest
+from builders.runs import built
+
+from pgtoolkit.cli import main
+from pgtoolkit.tasks.generated import is_held_out
+
+
+def solutions(capsys, *arguments, status=0):
+    assert main(["solutions", *map(str, arguments)]) == status
+    printed = capsys.readouterr()
+    return printed.err if status else printed.out
+
+
+def test_rows_are_the_worked_answers_and_are_trained_as_a_policy_would_write_them(tmp_path, capsys):
+    file = tmp_path / "train.jsonl"
+    said = solutions(capsys, file, "task=chain_sum", "task.min_terms=2", "task.max_terms=2", "seed=7", "--count", 300)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    different = len({row["prompt"] for row in rows})
+    assert different < len(rows) == 300
+    assert said.startswith(f"300 rows of task=chain_sum with seed 7, {different} of them different: ")
+    for row in rows:
+        first, second = map(int, row["prompt"].removesuffix("=").split("+"))
+        total = f"{(first + second) % 100:02}"
+        assert row["completion"] == f"{first}+{second}={total};{total}"
+        assert not is_held_out(row["prompt"])
+    module, loader = built(
+        *("experiment=sft", f"rollout.path={file}", "task=chain_sum", "trainer.device=cpu", "tracking=none")
+    )
+    decode = module.policy.tokenizer.decode
+    for row, document in zip(rows, next(iter(loader)).documents, strict=False):
+        assert decode(document.tokens[~document.loss_mask]) == row["prompt"]
+        assert decode(document.tokens[document.loss_mask]) == row["completion"] + "<end>"
+
+
+def test_prompts_of_a_file_are_each_written_once(tmp_path, capsys):
+    chat = [{"role": "user", "content": "7 * 7?"}]
+    asked = [{"prompt": "6 * 7?", "answer": 42}, {"prompt": chat, "answer": "49"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    solutions(capsys, tmp_path / "s.jsonl", "task=prompts", f"task.path={tmp_path / 'p.jsonl'}")
+    rows = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    answer = [{"role": "assistant", "content": "49"}]
+    expected = [{"prompt": "6 * 7?", "completion": "42"}, {"prompt": chat, "completion": answer}]
+    assert sorted(rows, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rows.jsonl", "loss=grpo"], "loss=grpo needs to be the task, a key of it, or the seed"),
+        (["rows.csv"], r"OUT=rows.csv needs a new .jsonl file (got another kind)"),
+        (["there.jsonl"], r"OUT=there.jsonl needs a new .jsonl file (got one that exists)"),
+        (["rows.jsonl", "task=chain_sum", "task.max_terms=2"], "task.min_terms=3 needs at most 2"),
+        (["rows.jsonl", "task=prompts"], "task.path needs a value"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").touch()
+    assert message in solutions(capsys, *arguments, status=2)
+    assert not (tmp_path / "rows.jsonl").exists()

@@ -1,0 +1,272 @@
+"""Rows of texts: their tokens are those of the chat template, and exactly the turns of the assistant are trained."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from builders.models import small_llama
+from builders.rollout_rows import config, write_parquet
+from builders.runs import built
+from tasks.test_chat import CHATML, tokenizer_of
+
+from pgtoolkit.cli import main
+from pgtoolkit.config.schema import Chat, TrainedTurns
+from pgtoolkit.errors import DataError
+from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.rollouts.conversations import Conversations
+from pgtoolkit.rollouts.recorded import RecordedRollouts
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "6 * 7?"},
+    {"role": "assistant", "content": "42."},
+    {"role": "user", "content": "And 7 * 7?"},
+    {"role": "assistant", "content": " 49\n"},
+]
+MARKED = CHATML.replace(
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}",
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\n' }}",
+)
+ENDLESS = (  # as Llama 2's: no beginning of an answer, and an end after the assistant's turns alone
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + ' ' + eos_token }}"
+    "{% else %}{{ '[' + m['role'] + ']' + m['content'] + '[/]' }}{% endif %}{% endfor %}"
+)
+FORGETFUL = CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m['role'] == 'assistant' and loop.last %}{{ '<think>' }}{% endif %}",
+)
+"""As Qwen3's: what it writes of a turn depends on whether others follow."""
+
+
+def of(template, trained="all", chat="auto", ends=None):
+    tokenizer = tokenizer_of(template)
+    ends = ends or [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    return tokenizer, Conversations(lambda: (tokenizer, ends), Chat(chat), TrainedTurns(trained))
+
+
+def parts(tokenizer, found):
+    """The texts of the tokens that are trained, one for each run of them."""
+    marked = [
+        (token if trained else None) for token, trained in zip(found["token_ids"], found["loss_mask"], strict=True)
+    ]
+    runs = [[]]
+    for token in marked:
+        runs[-1].append(token) if token is not None else runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["differences of prefixes", "marked"])
+def test_by_hand_the_trained_tokens_are_the_answers_with_their_ends(template):
+    tokenizer, every = of(template)
+    found = every.tokens({"messages": TALK})
+    assert found["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert parts(tokenizer, found) == ["42.<|im_end|>", " 49\n<|im_end|>"]
+    assert parts(tokenizer, of(template, "last")[1].tokens({"messages": TALK})) == [" 49\n<|im_end|>"]
+
+
+def test_by_hand_a_template_without_a_beginning_of_answers():
+    tokenizer, every = of(ENDLESS)
+    found = every.tokens({"messages": TALK})
+    assert tokenizer.decode(found["token_ids"]) == (
+        "[system]Be brief.[/][user]6 * 7?[/] 42. <end>[user]And 7 * 7?[/]  49\n <end>"
+    )
+    assert parts(tokenizer, found) == [" 42. <end>", "  49\n <end>"]
+
+
+def test_the_mask_is_that_of_transformers():
+    """Where the template marks the turns; and of one that does not, that of the same template with marks."""
+    tokenizer, marked = of(MARKED)
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    for messages in (TALK, TALK[1:3], [*TALK, {"role": "user", "content": "<|im_end|>?"}]):
+        theirs = tokenizer.apply_chat_template(messages, **options)
+        assert sum(theirs["assistant_masks"]) > 3
+        for ours in (marked, of(CHATML)[1]):
+            found = ours.tokens({"messages": messages})
+            assert (found["token_ids"], found["loss_mask"]) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_of_a_prompt_with_its_completion_the_completion_is_trained(template):
+    tokenizer, every = of(template)
+    pair = every.tokens({"prompt": TALK[:4], "completion": TALK[4:]})
+    assert pair["token_ids"] == tokenizer.apply_chat_template(TALK)["input_ids"]
+    assert parts(tokenizer, pair) == [" 49\n<|im_end|>"]
+    texts = every.tokens({"prompt": "6 * 7?", "completion": "42."})
+    assert texts == every.tokens({"messages": TALK[1:3]})
+    assert parts(tokenizer, texts) == ["42.<|im_end|>"]
+
+
+@pytest.mark.parametrize("chat", ["auto", "never"])
+def test_texts_without_a_template(chat):
+    """The tokenizer's own beginning, as of a prompt that is sampled from, and one end of the sequence."""
+    tokenizer, texts = of(None if chat == "auto" else CHATML, chat=chat)
+    expected = [tokenizer.bos_token_id, *tokenizer.encode("6=", add_special_tokens=False)]
+    for completion in ("42", "42<end>"):
+        found = texts.tokens({"prompt": "6=", "completion": completion})
+        answer = [*tokenizer.encode("42", add_special_tokens=False), tokenizer.eos_token_id]
+        assert found == {"token_ids": expected + answer, "loss_mask": [False] * len(expected) + [True] * 3}
+
+
+@pytest.mark.parametrize(
+    ("template", "trained", "raw", "message"),
+    [
+        (FORGETFUL, "all", {"messages": TALK}, "at place 3 an answer .* or rollout.trained_turns=last"),
+        (FORGETFUL, "last", {"messages": TALK[:4]}, "at place 3 .* marks the turns by {% generation %}$"),
+        (None, "all", {"messages": TALK}, "there is no chat template"),
+        (CHATML, "all", {"messages": TALK[:2]}, "no message of the assistant"),
+        (CHATML, "all", {"messages": TALK, "completion": "42"}, "needs to stand alone"),
+        (CHATML, "all", {"prompt": "6"}, "needs a prompt and its completion"),
+        (CHATML, "all", {"prompt": "6", "completion": TALK[2:3]}, "needs a list of chat messages .got '6'"),
+        (CHATML, "all", {"messages": [{"role": "user"}]}, "role and content are texts"),
+        (MARKED.replace("m['role'] == 'assistant'", "loop.index == 3"), "last", {"messages": TALK}, "marks 1 parts"),
+        ("{{ messages[0].content }}", "all", {"messages": TALK}, "in another way|no token that is trained"),
+        ("{{ raise_exception('no') }}", "all", {"messages": TALK}, "refused by the chat template: no"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(template, trained, raw, message):
+    with pytest.raises(ValueError, match=message):
+        of(template, trained)[1].tokens(raw)
+
+
+def test_the_last_turn_of_a_template_that_forgets():
+    """It is in the text as it is written by itself, and so is what comes before it."""
+    tokenizer, last = of(FORGETFUL.replace("<think>", ""), "last")
+    assert parts(tokenizer, last.tokens({"messages": TALK})) == [" 49\n<|im_end|>"]
+
+
+def test_a_token_that_is_only_in_part_the_assistants_is_refused():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"A:yes": 0, "no": 1, "A:": 2, "<end>": 3}, unk_token="no"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ (m.role == 'user') and m.content + ' A:' or m.content }}{% endfor %}"
+    )
+    of_words = Conversations(lambda: (tokenizer, [3]), Chat.auto, TrainedTurns.all)
+    with pytest.raises(ValueError, match="a token, A:yes, that is in part the assistant's"):
+        of_words.tokens({"prompt": "no", "completion": "yes"})
+    assert of_words.tokens({"prompt": "no", "completion": " yes"})["loss_mask"] == [False, False, True]
+
+
+def rows_of(path, max_tokens=None, template=CHATML, run_dir=None, **changes):
+    tokenizer = character_tokenizer(None)
+    tokenizer.chat_template = template
+    options = {"reads_old_log_probs": False, "max_tokens": max_tokens, "run_dir": run_dir}
+    options["tokenizer"] = lambda: (tokenizer, [tokenizer.eos_token_id])
+    return RecordedRollouts(config(path, **changes), "given", len(tokenizer), **options)
+
+
+TEXTS = [{"prompt": f"{i} + {i}?", "completion": i * "o" + str(2 * i)} for i in range(6)]
+
+
+def test_files_of_texts_are_read_like_others_and_are_all_the_same(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    write_parquet(tmp_path / "rows.parquet", TEXTS, row_group_size=2)
+    talks = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
+        for row in TEXTS
+    ]
+    pq.write_table(pa.table({"messages": talks, "prompt": ["seen"] * 6}), tmp_path / "messages.parquet")
+    found = [rows_of(tmp_path / name) for name in ("rows.jsonl", "rows.parquet", "messages.parquet")]
+    for position in (5, 0, 3):
+        first, *others = [source.document(position) for source in found]
+        trained = first.tokens[first.loss_mask].tolist()
+        tokenizer = character_tokenizer(None)
+        assert tokenizer.decode(trained) == position * "o" + str(2 * position) + "<|im_end|>\n"  # none ends a sequence
+        assert first.advantages.tolist() == [1] * len(trained)
+        for other in others:
+            assert other.tokens.tolist() == first.tokens.tolist()
+            assert other.loss_mask.tolist() == first.loss_mask.tolist()
+
+
+def test_rows_that_are_too_long_are_refused_or_skipped_with_their_count(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    lengths = [len(rows_of(tmp_path / "rows.jsonl").document(i).tokens) for i in range(6)]
+    assert lengths == sorted(lengths)
+    with pytest.raises(
+        DataError, match=rf"rows\.jsonl:6:token_ids: has {lengths[5]} tokens and at most {lengths[4]} fit"
+    ):
+        rows_of(tmp_path / "rows.jsonl", max_tokens=lengths[4])
+    kept = rows_of(tmp_path / "rows.jsonl", max_tokens=lengths[3], too_long="skip")
+    assert kept.num_documents == 4
+    assert [len(kept.document(i).tokens) for i in range(4)] == lengths[:4]
+    (note,) = [note for note in kept.index.notes if "too_long" in note]
+    assert note == f"rollout.too_long=skip leaves out 2 of 6 rows, with more than {lengths[3]} tokens."
+
+
+def test_bad_rows_name_file_line_and_field(tmp_path):
+    rows = [*TEXTS, {"prompt": "6?", "completion": None}, {"messages": [{"role": "user", "content": "6?"}]}, {"a": 1}]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {**TEXTS[0], "prompt": "é"}])
+    )
+    with pytest.raises(DataError) as error:
+        rows_of(tmp_path / "rows.jsonl")
+    assert [line.partition(": ")[0].strip() for line in str(error.value).splitlines()[1:]] == [
+        *("rows.jsonl:7:token_ids", "rows.jsonl:7:loss_mask", "rows.jsonl:8:messages", "rows.jsonl:9:token_ids"),
+        *("rows.jsonl:9:loss_mask", "rows.jsonl:10:completion"),
+    ]
+
+
+def test_another_template_has_the_kept_index_made_anew(tmp_path):
+    """As one that writes the date does on the next day: else each row would seem to have been changed."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    kept = rows_of(path, run_dir=tmp_path).index
+    assert rows_of(path, run_dir=tmp_path).index.texts == kept.texts is not None
+    other = rows_of(path, run_dir=tmp_path, template="today " + CHATML)
+    assert other.index.texts != kept.texts
+    assert len(other.document(0).tokens) == kept.rows["tokens"][0] + len("today ")
+
+
+def test_keys_of_texts_are_not_ignored_where_rows_have_tokens(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"token_ids": [1, 2], "loss_mask": [0, 1]}))
+    assert rows_of(tmp_path / "rows.jsonl").index.texts is None
+    for name, value in (("chat", Chat.never), ("trained_turns", TrainedTurns.last)):
+        with pytest.raises(DataError, match=rf"rollout\.{name}={value}.* needs rows of messages, .*\(got tokens\)"):
+            rows_of(tmp_path / "rows.jsonl", **{name: value})
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The folder of one that ends its turns with <|im_end|>, which only its generation_config.json says."""
+    tokenizer = tokenizer_of(CHATML)
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": ends[0], "max_position_embeddings": 192}
+    small_llama(**sizes).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return tmp_path / "model"
+
+
+SHORT = ("trainer.device=cpu", "tracking=none", "accumulation.docs_per_step=2", "accumulation.max_tokens=192")
+
+
+def test_a_run_trains_on_the_turns_that_are_asked_for(tmp_path, model):
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"messages": TALK}) + "\n"))
+    (tmp_path / "pairs.jsonl").write_text(2 * (json.dumps({"prompt": "6?", "completion": "7"}) + "\n"))
+    for file, overrides, expected in (
+        ("rows", [], "42.<|im_end|> 49\n<|im_end|>"),
+        ("rows", ["rollout.trained_turns=last"], " 49\n<|im_end|>"),
+        ("pairs", [], "7<|im_end|>"),
+        ("pairs", ["rollout.chat=never"], "7<end>"),
+    ):
+        chosen = ["model=huggingface", f"model.path={model}", f"rollout.path={tmp_path / file}.jsonl", *overrides]
+        module, loader = built("experiment=sft", *SHORT, *chosen)
+        decode = module.policy.tokenizer.decode
+        for document in next(iter(loader)).documents:
+            assert decode(document.tokens[document.loss_mask]) == expected
+            assert ("<|im_start|>" in decode(document.tokens)) is ("rollout.chat=never" not in overrides)
+
+
+def test_the_check_reads_the_first_rows_through_the_template(tmp_path, model, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + json.dumps({"messages": TALK[:2]}))
+    rows = ["experiment=sft", *SHORT, f"rollout.path={tmp_path / 'rows.jsonl'}"]
+    assert main(["check", *rows, "model=huggingface", f"model.path={model}"]) == 2
+    assert "rows.jsonl:2:messages: has no message of the assistant to be trained" in capsys.readouterr().out
+    assert main(["check", *rows]) == 2
+    assert "rows.jsonl:1:messages: is a list of chat messages, and there is no chat template" in capsys.readouterr().out
