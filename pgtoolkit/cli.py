@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -89,7 +90,14 @@ def _check(argv: list[str]) -> int:
 def _resume(argv: list[str]) -> int:
     from pgtoolkit.launch.start import resume
 
-    return resume(_run_dir("resume", argv, "outputs/DATE/TIME-NAME"), argv[1:])
+    run_dir = _run_dir("resume", argv, "outputs/DATE/TIME-NAME")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--step", type=int)
+    try:
+        args, overrides = parser.parse_known_args(argv[1:])
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"pgtk resume: {error}. Use pgtk resume RUN_DIR --step N hydra.run.dir=NEW.") from error
+    return resume(run_dir, overrides, args.step)
 
 
 def _continue(argv: list[str]) -> int:
@@ -111,7 +119,7 @@ def _for_hydra(argv: list[str]) -> list[str]:
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
     "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
-    "resume": ("RUN_DIR [OVERRIDES]", "continue a run from its newest checkpoint", _resume),
+    "resume": ("RUN_DIR [OVERRIDES]", "continue a run; with --step N hydra.run.dir=NEW as a new one", _resume),
     "continue": ("DIR [OVERRIDES]", "start a run there, or continue it: a job script can repeat it", _continue),
     **REPORTS,
 }

@@ -30,7 +30,8 @@ from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.processes import train_on_processes
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.system.report import refusal, say
+from pgtoolkit.system.report import key_of, refusal, say
+from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.machine import DataProblem, check_machine
 
 
@@ -90,14 +91,44 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     return 0
 
 
-def resume(run_dir: Path, overrides: list[str]) -> int:
-    """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError."""
+def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
+    """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError.
+
+    step: continue from the checkpoint of this step, as a run of its own in hydra.run.dir, which is then among them.
+    """
+    folder = run_dir
+    if step is not None:
+        places = [override for override in overrides if key_of(override) == "hydra.run.dir"]
+        if len(places) != 1:
+            needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
+            use = f"pgtk resume {shell_path(run_dir)} --step {step} hydra.run.dir=outputs/NEW"
+            raise ConfigError(refusal(f"--step={step}", needs, " ".join(places) or "none", reason, use))
+        overrides = [override for override in overrides if override not in places]
+        folder = Path(str(parse(places)[0][0].value()))
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     run.report.problems += written_elsewhere(run.config, run_dir, parse(overrides)[0])
+    save_path = getattr(run.values.rollout, "save_path", None)
+    if step is not None and save_path == compose([], run_dir=run_dir).config.rollout.get("save_path") is not None:
+        reason = "The run that is continued has recorded its own there."
+        use = "rollout.save_path=null, or another folder"
+        run.report.refuse(f"rollout.save_path={save_path}", "a folder of its own", "the same", reason, use)
+    if step is not None and step >= (most := run.values.trainer.max_steps):
+        needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
+        run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)
     check_machine(run.values, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
-    train_on_processes(Training(run.config, run_dir, True, overrides))
+    if step is not None:
+        if not any(key_of(override) == "tracking.run_name" for override in overrides):
+            run.config.tracking.run_name = None  # that of its folder
+        if (rank := joined()) is None or rank.number == 0:
+            try:
+                from pgtoolkit.training.branch import branch  # which loads torch
+
+                branch(run_dir, step, folder)
+            except PgtoolkitError as error:
+                raise _ending_other_ranks(error, run) from error
+    train_on_processes(Training(run.config, folder, True, overrides))
     return 0
 
 

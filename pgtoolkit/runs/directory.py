@@ -132,12 +132,13 @@ class RunDirectory:
         mlflow: dict | None = None,
         sweep: str | None = None,
         saved: int | None = None,
+        parent: dict | None = None,
     ) -> None:
         """Replace status.json in one piece; metrics appended before are on the disk when it says so.
 
         state: one of STATES. step: optimizer steps done. Kept once given are mlflow: `MlflowTracker.info`; sweep: the
-        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; and `id`, which a run
-        shares with its copies alone.
+        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent: `run`, `id` and
+        `step` of what it continues; and `id`, which a run shares with its copies alone.
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
@@ -154,6 +155,7 @@ class RunDirectory:
             "mlflow": mlflow or before.get("mlflow"),
             "sweep": sweep or before.get("sweep"),
             "saved": before.get("saved", 0) if saved is None else saved,
+            "parent": parent or before.get("parent"),
         }
         if self.metrics_path.exists():
             with self.metrics_path.open("a") as file:

@@ -51,7 +51,7 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     use = f"pgtk export {run_dir} {folder}"
     if not is_run(run_dir):
         raise not_a_run(use, run_dir, "a run directory")
-    _refuse_occupied(use, folder)
+    refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)
     config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
     if isinstance(config.task, PromptsTaskConfig):
@@ -105,7 +105,8 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
 
 
-def _refuse_occupied(use: str, folder: Path) -> None:
+def refuse_occupied(use: str, folder: Path) -> None:
+    """Raises ConfigError for a folder with files."""
     count = len(list(folder.iterdir())) if folder.is_dir() else 0
     if count or (folder.exists() and not folder.is_dir()):
         got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else "a file"

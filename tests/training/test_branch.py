@@ -1,0 +1,105 @@
+"""`pgtk resume RUN --step N hydra.run.dir=NEW`: a run of its own from a checkpoint of another, which stays as it is."""
+
+import hashlib
+import json
+
+import pytest
+from builders.runs import assert_equal, checkpoint_of, metrics_of, run
+
+from pgtoolkit.cli import main
+from pgtoolkit.runs.records import read_drift, read_resolved, read_status
+from pgtoolkit.tracking.description import describe
+
+
+def files_of(folder):
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_it_goes_on_as_the_parent_did_and_leaves_it_alone(copied, tmp_path, capsys):
+    before = files_of(copied)
+    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={tmp_path / 'new'}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"continues    {copied}, step 3" in printed
+    assert files_of(copied) == before
+    assert metrics_of(tmp_path / "new") == metrics_of(copied)
+    for step in (3, 4, 6):
+        assert_equal(checkpoint_of(tmp_path / "new", step), checkpoint_of(copied, step))
+    assert min(path.name for path in (tmp_path / "new/checkpoints").iterdir()) == "step-000003"
+    parent, status = read_status(copied), read_status(tmp_path / "new")
+    assert status["parent"] == {"run": str(copied), "id": parent["id"], "step": 3}
+    assert status["id"] != parent["id"]
+    assert (status["state"], status["step"], status["saved"]) == ("done", 6, 6)
+    assert describe(tmp_path / "new").tags["parent"] == f"{copied}, step 3"
+    assert describe(tmp_path / "new").run_name == "new"
+    assert "parent" not in describe(copied).tags
+
+
+def test_what_is_changed_holds_from_that_step_on_and_both_are_compared(copied, tmp_path, capsys):
+    new = tmp_path / "new"
+    assert main(["resume", str(copied), "--step=2", f"hydra.run.dir={new}", "optimizer.learning_rate=0.01"]) == 0
+    assert metrics_of(new)[:2] == metrics_of(copied)[:2]
+    assert metrics_of(new)[2]["reward"] == metrics_of(copied)[2]["reward"]  # the batch was sampled by the same weights
+    assert metrics_of(new)[5]["new_logprobs"] != metrics_of(copied)[5]["new_logprobs"]
+    ((change,),) = [[*entry["changes"].items()] for entry in read_drift(new)]
+    assert (read_drift(new)[0]["step"], change) == (2, ("optimizer.learning_rate", [0.001, 0.01]))
+    assert read_drift(copied) == []
+    capsys.readouterr()
+    assert main(["compare", str(copied), str(new)]) == 0
+    assert "2 runs" in capsys.readouterr().out
+
+
+def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, tmp_path):
+    """The parent's rate was changed at step 6: its configuration holds, and the new run says from where on."""
+    assert main(["resume", str(copied), "optimizer.learning_rate=0.02", "trainer.max_steps=8"]) == 0
+    assert main(["resume", str(copied), "--step", "4", f"hydra.run.dir={tmp_path / 'new'}"]) == 0
+    (entry,) = read_drift(tmp_path / "new")
+    assert (entry["step"], entry["changes"]["optimizer.learning_rate"]) == (4, [0.001, 0.02])
+    assert read_resolved(tmp_path / "new")["optimizer"]["learning_rate"] == 0.02
+    assert len(metrics_of(tmp_path / "new")) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--step", "7", "hydra.run.dir=new", "trainer.max_steps=9"],
+            "needs one of the steps 1, 2, 3, 4, 5, 6 (got 7)",
+        ),
+        (
+            ["--step", "3", "hydra.run.dir=there"],
+            "hydra.run.dir=there needs a new or empty folder (got one with 1 entry)",
+        ),
+        (["--step", "3"], "--step=3 needs hydra.run.dir=NEW (got none)"),
+        (["--step", "x", "hydra.run.dir=new"], "argument --step: invalid int value: 'x'"),
+        (["--step", "3", "hydra.run.dir=new", "loss=none"], "loss=none"),
+        (
+            ["--step", "3", "hydra.run.dir=new", "trainer.max_steps=2"],
+            "--step=3 needs trainer.max_steps above 3 (got 2)",
+        ),
+    ],
+)
+def test_what_is_refused_leaves_nothing(copied, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/file").touch()
+    before = files_of(copied)
+    assert main(["resume", str(copied), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert files_of(copied) == before
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["file"]
+
+
+def test_recorded_batches_of_the_parent_are_not_written_over(tmp_path, capsys):
+    folder = tmp_path / "rollouts"
+    parent = run(tmp_path / "run", f"rollout.save_path={folder}", "trainer.max_steps=3")
+    before = files_of(folder)
+    words = ["resume", str(parent), "--step", "2", f"hydra.run.dir={tmp_path / 'new'}"]
+    assert main(words) == 2
+    assert f"rollout.save_path={folder} needs a folder of its own" in capsys.readouterr().err
+    assert main([*words, f"rollout.save_path={tmp_path / 'others'}"]) == 0
+    assert files_of(folder) == before
+    assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
