@@ -146,6 +146,9 @@ class Indexing:
         self._first = first_parts(self._rows)
         self._attempts = np.flatnonzero(self._first == np.arange(len(self._rows)))
         self._counted = "documents" if len(self._attempts) == len(self._rows) else "trajectories"
+        if self._counted == "trajectories":
+            counted = f"{len(self._rows)} documents are {len(self._attempts)} trajectories"
+            self.notes.append(f"{counted}, which rewards, aggregation=sample_mean and constant count (D) once each.")
         self._check_attempts()
         has_groups = self._number_groups()
         self._compute_advantages(imitates)

@@ -173,6 +173,8 @@ def test_the_parts_of_an_attempt_count_once_and_have_contexts_of_their_own(rows,
     for number, part in enumerate(parts[1:], 1):
         part["token_ids"] = [number, *part["token_ids"][1:]]
     says = found([*parts, *rows[3:]], tmp_path, topic="groups", level="look")
+    title = diagnose(str(tmp_path / "rollouts.jsonl"), LOSS).title
+    assert "rollouts.jsonl: 64 documents of 16 groups, 62 trajectories, judged" in title
     assert says.startswith("Groups have 2 to 4 trajectories. Under sample_mean, token_mean and constant a large group")
     only = [row | {"advantage": 1.0} for row in (parts[0], parts[1], rows[3])]
     only[1]["token_ids"], only[1]["loss_mask"] = only[1]["token_ids"][:4], [False] * 3 + [True]

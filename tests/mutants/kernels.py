@@ -1,6 +1,7 @@
 """Mistakes of the passes over the vocabulary, the fused head and its chunks, and Triton's kernels."""
 
 import copy
+from dataclasses import replace
 
 import torch
 import triton
@@ -47,6 +48,11 @@ def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors
     total = (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
     return right(ctx, gradient)[0], total, None
+
+
+@mutant("kernels.triton_objective:make_weights", "test_a_piece_of_trajectories_has_the_weights_of_the_step")
+def a_kernel_weighs_each_part_of_a_trajectory(right, tokens, aggregation, totals):
+    return right(replace(tokens, trajectory_index=None), aggregation, totals)
 
 
 @mutant("kernels.chunks:make_plan", "test_counts_known_on_the_host")

@@ -159,7 +159,9 @@ def test_reward_and_baseline_count_an_attempt_once(tmp_path, estimator, first, s
     """Rewards 1, 1, 1, 0 with three parts of one attempt have the mean 0.5; an id is of its group."""
     path = write_jsonl(tmp_path / "r.jsonl", THREE_PARTS)
     divisor = statistics.stdev([1, 0, 2, 0, 4]) + 1e-6 if estimator == "batch_std" else 1.0
-    read = documents(source(path, estimator))
+    rollouts = source(path, estimator)
+    assert rollouts.index.notes[0].startswith("8 documents are 5 trajectories, which")
+    read = documents(rollouts)
     assert [int(d.name.split(":")[1]) - 1 for d in read] == [0, 1, 4, 3, 2, 6, 5, 7]
     assert [d.trajectory for d in read] == [0, 0, 0, None, 2, 2, 5, None]
     wanted = [first[0]] * 3 + [first[1]] + [second[0]] * 2 + [*second[1:]]
