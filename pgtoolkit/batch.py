@@ -37,6 +37,8 @@ class Document:
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
+    reference_prompt: (P,) int64, what the reference reads in the place of the tokens before the first trained one; None
+        where it reads the same.
 
     Raises ValueError where the numbers do not belong to these tokens.
     """
@@ -57,6 +59,7 @@ class Document:
     dropped_prompt_fraction: float | None = None
     measures: dict[str, float] = field(default_factory=dict)
     on_policy: bool = False
+    reference_prompt: Tensor | None = None
     trajectory: int | None = None
     anchor_version: int | None = None
 
@@ -71,13 +74,26 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens the document takes in a micro-batch, trained or not."""
-        return len(self.tokens)
+        """Number of tokens the document takes in a micro-batch, trained or not, with the longer of its two prompts."""
+        longer = 0 if self.reference_prompt is None else len(self.reference_prompt) - self._prompt_length
+        return len(self.tokens) + max(0, longer)
 
     @property
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
         return len(self.advantages)
+
+    @property
+    def _prompt_length(self) -> int:
+        """Tokens before the first trained one; 0 where none is."""
+        return int(self.loss_mask.int().argmax())
+
+    def as_the_reference_reads_it(self) -> Document:
+        """With `reference_prompt` in the place of its prompt."""
+        start, prompt = self._prompt_length, self.reference_prompt
+        mask = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), self.loss_mask[start:]])
+        tokens = torch.cat([prompt, self.tokens[start:]])
+        return replace(self, tokens=tokens, loss_mask=mask, reference_prompt=None)
 
 
 @dataclass(frozen=True)
@@ -132,18 +148,22 @@ class MicroBatch(Tokens):
 
     tokens, position_ids: (T,) int64. Position ids restart at each document.
     names, document_lengths: of each document; its tokens are counted whole, also where this is a rank's piece.
+    for_reference: the same documents as the reference reads them, where it reads other prompts. places: (T,) int64,
+        the position in it at which the same token is predicted, where one is trained.
     """
 
     tokens: Tensor
     position_ids: Tensor
     names: tuple[str, ...]
     document_lengths: tuple[int, ...]
+    for_reference: MicroBatch | None = None
+    places: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {
             name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, for_reference=self.for_reference and self.for_reference.to(device))
 
 
 @dataclass(frozen=True)
@@ -224,7 +244,7 @@ def pack(
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
     and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
     """
-    lengths = [document.num_tokens for document in documents]
+    lengths = [len(document.tokens) for document in documents]
     tokens = _concatenate([document.tokens for document in documents], torch.int64)
     trained = _concatenate([document.loss_mask for document in documents], torch.bool).nonzero().squeeze(1)
 
@@ -241,6 +261,10 @@ def pack(
     for name in ("advantages", *known):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
+    for_reference = places = None
+    if documents and documents[0].reference_prompt is not None:
+        for_reference = pack([document.as_the_reference_reads_it() for document in documents], group_numbers, ())
+        places = labelled((for_reference.labels >= 0).nonzero().squeeze(1), 0)
     return MicroBatch(
         tokens=tokens,
         position_ids=_concatenate([torch.arange(length) for length in lengths], torch.int64),
@@ -252,6 +276,8 @@ def pack(
         trajectory_index=None if trajectory_numbers is None else torch.tensor(trajectory_numbers, dtype=torch.int64),
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
+        for_reference=for_reference,
+        places=places,
     )
 
 

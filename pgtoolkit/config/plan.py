@@ -157,7 +157,9 @@ def longest_document(config: Config) -> tuple[int | None, int | None]:
     if config.rollout.name == "policy" and not isinstance(config.task, GeneratedTaskConfig):
         prompt = config.task.max_prompt_length
     elif config.rollout.name == "policy" and config.model.name == "tiny":
-        prompt, _ = config.task.longest
+        prompt, answer = config.task.longest
+        if config.kl.reference_prompt is not None:  # a token per character
+            prompt = max(prompt, len(config.kl.reference_prompt.format(prompt=" " * prompt, answer=" " * (answer - 1))))
     return prompt, config.rollout.max_completion_length
 
 

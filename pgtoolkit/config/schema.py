@@ -109,6 +109,7 @@ class KLConfig:
     kind: KLKind = key(option=True)
     coefficient: float | None = key(1e-6, 1000, **_PENALIZED)
     reference: str | None = key(reads="reference", **_PENALIZED)
+    reference_prompt: str | None = key(**_PENALIZED)
 
     @property
     def needs_model(self) -> bool:

@@ -21,8 +21,8 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
-    *(step.loss, step.aggregation, step.correction, step.advantage, step.accumulation, step.anchor, run.rollout),
-    *(run.model, step.penalties, prompts.task, run.sampler, run.kernel, step.parallelism, run.tracking),
+    *(step.loss, step.aggregation, step.correction, step.advantage, step.penalties, step.accumulation, step.anchor),
+    *(run.rollout, run.model, prompts.task, run.sampler, run.kernel, step.parallelism, run.tracking),
     *(prompts.evaluation, run.optimizer, ignored),
 )
 

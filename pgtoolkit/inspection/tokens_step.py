@@ -81,7 +81,8 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     module, loader = build(config)
     has_groups, watch = loader.source.has_groups, _Watch(number, checkpoint, of_run)
     folder = getattr(of_run.rollout, "save_path", None)
-    is_recorded = folder is not None and Path(folder).is_dir()
+    # Recorded documents do not say what the reference has read in the place of their prompts.
+    is_recorded = folder is not None and Path(folder).is_dir() and config.kl.reference_prompt is None
     try:
         if is_recorded:
             loader.source.close()

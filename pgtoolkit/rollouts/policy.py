@@ -216,7 +216,13 @@ class PolicyRollouts(Source):
             scored = list(zip(completions, scores, strict=True))
             parts = [scored[i * size : (i + 1) * size] for i in range(len(prompts))]
             how = self._rollout, self._estimator
-            return [scored_group(*of_prompt, *how) for of_prompt in zip(prompts, tokens, parts, strict=True)]
+            groups = [scored_group(*of_prompt, *how) for of_prompt in zip(prompts, tokens, parts, strict=True)]
+            return self._with_reference_prompts(prompts, groups) if self.task.reference_prompt else groups
+
+    def _with_reference_prompts(self, prompts: list[Prompt], groups: list[list[Document]]) -> list[list[Document]]:
+        read = [torch.tensor(tokens) for tokens in self.task.encode_for_reference(prompts)] if prompts else []
+        pairs = zip(groups, read, strict=True)
+        return [[replace(document, reference_prompt=one) for document in group] for group, one in pairs]
 
     def _with_old_log_probs(
         self, groups: list[list[Document]], passes: bool = True, tolerance: float | None = None

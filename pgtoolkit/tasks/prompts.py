@@ -125,6 +125,7 @@ class TokenizedTask:
 
     ends: ids of the end-of-sequence tokens. chat: the template that prompts go through; None: they are texts alone.
     stop: texts that end a completion. vocabulary: how many tokens the model has weights of; None: not asked.
+    reference_prompt: the template, of `prompt` and `answer`, of what a reference reads in the place of the prompt.
     """
 
     task: Task
@@ -133,6 +134,7 @@ class TokenizedTask:
     chat: ChatTemplate | None = None
     stop: Sequence[str] = ()
     vocabulary: int | None = None
+    reference_prompt: str | None = None
 
     def __post_init__(self):
         self._stops = StopStrings(self.stop, self.tokenizer)
@@ -159,6 +161,19 @@ class TokenizedTask:
                 f"tokenizer: {first_line(error)}"
             ) from error
         return tokens
+
+    def encode_for_reference(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The tokens that a reference reads in the place of each prompt's. DataError for a missing answer."""
+        return self.encode([self._for_reference(prompt) for prompt in prompts])
+
+    def _for_reference(self, prompt: Prompt) -> Prompt:
+        if "{answer" in self.reference_prompt and not prompt.answer:
+            needs, reason = "the answer of each prompt", "The template puts it before the reference."
+            got, use = f"none at {prompt.place}", "a template of {prompt} alone"
+            raise DataError(refusal(f"kl.reference_prompt={self.reference_prompt:.40}", needs, got, reason, use))
+        text = self.reference_prompt.format(prompt=prompt.text, answer=prompt.answer)
+        messages = prompt.messages and (*prompt.messages[:-1], prompt.messages[-1] | {"content": text})
+        return dataclasses.replace(prompt, text=text, messages=messages)
 
     def _tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         if self.chat is not None:
@@ -210,6 +225,7 @@ class TokenizedTask:
         if not bad:
             return
         several = f"{len(bad)} of {'the longest ' if task.num_prompts is None else ''}{total} prompts"
+        several += ", or what kl.reference_prompt makes of them," if self.reference_prompt else ""
         lengths = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
         needed = f"do not have 1 to {room} tokens: {lengths}"
         skippable = task.num_prompts is not None and len(bad) < total
@@ -232,7 +248,9 @@ class TokenizedTask:
         rows, total, bad = self.task.rows(), 0, []
         while prompts := list(itertools.islice(rows, _CHUNK)):
             total += len(prompts)
-            lengths = map(len, self.encode(prompts))
+            lengths = [*map(len, self.encode(prompts))]
+            if self.reference_prompt is not None:
+                lengths = map(max, lengths, map(len, self.encode_for_reference(prompts)))
             bad += [(p, length) for p, length in zip(prompts, lengths, strict=True) if not 0 < length <= room]
         return total, bad
 

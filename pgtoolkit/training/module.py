@@ -135,19 +135,25 @@ class PolicyGradientModule(DynamicAccumulation):
         """With the reference's log-probs, where it is a model and not a column of the data, and no full KL is asked."""
         if self.reference is None or self._has_full_kl:
             return micro_batch
-        with without_adapters(self.reference.model):
-            log_probs = self.log_probs_of(self.reference.loss_inputs(micro_batch), micro_batch)[0]
+        inputs, read = self._read_by_reference(micro_batch)
+        log_probs = self.log_probs_of(inputs, read)[0]
         self.reference.put_away()
-        return replace(micro_batch, ref_log_probs=log_probs)
+        return replace(micro_batch, ref_log_probs=log_probs if read is micro_batch else log_probs[micro_batch.places])
 
     @torch.no_grad()
     def _reference_states(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead]:
         """The reference's hidden states and head; the latter stays together until the reference is put away."""
-        with without_adapters(self.reference.model):
-            hidden, head, _ = self.reference.loss_inputs(micro_batch)
+        (hidden, head, _), read = self._read_by_reference(micro_batch)
         if self.reference is self.policy:
             self.reference.put_away()
-        return hidden, self._precise(head)
+        return hidden if read is micro_batch else hidden[micro_batch.places], self._precise(head)
+
+    def _read_by_reference(self, micro_batch: MicroBatch) -> tuple[Inputs, MicroBatch]:
+        """What the loss would need of the reference, and of which tokens: with its own prompts, where it has any."""
+        if micro_batch.for_reference is not None:
+            micro_batch = replace(micro_batch.for_reference, counts=micro_batch.counts)
+        with without_adapters(self.reference.model):
+            return self.reference.loss_inputs(micro_batch), micro_batch
 
     @property
     def _has_full_kl(self) -> bool:

@@ -43,7 +43,9 @@ def source_of(
         writes = rollout.save_path and module.layout.rank == 0
         folder = recording_folder(rollout.save_path, resume) if writes else None
         with failing_together(module.layout):
-            tokenized = _tokenized(config, config.task, task, module, room)
+            if module.reference is not None:
+                room = min(room, module.reference.max_positions)
+            tokenized = _tokenized(config, config.task, task, module, room, config.kl.reference_prompt)
         _check_prompts(module.layout, "the task", task)
         sampler = _sampler(config, module, tokenized, room, run_dir or Path())
         if ignored := ignored_settings(module.policy, rollout):
@@ -106,13 +108,19 @@ def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, r
 
 
 def _tokenized(
-    config: Config, chosen: TaskConfig, task: Task, module: PolicyGradientModule, room: int
+    config: Config,
+    chosen: TaskConfig,
+    task: Task,
+    module: PolicyGradientModule,
+    room: int,
+    reference_prompt: str | None = None,
 ) -> TokenizedTask:
     """A task as the policy's tokenizer sees it, its prompts measured against the room for a document."""
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
-    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, module.policy.vocabulary_size)
+    vocabulary = module.policy.vocabulary_size
+    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, reference_prompt)
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
     tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt, once)

@@ -74,6 +74,18 @@ def reference(tmp_path):
     assert len(set(map(json.dumps, found.values()))) == 3
 
 
+@key("kl.reference_prompt")
+def reference_prompt():
+    """The initial weights read another prompt, and only then lie apart from the policy."""
+    found = []
+    for value in ("null", "'{prompt}{answer}='", "'{answer}={prompt}'"):
+        module, loader = built(*settings("kl=k3", f"kl.reference_prompt={value}"))
+        found.append(module.training_step(next(iter(loader)), 0)["metrics"]["kl_ref"])
+    assert found[0] == 0
+    assert min(found[1:]) > 1e-6
+    assert found[1] != found[2]
+
+
 @key("entropy.coefficient")
 def entropy():
     losses = []

@@ -81,6 +81,21 @@ def test_tokens_are_those_of_the_template(template):
     assert encoded(tokenizer, [TEXT, TALK]) == [*encoded(tokenizer, [TEXT]), *encoded(tokenizer, [TALK])]
 
 
+def test_a_reference_reads_its_own_prompt_through_the_same_template():
+    """In a chat its last message; braces of a prompt are no fields; without an answer there is none to show."""
+    tokenizer, template = tokenizer_of(CHATML), "{prompt} It is {answer} {{x}}."
+    task = TokenizedTask(None, tokenizer, chat=chat_of(task_config(), tokenizer), reference_prompt=template)
+    last = {"role": "user", "content": "6 * 7? It is 42 {x}."}
+    found = task.encode_for_reference([TEXT, TALK])
+    for tokens, conversation in zip(found, ([last], [*CONVERSATION[:-1], last]), strict=True):
+        assert tokens == tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+    alone = TokenizedTask(None, tokenizer, reference_prompt=template)
+    (tokens,) = alone.encode_for_reference([Prompt("{a}", "1", 0, "p:1")])
+    assert tokenizer.decode(tokens) == "<bos>{a} It is 1 {x}."
+    with pytest.raises(DataError, match=r"kl.reference_prompt=.* needs the answer of each prompt \(got none at p:9\)"):
+        alone.encode_for_reference([Prompt("a", "", 0, "p:9")])
+
+
 def test_a_text_alone_where_there_is_no_template_or_never():
     for tokenizer, chosen in ((tokenizer_of(LLAMA), Chat.never), (tokenizer_of(None), Chat.auto)):
         (found,) = encoded(tokenizer, [TEXT], chat=chosen)

@@ -10,7 +10,7 @@ from builders.rollout_rows import write_jsonl
 from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
 
 from pgtoolkit.config.validate import validate
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.training.reference import reference_of
 from pgtoolkit.training.train import train
 
@@ -76,8 +76,7 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
     """experiment=distillation on a policy of another architecture and width than its teacher, against their logits."""
     teacher = llama(tmp_path / "teacher", seed=3, hidden_size=8)
     chosen = f"kl={kind}", "kl.coefficient=2", f"kl.reference={teacher}", f"kernel={kernel}", "rollout.temperature=0.7"
-    short = [one for one in SHORT if not one.startswith("aggregation")]
-    module, loader = built(*short, "experiment=distillation", *chosen)
+    module, loader = built(*WITHOUT_AGGREGATION, "experiment=distillation", *chosen)
     step = next(iter(loader))
     for model in (module.policy.model, module.reference.model):  # for a distance that rounding does not hide
         model.get_output_embeddings().weight.data.mul_(30)
@@ -128,6 +127,48 @@ def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
     settings = [*with_model(base, *kl, of=recorded)]
     found = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
     assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
+
+
+PROMPTED = ("experiment=distillation", "kl.coefficient=1", "kl.reference_prompt='{answer}={prompt}'")
+WITHOUT_AGGREGATION = [one for one in SHORT if not one.startswith("aggregation")]
+
+
+@pytest.mark.parametrize("kind", ["k3", "full_reverse"])
+def test_a_teacher_reads_another_prompt(tmp_path, kind):
+    """Longer than the policy's, and the completion's tokens after it are the same ones; against the models' logits."""
+    chosen = f"kl={kind}", f"kl.reference={llama(tmp_path / 'teacher', seed=3)}", "rollout.temperature=0.7"
+    module, loader = built(*WITHOUT_AGGREGATION, *PROMPTED, *chosen)
+    step, total, tokens = next(iter(loader)), 0.0, 0
+    for model in (module.policy.model, module.reference.model):
+        model.get_output_embeddings().weight.data.mul_(30)
+    for document in step.documents:
+        prompt, written = document.tokens[:4], document.tokens[4:]
+        read = torch.cat([prompt[:3].flip(0), prompt[3:], prompt, written])  # 428= becomes 824=428=
+        pairs = (module.policy, document.tokens), (module.reference, read)
+        rows = [one.model(x[None]).logits[0, -len(written) - 1 : -1].detach().double() / 0.7 for one, x in pairs]
+        p, f = (row.log_softmax(-1) for row in rows)
+        gap = (f - p).gather(-1, written[:, None])
+        values = gap.exp() - gap - 1 if kind == "k3" else p.exp() * (p - f)
+        total, tokens = total + float(values.sum()), tokens + len(written)
+    found = module.training_step(step, 0)["metrics"]["loss"]
+    assert found == pytest.approx(total / tokens, rel=1e-5)
+    assert found > 0.1
+
+
+def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
+    """It counts in a micro-batch, and 4 + 4 tokens of prompts leave room for 4 of a completion in 12."""
+    _, loader = built(*WITHOUT_AGGREGATION, *PROMPTED, "kl.reference=initial")
+    for micro_batch in next(iter(loader)).micro_batches:
+        assert len(micro_batch.tokens) < len(micro_batch.for_reference.tokens) <= 24
+    short = "accumulation.max_tokens=11", "kl.reference=initial"
+    with pytest.raises(
+        DataError, match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens"
+    ):
+        built(*[one for one in WITHOUT_AGGREGATION if "max_tokens" not in one], *PROMPTED, *short)
+    assert validate(config_of(*SHORT, *PROMPTED, *short)).problems[0].startswith("accumulation.max_tokens=11 needs")
+    teacher = llama(tmp_path / "teacher", max_position_embeddings=11)
+    with pytest.raises(DataError, match="of them, do not have 1 to 7 tokens"):
+        built(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")
 
 
 def test_another_vocabulary_is_refused(tmp_path):

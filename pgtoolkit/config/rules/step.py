@@ -84,7 +84,7 @@ def advantage(c: Config, report: Report) -> None:
         setting, needs = "advantage=none", "kl other than none and k1, or entropy.coefficient > 0"
         reason = "Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference."
         report.refuse(setting, needs, f"kl={c.kl.kind}", reason, "kl=k3_ratio with kl.coefficient and kl.reference")
-    elif estimator == "none" and c.kl.reference == "initial" and c.entropy.coefficient == 0:
+    elif estimator == "none" and (c.kl.reference, c.kl.reference_prompt, c.entropy.coefficient) == ("initial", None, 0):
         reason = "The policy begins there, where the distance from it is least, and would stay."
         report.refuse("advantage=none", "kl.reference to be a teacher", "initial", reason, "kl.reference=FOLDER")
     if estimator == "none" and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
@@ -113,6 +113,8 @@ def penalties(c: Config, report: Report) -> None:
     elif reference == "recorded" and kind in FULL_KINDS:
         reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
         report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
+    if c.kl.reference_prompt is not None:
+        _reference_prompt(c, report)
     existing(report, "kl.reference", reference, hub=True)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
@@ -123,6 +125,26 @@ def penalties(c: Config, report: Report) -> None:
         reason = "The stages hand on the training policy's hidden states, and no others."
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
+
+
+def _reference_prompt(c: Config, report: Report) -> None:
+    """A template whose fields are known, and completions that are sampled, since recorded ones name no prompt."""
+    key, template = "kl.reference_prompt", c.kl.reference_prompt
+    if c.kl.reference == "recorded" or c.rollout.name == "recorded":
+        reason = "Recorded rollouts hold tokens, and no prompt or answer."
+        report.refuse(f"{key}={template:.40}", "rollout=policy", f"rollout={c.rollout.name}", reason, f"{key}=null")
+    if (ranks := c.parallelism.sequence_data_parallel) > 1:
+        reason = "The tokens that the reference reads would lie on other ranks than the policy's."
+        needs = "parallelism.sequence_data_parallel=1"
+        report.refuse(f"{key}={template:.40}", needs, ranks, reason, needs)
+    try:
+        if template.format(prompt="1", answer="1") != template.format(prompt="", answer=""):
+            return
+    except (IndexError, KeyError, ValueError, AttributeError):
+        pass
+    reason, use = "Each prompt fills it in, and other braces are doubled.", f"\"{key}='{{prompt}} ({{answer}})'\""
+    report.refuse(f"{key}={template}", "a template of {prompt} and {answer}", template, reason, use)
+    c.kl.reference_prompt = None  # for the sake of what follows
 
 
 def _is_late(rollout: RolloutConfig) -> bool:
