@@ -42,7 +42,10 @@ def main() -> None:
         exact = errors_against(*few[:4], few[4], kind)
         errors = {name: exact(run, name) for name, run in calls(*few, kind).items()}
         timed = calls(*many, kind)
-        memory = {name: peak_bytes(run, device) for name, run in timed.items()}
+        memory = {}
+        for name, run in timed.items():
+            many[0].grad = many[1].grad = None  # else they would be there before, and not after
+            memory[name] = peak_bytes(run, device)
         times = seconds(timed, repetitions, device)
         for name, time in times.items():
             mebibytes = "" if memory[name] is None else f"{memory[name] / 2**20:.0f}"
@@ -86,6 +89,9 @@ def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[s
     found = {
         "four products": products(hidden, weight, ref_hidden, ref_weight),
         "fused head": differentiated(lambda: ours("reinforce", torch.zeros_like(advantages))),
+        "fused head, float32 logits": differentiated(
+            lambda: ours("reinforce", torch.zeros_like(advantages), fp32_logits=True)
+        ),
         "fused head, with GRPO's surrogate": differentiated(lambda: ours("grpo", advantages)),
     }
     if importlib.util.find_spec("trl"):
