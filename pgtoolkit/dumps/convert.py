@@ -21,7 +21,7 @@ from pgtoolkit.dumps.alignment import (
     configured,
     recorded_pair,
 )
-from pgtoolkit.dumps.systems import Dropped, System, Unusable
+from pgtoolkit.dumps.systems import Dropped, System, Unusable, branches
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.recording import write_parquet
 from pgtoolkit.rollouts.rows import Row, Rules, parse_row
@@ -124,7 +124,7 @@ def _records(file: Path) -> Iterator[tuple[str, dict]]:
                 # The texts of a line are a group, however they name it: numbers begin anew when a run is resumed.
                 yield from ((f"{number}[{place}]", text | {"line": number}) for place, text in enumerate(record))
             else:
-                yield str(number), record
+                yield from ((str(number), branch) for branch in branches(record))
 
 
 def _pickled(file: Path) -> list[dict]:

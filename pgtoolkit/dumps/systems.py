@@ -141,28 +141,81 @@ def _pipeline_rl(record: dict, _notes: Counter[str]) -> dict:
     }
 
 
+def branches(record: dict) -> list[dict]:
+    """A trace of verifiers for each leaf of its messages, whose number is added; another record as it is."""
+    nodes = record.get("nodes") if isinstance(record, dict) else None
+    if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
+        return [record]
+    parents = {node.get("parent") for node in nodes}
+    return [record | {"leaf": number} for number in range(len(nodes)) if number not in parents]
+
+
+def _verifiers(trace: dict, notes: Counter[str]) -> dict:
+    """A branch: the messages from the first to a leaf. What several have in common is trained in the first alone."""
+    nodes, leaf, task, agent = trace["nodes"], trace["leaf"], trace["task"], trace.get("agent") or {}
+    if trace.get("ok") is False or not agent.get("trainable", True):
+        raise Dropped("of an attempt that failed, or of an agent that is not trained")
+    if trace.get("mm_token_type_id_map"):
+        raise Dropped("pictures or videos, which token ids do not hold")
+    used = {link["node"] for node in nodes for link in node.get("semantic_parents", ()) if link["type"] == "compaction"}
+    attempts = {link["type"] for link in nodes[leaf].get("semantic_parents", ())}
+    if "compaction_attempt" in attempts and leaf not in used:
+        raise Dropped("a compaction that was not used")
+    earlier = {number for one in branches(trace) if one["leaf"] < leaf for number in _path(nodes, one["leaf"])}
+    document: dict[str, list] = {"token_ids": [], "mask": [], "logprobs": []}
+    for number in _path(nodes, leaf):
+        tokens, sampled, log_probs = (nodes[number].get(name) or [] for name in document)
+        if len(log_probs) != sum(sampled):
+            raise Unusable(f"has {len(log_probs)} logprobs for {sum(sampled)} sampled tokens of message {number}")
+        values = iter(log_probs)
+        document["token_ids"] += tokens
+        document["mask"] += [bool(one) and number not in earlier for one in sampled]
+        document["logprobs"] += [next(values) if one else 0.0 for one in sampled]
+    if not any(document["mask"]):
+        raise Dropped("no sampled tokens of its own, or none recorded")
+    if not (rewards := [reward for reward in trace["rewards"].values() if reward is not None]):
+        raise Dropped("no reward: it was not scored")
+    stopped = trace.get("stop_condition") or ""
+    ends = [call.get("finish_reason") for call in trace.get("calls", ()) if not call.get("error")]
+    return document | {
+        "id": trace["id"],
+        "branch": f"{trace['id']}:{leaf}",
+        "reward": sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards),
+        "group": (task.get("key") or task.get("hash") or task["data"]["idx"], agent.get("name")),
+        "truncated": stopped.startswith("max_") or stopped == "compaction_failed" or ends[-1:] == ["length"],
+    }
+
+
+def _path(nodes: list[dict], leaf: int) -> list[int]:
+    """Numbers of the messages from the first to a leaf."""
+    path = [leaf]
+    while (parent := nodes[path[-1]].get("parent")) is not None and len(path) < len(nodes):
+        path.append(parent)
+    return path[::-1]
+
+
 def _after(prompt: Sequence, values: Sequence) -> list:
     """What belongs to the tokens of a response, of the whole document."""
     return [0] * len(prompt) + list(values)
 
 
 _TABLE = """
-                    nemo-rl                 open-instruct       slime              prime-rl            pipelinerl
-files               train_data_step*.jsonl  *_rollouts_*.jsonl  *.pt               rank_*.jsonl        *.jsonl
-token_ids           token_ids               response_tokens     tokens             token_ids           input_ids
-loss_mask           token_loss_mask         sampled             loss_mask          loss_mask           labels
-old_log_probs       prev_logprobs           logprobs            log_probs          trainer_logprobs    logprobs
-sampling_log_probs  generation_logprobs     -                   rollout_log_probs  inference_logprobs  -
-ref_log_probs       -                       -                   ref_log_probs      -                   -
-advantage           advantages              advantage           advantages         advantages          -
-reward              rewards                 reward              reward             -                   reward
-group_id            -                       prompt_idx          group_index        -                   group_id
-trajectory          -                       -                   rollout_id         -                   rollout_index
-truncated           -                       finish_reason       truncated          -                   finished
-id                  -                       sample_idx          -                  -                   -
+                   nemo-rl                open-instruct      slime             prime-rl           pipelinerl  verifiers
+files              train_data_step*.jsonl *_rollouts_*.jsonl *.pt              rank_*.jsonl       *.jsonl     *.jsonl
+token_ids          token_ids              response_tokens    tokens            token_ids          input_ids   token_ids
+loss_mask          token_loss_mask        sampled            loss_mask         loss_mask          labels      mask
+old_log_probs      prev_logprobs          logprobs           log_probs         trainer_logprobs   logprobs    logprobs
+sampling_log_probs generation_logprobs    -                  rollout_log_probs inference_logprobs -           -
+ref_log_probs      -                      -                  ref_log_probs     -                  -           -
+advantage          advantages             advantage          advantages        advantages         -           -
+reward             rewards                reward             reward            -                  reward      reward
+group_id           -                      prompt_idx         group_index       -                  group_id    group
+trajectory         -                      -                  rollout_id        -                  rollout_index id
+truncated          -                      finish_reason      truncated         -                  finished    truncated
+id                 -                      sample_idx         -                 -                  -           branch
 """
 """The files of a system's dump, and where each of our columns comes from; docs/dumps.md says what they are."""
-_PREPARE = (_nemo_rl, _open_instruct, _slime, _prime_rl, _pipeline_rl)
+_PREPARE = (_nemo_rl, _open_instruct, _slime, _prime_rl, _pipeline_rl, _verifiers)
 
 
 def _systems() -> dict[str, System]:

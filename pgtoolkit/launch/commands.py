@@ -158,7 +158,8 @@ def _export(parser: _Parser, argv: list[str]) -> None:
 
 
 def _convert(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("system", metavar="SYSTEM", help="nemo-rl, open-instruct, slime, miles, prime-rl or pipelinerl")
+    known = "nemo-rl, open-instruct, slime, miles, prime-rl, pipelinerl or verifiers"
+    parser.add_argument("system", metavar="SYSTEM", help=known)
     parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
     parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="compare its log-probs, as a proof")

@@ -19,6 +19,7 @@ from dumps.writers import (
     sampled,
     slime,
     slime_training,
+    verifiers,
 )
 
 from pgtoolkit.cli import main
@@ -227,6 +228,42 @@ def test_the_calls_of_a_rollout_of_pipeline_rl_are_a_trajectory(rollouts, tmp_pa
     assert found[:8] == [(0, 0), (0, 0), (0, 0), (0, 1), (1, 2), (1, 2), (1, 2), (1, 3)]
 
 
+def test_the_branches_of_a_trace_of_verifiers_are_a_trajectory(rollouts, tmp_path, capsys):
+    """A message that branches have in common is trained in the first; so is no compaction that was not used."""
+
+    def node(parent, tokens, sampled=True, links=()):
+        log_probs = [-0.25] * len(tokens) if sampled else []
+        links = [dict(zip(("node", "type"), link, strict=True)) for link in links]
+        node = {"parent": parent, "token_ids": tokens, "mask": [sampled] * len(tokens), "logprobs": log_probs}
+        return node | {"semantic_parents": links}
+
+    graph = [
+        node(None, [1, 2], sampled=False),
+        *(node(0, [3, 4]), node(1, [5], sampled=False), node(2, [6]), node(1, [7, 8])),
+        *(node(None, [9], sampled=False), node(5, [10], links=[(3, "compaction")])),
+        node(1, [11], links=[(1, "compaction_attempt")]),
+    ]
+    changes = {"nodes": lambda number, nodes: graph if number == 0 else nodes}
+    scores = {"a": {"score": 0.5, "weight": 2.0}, "b": {"score": 0.25}, "c": None}
+    changes["rewards"] = lambda number, _: {"a": None} if number == 2 else scores
+    changes["ok"] = lambda number, _: number != 3
+    verifiers(tmp_path, rollouts[:4], **changes)
+    assert convert("verifiers", tmp_path, tmp_path / "out.parquet") == 0
+    said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
+    assert "4 documents of 1 group, 2 trajectories, " in said
+    for reason in ("a compaction that was not used", "no reward: it was not scored", "of an attempt that failed"):
+        assert f"1 document: {reason}" in said
+    assert [(row["token_ids"], row["loss_mask"]) for row in rows[:3]] == [
+        ([1, 2, 3, 4, 5, 6], [False, False, True, True, False, True]),
+        ([1, 2, 3, 4, 7, 8], [False] * 4 + [True] * 2),
+        ([9, 10], [False, True]),
+    ]
+    assert [row["old_log_probs"] for row in rows[1:3]] == [[0, 0, 0, 0, -0.25, -0.25], [0, -0.25]]
+    assert [(row["id"], row["trajectory"], row["reward"]) for row in rows[:3]] == [
+        *(("trace 0:3", 0, 1.25), ("trace 0:4", 0, 1.25), ("trace 0:6", 0, 1.25))
+    ]
+
+
 class Attack:
     def __reduce__(self):
         return os.mkdir, (self.path,)
@@ -255,7 +292,11 @@ def test_another_file_of_torch_is_refused(tmp_path, capsys):
     ("arguments", "status", "says"),
     [
         (["verl", ".", "o.parquet"], 2, "verl needs dumps with token ids and log-probs (got texts and scores"),
-        (["areal", ".", "o.parquet"], 2, "one of nemo-rl, open-instruct, slime, prime-rl, pipelinerl, miles"),
+        (
+            ["areal", ".", "o.parquet"],
+            2,
+            "one of nemo-rl, open-instruct, slime, prime-rl, pipelinerl, verifiers",
+        ),
         (["nemo-rl", ".", "o.parquet"], 3, "needs files train_data_step*.jsonl (got a folder with none of them"),
         (["nemo-rl", "text.jsonl", "o.parquet"], 3, "its fields are input, output"),
         (["nemo-rl", ".", "o.jsonl"], 2, "needs a new .parquet file"),

@@ -9,6 +9,7 @@ The writers, by repository, file and commit:
     radixark/miles 31f1ca96: miles/ray/rollout/debug_data.py, miles/utils/train_dump_utils.py
     PrimeIntellect-ai/prime-rl 559b4477: src/prime_rl/trainer/rl/token_export.py
     ServiceNow/PipelineRL 58d39345: pipelinerl/rollouts.py (TrainingText), pipelinerl/actor.py, pipelinerl/streams.py
+    PrimeIntellect-ai/verifiers 00eee6c6: verifiers/v1/trace.py (Trace.to_record), verifiers/v1/graph.py (MessageNode)
 """
 
 from __future__ import annotations
@@ -184,6 +185,27 @@ def pipeline_rl(folder: Path, rollouts: list[Rollout], **changes) -> Path:
     return _lines(path / "0.jsonl", list(groups.values()))
 
 
+def verifiers(folder: Path, rollouts: list[Rollout], **changes) -> Path:
+    """traces.jsonl: the messages of an attempt as a graph, each with the tokens that it adds."""
+    lines = []
+    for number, one in enumerate(rollouts):
+        asked = {"parent": None, "sampled": False, "token_ids": one.prompt, "mask": [False] * len(one.prompt)}
+        answered = {"parent": 0, "sampled": True, "token_ids": one.response, "mask": [True] * len(one.response)}
+        line = {
+            "version": 1,
+            "id": f"trace {number}",
+            "task": {"type": "Task", "key": f"task {one.group}", "data": {"idx": one.group}},
+            "agent": {"name": "agent", "trainable": True},
+            "nodes": [asked | {"logprobs": []}, answered | {"logprobs": one.sampler}],
+            "calls": [{"node": 1, "finish_reason": "length" if one.truncated else "stop", "error": None}],
+            "rewards": {"right": {"score": one.reward, "weight": 1.0}, "not_scored": None},
+            "stop_condition": None,
+            "ok": True,
+        }
+        lines.append(line | {key: change(number, line[key]) for key, change in changes.items()})
+    return _lines(folder / "traces.jsonl", lines)
+
+
 def _lines(path: Path, lines: list) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -196,4 +218,5 @@ WRITERS = {
     "miles": slime,
     "prime-rl": prime_rl,
     "pipelinerl": pipeline_rl,
+    "verifiers": verifiers,
 }
