@@ -239,8 +239,7 @@ def render(conversion: Conversion, name: str, system: System, out: Path) -> str:
     """What `pgtk convert` prints."""
     groups, sizes = len(conversion.groups), Counter(conversion.groups.values())
     of_groups = f" of {plural(groups, 'group')}" if groups else ", without groups"
-    if conversion.trajectories:
-        of_groups += f", {plural(conversion.trajectories, 'trajectory')}"
+    of_groups += f", {plural(conversion.trajectories, 'trajectory')}" if conversion.trajectories else ""
     documents, files = plural(conversion.documents, "document"), plural(conversion.files, "file")
     lines = [f"{out}: {documents}{of_groups}, {plural(conversion.tokens, 'token')}, from {files} of {name}"]
     lines += [f"  dropped   {sentence}" for sentence in conversion.reasons() or ["nothing"]]

@@ -67,8 +67,7 @@ def diagnose(path: str, overrides: Sequence[str]) -> Diagnosis:
     if policy is not None:
         findings += [Finding("model", *found) for found in _model(loss, source, policy)]
     of_groups = f" of {plural(rollouts.num_groups, 'group')}" if rollouts.has_groups else ""
-    if not rollouts.begins.all():
-        of_groups += f", {plural(int(rollouts.begins.sum()), 'trajectory')}"
+    of_groups += "" if rollouts.begins.all() else f", {plural(int(rollouts.begins.sum()), 'trajectory')}"
     title = f"{path}: {plural(source.num_documents, 'document')}{of_groups}, judged under loss={config.loss.name} "
     title += f"aggregation={config.aggregation.mode} advantage={config.advantage.estimator}"
     return Diagnosis(title, findings)

@@ -142,12 +142,18 @@ def _pipeline_rl(record: dict, _notes: Counter[str]) -> dict:
 
 
 def branches(record: dict) -> list[dict]:
-    """A trace of verifiers for each leaf of its messages, whose number is added; another record as it is."""
+    """A trace of verifiers for each leaf of its messages, whose number is added; another record as it is.
+
+    A compaction that was not used is no leaf.
+    """
     nodes = record.get("nodes") if isinstance(record, dict) else None
     if not isinstance(nodes, list) or not all(isinstance(node, dict) for node in nodes):
         return [record]
-    parents = {node.get("parent") for node in nodes}
-    return [record | {"leaf": number} for number in range(len(nodes)) if number not in parents]
+    links = [(number, link) for number, node in enumerate(nodes) for link in node.get("semantic_parents") or ()]
+    used = {link["node"] for _, link in links if link["type"] == "compaction"}
+    unused = {number for number, link in links if link["type"] == "compaction_attempt"} - used
+    none = unused | {node.get("parent") for node in nodes}
+    return [record | {"leaf": number} for number in range(len(nodes)) if number not in none]
 
 
 def _verifiers(trace: dict, notes: Counter[str]) -> dict:
@@ -157,10 +163,6 @@ def _verifiers(trace: dict, notes: Counter[str]) -> dict:
         raise Dropped("of an attempt that failed, or of an agent that is not trained")
     if trace.get("mm_token_type_id_map"):
         raise Dropped("pictures or videos, which token ids do not hold")
-    used = {link["node"] for node in nodes for link in node.get("semantic_parents", ()) if link["type"] == "compaction"}
-    attempts = {link["type"] for link in nodes[leaf].get("semantic_parents", ())}
-    if "compaction_attempt" in attempts and leaf not in used:
-        raise Dropped("a compaction that was not used")
     earlier = {number for one in branches(trace) if one["leaf"] < leaf for number in _path(nodes, one["leaf"])}
     document: dict[str, list] = {"token_ids": [], "mask": [], "logprobs": []}
     for number in _path(nodes, leaf):

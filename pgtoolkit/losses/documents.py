@@ -120,15 +120,15 @@ def whole_step_totals(
 
 
 def _renumbered(
-    index: Tensor | None, counts: Tensor, data_group: ProcessGroup | None
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    index: Tensor | None, counts: Tensor, group: ProcessGroup | None
+) -> tuple[Tensor | None, Tensor | None]:
     """(what each document belongs to, numbered from 0 over all ranks; the trained tokens of each of these)."""
     if index is None:
         return None, None
     numbers = index.unique()
-    if data_group is not None:
-        of_all = [None] * data_group.size()
-        dist.all_gather_object(of_all, numbers.tolist(), data_group)
+    if group is not None:
+        of_all = [None] * group.size()
+        dist.all_gather_object(of_all, numbers.tolist(), group)
         numbers = numbers.new_tensor(sorted(set().union(*of_all)))
     index = torch.searchsorted(numbers, index)
-    return index, all_sum(torch.zeros_like(numbers).index_add_(0, index, counts), data_group)
+    return index, all_sum(torch.zeros_like(numbers).index_add_(0, index, counts), group)

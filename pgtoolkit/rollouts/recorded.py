@@ -44,7 +44,7 @@ class RecordedRollouts(Source):
     index is kept; None: nowhere. tokenizer: gives the model's, and its end-of-sequence tokens, for rows of texts.
 
     The constructor has every row read once, unless the run has an index of these files, and raises DataError for what
-    cannot be trained on. The index has about 80 bytes per document, among them a checksum by which a row that was
+    cannot be trained on. The index has about 90 bytes per document, among them a checksum by which a row that was
     changed is noticed when it is read again (DataError). The documents of a group, and those of a trajectory, have
     consecutive positions wherever they stand in the files; groups come in the order of their first document or, with
     shuffle, in another one every epoch. A batch is an epoch. groups: (documents,) int64, of an epoch, in the order of

@@ -239,9 +239,9 @@ def test_the_branches_of_a_trace_of_verifiers_are_a_trajectory(rollouts, tmp_pat
 
     graph = [
         node(None, [1, 2], sampled=False),
-        *(node(0, [3, 4]), node(1, [5], sampled=False), node(2, [6]), node(1, [7, 8])),
-        *(node(None, [9], sampled=False), node(5, [10], links=[(3, "compaction")])),
-        node(1, [11], links=[(1, "compaction_attempt")]),
+        *(node(0, [3, 4]), node(1, [11], links=[(1, "compaction_attempt")]), node(1, [5], sampled=False)),
+        *(node(3, [6], links=[(1, "compaction_attempt")]), node(1, [7, 8])),
+        *(node(None, [9], sampled=False), node(6, [10], links=[(4, "compaction")])),
     ]
     changes = {"nodes": lambda number, nodes: graph if number == 0 else nodes}
     scores = {"a": {"score": 0.5, "weight": 2.0}, "b": {"score": 0.25}, "c": None}
@@ -251,7 +251,7 @@ def test_the_branches_of_a_trace_of_verifiers_are_a_trajectory(rollouts, tmp_pat
     assert convert("verifiers", tmp_path, tmp_path / "out.parquet") == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path / "out.parquet")
     assert "4 documents of 1 group, 2 trajectories, " in said
-    for reason in ("a compaction that was not used", "no reward: it was not scored", "of an attempt that failed"):
+    for reason in ("no reward: it was not scored", "of an attempt that failed"):
         assert f"1 document: {reason}" in said
     assert [(row["token_ids"], row["loss_mask"]) for row in rows[:3]] == [
         ([1, 2, 3, 4, 5, 6], [False, False, True, True, False, True]),
@@ -260,7 +260,7 @@ def test_the_branches_of_a_trace_of_verifiers_are_a_trajectory(rollouts, tmp_pat
     ]
     assert [row["old_log_probs"] for row in rows[1:3]] == [[0, 0, 0, 0, -0.25, -0.25], [0, -0.25]]
     assert [(row["id"], row["trajectory"], row["reward"]) for row in rows[:3]] == [
-        *(("trace 0:3", 0, 1.25), ("trace 0:4", 0, 1.25), ("trace 0:6", 0, 1.25))
+        *(("trace 0:4", 0, 1.25), ("trace 0:5", 0, 1.25), ("trace 0:7", 0, 1.25))
     ]
 
 
