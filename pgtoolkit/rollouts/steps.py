@@ -207,9 +207,7 @@ def _digest(documents: list[Document]) -> int:
 def make_step(
     documents: list[Document], max_tokens: int, state_after: dict | None = None, data_rank: int = 0, data_size: int = 1
 ) -> Step:
-    """Number groups and trajectories, count the totals, and pack the documents in order into micro-batches.
-
-    max_tokens: of a micro-batch.
+    """Number groups and trajectories, count the totals, pack the documents into micro-batches of at most max_tokens.
 
     Totals and documents are those of all data_size ranks, the micro-batches those of data_rank alone. Every rank has
     as many, so that none waits for another in vain: where documents run out, they are empty.
