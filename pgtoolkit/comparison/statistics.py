@@ -62,7 +62,7 @@ class Comparison:
     """Two samples, compared.
 
     paired: by seed, or else as independent samples. difference: of the means, second - first. interval: of it, by the
-    bootstrap. seeds_needed: of each, see `_seeds_needed`; MOST_SEEDS + 1 stands for more than those. p is of a t-test,
+    bootstrap. seeds_needed: of each, see the function; MOST_SEEDS + 1 stands for more than those. p is of a t-test,
     equal_p of two one-sided tests that the difference is within the margin; adjusted_p and equal_p are adjusted for the
     number of pairs, but for an exploratory pair. improvement: see there.
     interval, p, adjusted_p, equal_p and seeds_needed are None where a sample has one value, or no seed differs from
@@ -155,7 +155,7 @@ class Comparisons:
                 found.equal_p = None if self.margin is None else float(self._equal[row][place])
             if max(map(np.ptp, noise)) > _EQUAL * max(abs(one).max(), abs(other).max()):
                 found.interval = _interval(one, other, paired)
-                found.seeds_needed = _seeds_needed(found.difference, [float(values.var(ddof=1)) for values in noise])
+                found.seeds_needed = seeds_needed(found.difference, [float(values.var(ddof=1)) for values in noise])
         return found
 
     def _is_primary(self, first: int, second: int) -> bool:
@@ -262,7 +262,7 @@ def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[floa
     return tuple(map(float, resampled.confidence_interval))
 
 
-def _seeds_needed(difference: float, variances: list[float]) -> int:
+def seeds_needed(difference: float, variances: list[float]) -> int:
     """Seeds of each with which a t-test at LEVEL finds this difference with probability POWER.
 
     variances: of both samples, or of the differences alone where they are paired. It takes them and the difference as

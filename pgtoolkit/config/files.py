@@ -19,8 +19,8 @@ def config_directory() -> Path:
 
 
 def sweep_files() -> dict[str, Path]:
-    """Name -> file of each sweep that comes with pgtoolkit."""
-    return {file.stem: file for file in sorted(_shipped("sweeps").glob("*.yaml"))}
+    """Name -> file of each sweep that comes with pgtoolkit, but for _NAME.yaml, which some share."""
+    return {file.stem: file for file in sorted(_shipped("sweeps").glob("[!_]*.yaml"))}
 
 
 def sweep_file(name: str = "") -> Path:

@@ -105,6 +105,34 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
         say(f"\nhtml  {shell_path(args.html)}")
 
 
+def _plan(parser: _Parser, argv: list[str]) -> None:
+    parser.add_argument("sweep", metavar="SWEEP", help="name of a sweep, or a file of one")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for pgtk sweep")
+    parser.add_argument("--budget", required=True, metavar="TIME", help="of all runs together: 60m, 2h")
+    for name, metavar in (
+        ("metric", "NAME"),
+        ("against", "KEY=VALUE"),
+        ("margin", "X"),
+        ("over", "KEYS"),
+        ("best-of", "KEY"),
+    ):
+        parser.add_argument(f"--{name}", metavar=metavar, help="as for pgtk compare")
+    spread = parser.add_mutually_exclusive_group()
+    spread.add_argument("--sd", type=float, metavar="X", help="standard deviation of the paired differences")
+    spread.add_argument("--from", dest="earlier", metavar="RUNS", help="earlier runs that tell it")
+    parser.add_argument(
+        "--predictions", type=Path, metavar="FILE", help="the file to write (default: predictions.yaml)"
+    )
+    parser.set_defaults(predictions=Path("predictions.yaml"))
+    args = parser.parse_intermixed_args(argv)
+
+    from pgtoolkit.config.files import sweep_file
+    from pgtoolkit.launch.budget import plan
+
+    for sentence in plan(sweep_file(args.sweep), args.overrides, args):
+        say(sentence)
+
+
 def _diff(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("first", metavar="RUN_A", type=plain_run)
     parser.add_argument("second", metavar="RUN_B", type=plain_run)
@@ -254,6 +282,7 @@ REPORTS = {
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
+    "plan": ("SWEEP --budget 60m", "times a run; seeds that fit, what they can show; predictions", _plan),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "solutions": ("OUT [OVERRIDES]", "a task's prompts with their answers, for experiment=sft", _solutions),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),

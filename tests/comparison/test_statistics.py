@@ -15,11 +15,11 @@ from pgtoolkit.comparison.statistics import (
     Margin,
     Sample,
     _interval,
-    _seeds_needed,
     improvement,
     interquartile_interval,
     interquartile_mean,
     mean_and_std,
+    seeds_needed,
     seeds_to_call_equal,
     smallest_difference,
 )
@@ -140,12 +140,12 @@ def test_an_interval_covers_as_often_as_the_page_says(seeds, covered):
     ],
 )
 def test_seeds_needed_are_those_of_the_tables(difference, variances, seeds):
-    assert _seeds_needed(difference, variances) == seeds
+    assert seeds_needed(difference, variances) == seeds
 
 
 def test_with_the_seeds_needed_the_difference_is_found_as_often_as_said():
     """2000 simulated comparisons of spreads 1 and 3, where Welch's degrees of freedom matter."""
-    seeds = _seeds_needed(3.0, [1.0, 9.0])
+    seeds = seeds_needed(3.0, [1.0, 9.0])
     draw = np.random.default_rng(0)
     one, other = draw.normal(0, 1, (2000, seeds)), draw.normal(3, 3, (2000, seeds))
     p = scipy.stats.ttest_ind(one, other, equal_var=False, axis=1).pvalue
@@ -246,8 +246,8 @@ def test_the_smallest_difference_that_seeds_show(seeds, difference):
     assert found == pytest.approx(difference, abs=0.05)
     beyond, shift = scipy.stats.t.isf(0.025, seeds - 1), found * math.sqrt(seeds)
     assert scipy.stats.nct.sf(beyond, seeds - 1, shift) == pytest.approx(0.8, abs=1e-4)  # the other side is below 1e-4
-    assert _seeds_needed(found * 1.0001, [1.0]) == seeds
-    assert _seeds_needed(found * 0.9999, [1.0]) == seeds + 1
+    assert seeds_needed(found * 1.0001, [1.0]) == seeds
+    assert seeds_needed(found * 0.9999, [1.0]) == seeds + 1
     assert smallest_difference(2) == pytest.approx(11.55, abs=0.01)
 
 

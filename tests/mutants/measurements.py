@@ -41,7 +41,7 @@ def the_next_seed_of_reasoning_gym_is_held_out(right, config, one):
     return None if one.task.name == "reasoning_gym" and one.seed != config.seed else right(config, one)
 
 
-@mutant("comparison.statistics:_seeds_needed", "test_seeds_needed_are_those_of_the_tables")
+@mutant("comparison.statistics:seeds_needed", "test_seeds_needed_are_those_of_the_tables")
 def the_variance_is_that_of_one_sample(right, difference, variances):
     return right(difference, variances[:1])
 
