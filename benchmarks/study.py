@@ -1,16 +1,18 @@
-"""What the study needs beside pgtk's own commands: worked solutions, starts that travel, and runs in little space.
+"""What the study needs beside pgtk's own commands: starts that travel, runs in little space, and controls.
 
-    python benchmarks/study.py solutions FILE SEED COUNT    # rows for pgtk experiment=sft, of training's problems
     python benchmarks/study.py start CHECKPOINT FOLDER      # its weights rounded to bfloat16, for model.path
     python benchmarks/study.py pack FILE.tar.gz SWEEP...    # what pgtk compare reads of the finished runs
 
-An unpacked sweep is compared as before, and `pgtk sweep` goes on with what it lacks.
+An unpacked sweep is compared as before, and `pgtk sweep` goes on with what it lacks. The controls are functions for
+`advantage=custom advantage.path=benchmarks.study.half_shuffled`.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import random
+import statistics
 import sys
 import tarfile
 from pathlib import Path
@@ -19,20 +21,25 @@ KEPT = ("step", "time", "documents_seen", "num_tokens", "reward", "exact_match",
 """Columns of metrics.jsonl."""
 
 
-def solutions(file: Path, seed: int, count: int) -> None:
-    """A row per problem: prompt, worked answer and end as tokens of the tiny model, trained from the answer on."""
-    from pgtoolkit.config.schema import ChainSumTaskConfig
-    from pgtoolkit.model.build import character_tokenizer
-    from pgtoolkit.tasks.tasks import make_task
+def half_shuffled(rewards: list[list[float]], **_) -> list[list[float]]:
+    """GRPO's advantages, of half of the groups in another order: a control that a comparison has to find."""
+    draw = random.Random(repr(rewards))
+    found = [_grpo(group) for group in rewards]
+    for group in found:
+        if draw.random() < 0.5:
+            draw.shuffle(group)
+    return found
 
-    task = make_task(ChainSumTaskConfig("chain_sum", 3, 8), seed)
-    tokenizer = character_tokenizer(task.alphabet)
-    with file.open("w", encoding="utf-8") as rows:
-        for index in range(count):
-            prompt = task.prompt(index)
-            asked, answered = tokenizer.encode(prompt.text), tokenizer.encode(prompt.answer)
-            tokens, trained = [*asked, *answered, tokenizer.eos_token_id], len(answered) + 1
-            rows.write(json.dumps({"token_ids": tokens, "loss_mask": [0] * len(asked) + [1] * trained}) + "\n")
+
+def random_reward(rewards: list[list[float]], **_) -> list[list[float]]:
+    """GRPO's advantages of coins that were tossed: a control from which nothing can be learned."""
+    draw = random.Random(repr(rewards))
+    return [_grpo([float(draw.random() < 0.5) for _ in group]) for group in rewards]
+
+
+def _grpo(group: list[float]) -> list[float]:
+    mean, deviation = statistics.fmean(group), statistics.stdev(group)
+    return [(reward - mean) / (deviation + 1e-6) for reward in group]
 
 
 def start(checkpoint: Path, folder: Path) -> None:
@@ -67,9 +74,7 @@ def _short(value: float) -> float:
 
 if __name__ == "__main__":
     command, first, *rest = sys.argv[1:]
-    if command == "solutions":
-        solutions(Path(first), *map(int, rest))
-    elif command == "start":
+    if command == "start":
         start(Path(first), Path(rest[0]))
     else:
         pack(Path(first), [Path(one) for one in rest])

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.comparison import predictions
-from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.measures import needed_for, parse_margin, parse_metric
-from pgtoolkit.comparison.statistics import MOST_SEEDS, POWER, seeds_needed, seeds_to_call_equal, smallest_difference
 from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.names import plain_values
 from pgtoolkit.config.plan import documents_per_batch
@@ -38,6 +34,15 @@ def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
 
     args: those of `pgtk plan`. Raises PgtoolkitError.
     """
+    from pgtoolkit.comparison import predictions
+    from pgtoolkit.comparison.statistics import (
+        MOST_SEEDS,
+        POWER,
+        seeds_needed,
+        seeds_to_call_equal,
+        smallest_difference,
+    )
+
     found = re.fullmatch(r"(\d+\.?\d*)([smh])", args.budget)
     if not found or not float(found[1]):
         raise ConfigError(refusal("--budget", "a time such as 60m", args.budget, "It is for all runs.", "--budget=60m"))
@@ -91,6 +96,10 @@ def _metric(checked: Checked) -> str:
 
 def _contrasts(checked: Checked, args: Namespace, over: list[str]) -> list[str]:
     """What is compared with the base, as `pgtk compare` will name it; nothing without a base."""
+    from pgtoolkit.comparison import predictions
+    from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.measures import parse_metric
+
     name, runs = parse_metric(args.metric)[1], []
     for run in checked.runs:
         columns = {key: np.array([1.0]) for key in ("step", "documents_seen", name)}
@@ -102,6 +111,9 @@ def _contrasts(checked: Checked, args: Namespace, over: list[str]) -> list[str]:
 
 def _deviation_and_margin(args: Namespace, over: list[str]) -> tuple[float | None, float | None]:
     """Of the paired differences: given, or of earlier runs, pooled; and the margin, for a share that of their mean."""
+    from pgtoolkit.comparison.groups import compare
+    from pgtoolkit.comparison.measures import needed_for, parse_margin, parse_metric
+
     margin = parse_margin(args.margin) if args.margin else None
     if args.sd is not None and not 0 < args.sd < np.inf:
         raise ConfigError(refusal("--sd", "a number > 0", args.sd, "It is a standard deviation.", "--sd=0.03"))
