@@ -227,7 +227,7 @@ class TokenizedTask:
         several = f"{len(bad)} of {'the longest ' if task.num_prompts is None else ''}{total} prompts"
         several += ", or what kl.reference_prompt makes of them," if self.reference_prompt else ""
         lengths = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
-        needed = f"do not have 1 to {room} tokens: {lengths}"
+        needed = f"{f'do not have 1 to {room} tokens' if room else 'have no room'}: {lengths}"
         skippable = task.num_prompts is not None and len(bad) < total
         if skip and skippable:
             log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")

@@ -13,6 +13,7 @@ from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.losses.metrics import _KINDS
+from pgtoolkit.system.redaction import redact
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,6 +23,8 @@ def test_every_key_and_option_is_explained():
     for key in KEYS:
         assert key.name in known or key.option, key.name
     assert not [entry.name for entry in entries() if not entry.meaning]
+    texts = [text for written in known.values() for text in written]
+    assert not [text for text in texts if redact(text) != text]
     for group, names in options().items():
         assert all(f"{group}={name}" in known[group][0] and f"{group}={name}" in known for name in names)
 
