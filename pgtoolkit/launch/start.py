@@ -20,7 +20,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
-from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts
 from pgtoolkit.config.rules.executed import written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
@@ -107,11 +107,8 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         folder = Path(str(parse(places)[0][0].value()))
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     run.report.problems += written_elsewhere(run.config, run_dir, parse(overrides)[0])
-    save_path = getattr(run.values.rollout, "save_path", None)
-    if step is not None and save_path == compose([], run_dir=run_dir).config.rollout.get("save_path") is not None:
-        reason = "The run that is continued has recorded its own there."
-        use = "rollout.save_path=null, or another folder"
-        run.report.refuse(f"rollout.save_path={save_path}", "a folder of its own", "the same", reason, use)
+    if step is not None and (problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None))):
+        run.report.problems.append(problem)
     if step is not None and step >= (most := run.values.trainer.max_steps):
         needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
         run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)

@@ -17,7 +17,7 @@ TEXTS = ("messages", "prompt", "completion")
 """Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of messages."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ENDS_ANSWER = "Use a template that marks the turns by {% generation %}"
+_MARKS = "Use a template that marks the turns by {% generation %}"
 
 
 @dataclass
@@ -41,29 +41,30 @@ class Conversations:
         adds by default before it, and the completion the end of the sequence.
         """
         self.read += 1
-        tokenizer, ends = self._loaded
-        messages, given = raw.get("messages"), (raw.get("prompt"), raw.get("completion"))
-        are_texts = all(isinstance(one, str) for one in given)
+        messages, prompt, completion = (raw.get(name) for name in TEXTS)
         if messages is not None:
-            if given[1] is not None:
+            if completion is not None:
                 raise ValueError("needs to stand alone, without a completion, whose tokens it would have too")
             return self._of_chat(messages_of(messages), 0)
-        if None in given:
+        if prompt is None or completion is None:
             raise ValueError("needs a prompt and its completion")
-        if not are_texts:
-            before, after = map(messages_of, given)
-            return self._of_chat([*before, *after], len(before))
-        if self._template is not None:
-            roles = ("user", "assistant")
-            pair = [{"role": role, "content": text} for role, text in zip(roles, given, strict=True)]
-            return self._of_chat(pair, 1)
-        prompt = tokenizer(given[0])["input_ids"]
-        while prompt and prompt[-1] in ends:
-            prompt.pop()
-        completion = tokenizer(given[1], add_special_tokens=False)["input_ids"]
-        if not completion or completion[-1] not in ends:
-            completion = [*completion, *ends[:1]]
-        return {"token_ids": prompt + completion, "loss_mask": [False] * len(prompt) + [True] * len(completion)}
+        if not (isinstance(prompt, str) and isinstance(completion, str)):
+            before = messages_of(prompt)
+            return self._of_chat([*before, *messages_of(completion)], len(before))
+        if self._template is None:
+            return self._of_texts(prompt, completion)
+        answer = {"role": "assistant", "content": completion}
+        return self._of_chat([{"role": "user", "content": prompt}, answer], 1)
+
+    def _of_texts(self, prompt: str, completion: str) -> dict[str, list]:
+        tokenizer, ends = self._loaded
+        before = tokenizer(prompt)["input_ids"]
+        while before and before[-1] in ends:
+            before.pop()
+        after = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        if not after or after[-1] not in ends:
+            after = [*after, *ends[:1]]
+        return {"token_ids": before + after, "loss_mask": [False] * len(before) + [True] * len(after)}
 
     def fingerprint(self) -> int:
         """Of the template and of what it writes today."""
@@ -83,39 +84,42 @@ class Conversations:
         tokenizer, _ = self._loaded
         return tokenizer.get_chat_template() if self.chat == Chat.auto and tokenizer.chat_template else None
 
+    @property
+    def _is_marked(self) -> bool:
+        """Whether the template says itself which parts are the assistant's."""
+        return _GENERATION.search(self._template) is not None
+
     def _of_chat(self, messages: list[Message], first: int) -> dict[str, list]:
         """first: the message from which on turns are trained."""
-        tokenizer, ends = self._loaded
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [place for place in turns if place >= first]
         if self._template is None:
             raise ValueError("is a list of chat messages, and there is no chat template, or rollout.chat=never")
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [place for place in turns if place >= first][-1 if self.trained == TrainedTurns.last else 0 :]
         if not wanted:
             raise ValueError("has no message of the assistant to be trained")
-        wanted = wanted[-1:] if self.trained == TrainedTurns.last else wanted
         text, marked = self._written(messages)
-        is_marked = _GENERATION.search(self._template)
-        if is_marked and wanted != turns:
-            if len(marked) != len(turns):
-                needs = (
-                    f"the chat template marks {len(marked)} parts as the assistant's and there are {len(turns)} turns"
-                )
-                raise ValueError(f"{needs}: it cannot be told which are trained. Use rollout.trained_turns=all")
-            marked = [marked[turns.index(place)] for place in wanted]
-        elif not is_marked:
+        if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
+            raise ValueError("has a system message, and the chat template leaves it out")
+        if not self._is_marked:
             marked = [self._difference(messages, place, text) for place in wanted]
+        elif wanted != turns:
+            if len(marked) != len(turns):
+                found = f"has {len(turns)} turns of the assistant, of which the chat template marks {len(marked)}"
+                raise ValueError(f"{found}: which are trained cannot be told. Use rollout.trained_turns=all")
+            marked = [marked[turns.index(place)] for place in wanted]
+        tokenizer, ends = self._loaded
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens, places = encoded["input_ids"], encoded["offset_mapping"]
         mask = [False] * len(tokens)
         for start, end in marked:
+            if cut := [i for i, (a, b) in enumerate(places) if a < start < b or a < end < b]:
+                name = tokenizer.convert_ids_to_tokens(tokens[cut[0]])
+                raise ValueError(f"has a token, {name}, that is in part the assistant's. {_MARKS}")
             inside = [i for i, (a, b) in enumerate(places) if start <= a < b <= end]
-            if cut := [tokens[i] for i, (a, b) in enumerate(places) if a < start < b or a < end < b]:
-                name = tokenizer.convert_ids_to_tokens(cut[0])
-                raise ValueError(f"has a token, {name}, that is in part the assistant's. {_ENDS_ANSWER}")
-            if not is_marked and (stops := [i for i in inside if tokens[i] in ends]):
-                inside = [i for i in inside if i <= stops[-1]]  # a template writes a line break after the end of a turn
-            for i in inside:
-                mask[i] = True
+            if not self._is_marked:  # a template writes a line break after the end of a turn
+                inside = inside[: max((n for n, i in enumerate(inside, 1) if tokens[i] in ends), default=None)]
+            if inside:
+                mask[inside[0] : inside[-1] + 1] = [True] * (inside[-1] + 1 - inside[0])
         if not any(mask):
             raise ValueError("has no token that is trained: the chat template leaves the assistant's messages out")
         return {"token_ids": tokens, "loss_mask": mask}
@@ -126,7 +130,7 @@ class Conversations:
         after, _ = self._written(messages[: place + 1])
         if not (text.startswith(after) and after.startswith(before)):
             several = self.trained == TrainedTurns.all and place + 1 < len(messages)
-            way_out = _ENDS_ANSWER + (", or rollout.trained_turns=last" if several else "")
+            way_out = _MARKS + (", or rollout.trained_turns=last" if several else "")
             raise ValueError(
                 f"has at place {place + 1} an answer that the chat template writes in another way where the "
                 f"conversation ends with it, so that it cannot be told which tokens are the assistant's. {way_out}"
@@ -139,7 +143,7 @@ class Conversations:
         """What the template makes of messages, and where in it are the parts that it marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {"return_assistant_tokens_mask": bool(_GENERATION.search(self._template))}
+        options = {"return_assistant_tokens_mask": self._is_marked}
         options |= {"add_generation_prompt": add_generation_prompt, **self._loaded[0].special_tokens_map}
         try:
             (text,), marked = render_jinja_template([messages], chat_template=self._template, **options)

@@ -99,7 +99,7 @@ def parse_row(
         return [("", raw)]
     if rules.texts is not None and raw.get("token_ids") is None and "token_ids" not in checked:
         try:
-            raw = raw | (rules.texts.tokens(raw) if has_texts(raw) else {})
+            raw = raw | (rules.texts.tokens(raw) if has_texts({x for x in TEXTS if raw.get(x) is not None}) else {})
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
             name = "messages" if raw.get("messages") is not None else "completion"
             return [(name, str(error) if isinstance(error, ValueError) else f"cannot be encoded: {first_line(error)}")]
@@ -151,10 +151,9 @@ class _TooLong(_Unusable):
     """More tokens than fit."""
 
 
-def has_texts(names: Collection[str] | Mapping[str, Any]) -> bool:
-    """Whether a row, or the columns of a file, have texts in the place of tokens."""
-    there = [name for name in TEXTS if (names.get(name) is not None if isinstance(names, Mapping) else name in names)]
-    return "messages" in there or len(there) > 1
+def has_texts(names: Collection[str]) -> bool:
+    """Whether a row with these fields, or a file with these columns, has texts in the place of tokens."""
+    return "messages" in names or {"prompt", "completion"} <= {*names}
 
 
 def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:

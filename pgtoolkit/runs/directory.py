@@ -132,13 +132,13 @@ class RunDirectory:
         mlflow: dict | None = None,
         sweep: str | None = None,
         saved: int | None = None,
-        parent: dict | None = None,
+        parent: str | None = None,
     ) -> None:
         """Replace status.json in one piece; metrics appended before are on the disk when it says so.
 
         state: one of STATES. step: optimizer steps done. Kept once given are mlflow: `MlflowTracker.info`; sweep: the
-        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent: `run`, `id` and
-        `step` of what it continues; and `id`, which a run shares with its copies alone.
+        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent: the run that this
+        one continues, and the step; and `id`, which a run shares with its copies alone.
         """
         if state not in STATES:
             raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")

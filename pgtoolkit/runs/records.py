@@ -247,8 +247,7 @@ def _is_time(value: Any) -> bool:
 
 _STATUS = {"state": STATES.__contains__, "step": _is_count, "saved?": _is_count, "started?": _is_time, "id?": str}
 _STATUS |= {"mlflow?": lambda info: not info or _expect(info, {str: str}) is None}
-_STATUS |= {"reason?": str | None, "sweep?": str | None}
-_STATUS |= {"parent?": lambda of: of is None or _expect(of, {"run": str, "id": str | None, "step": _is_count}) is None}
+_STATUS |= {"reason?": str | None, "sweep?": str | None, "parent?": str | None}
 METRICS_ROW = {"step": _is_count, str: _is_number}
 EVALUATION_ROW = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_share, **METRICS_ROW}
 _DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}

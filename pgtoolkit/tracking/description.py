@@ -14,7 +14,6 @@ from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completio
 from pgtoolkit.runs.provenance import code_of, commit_text
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.legible import legible, shortened
-from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.store import flatten, parameter_name, text_of
 
 _LONGEST_TAG = 4000
@@ -56,7 +55,7 @@ def describe(run_dir: Path) -> Description:
         "aggregation": settings.get("aggregation.reducer") or settings.get("aggregation.mode"),
         "seed": settings.get("seed"),
         "sweep": status.get("sweep"),
-        "parent": parent_of(status),
+        "parent": status.get("parent"),
         "run_directory": str(run_dir),
         "pgtk.id": status.get("id"),
         "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
@@ -71,12 +70,6 @@ def describe(run_dir: Path) -> Description:
         params=flatten(config),
         tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
     )
-
-
-def parent_of(status: dict) -> str | None:
-    """The run that another continues in a directory of its own, in words."""
-    parent = status.get("parent")
-    return parent and f"{shell_path(parent['run'])}, step {parent['step']}"
 
 
 def _drift(run_dir):

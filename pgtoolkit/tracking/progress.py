@@ -15,7 +15,6 @@ from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resol
 from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural
-from pgtoolkit.tracking.description import parent_of
 from pgtoolkit.tracking.next_commands import (
     compare_command,
     counterpart_command,
@@ -109,7 +108,7 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
     lines += _held_out(read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))))
     lines.append(reached := read_status(run_dir).get("reason") or "")
     entries = [("run", shell_path(run_dir))]
-    if parent := parent_of(read_status(run_dir)):
+    if parent := read_status(run_dir).get("parent"):
         entries.append(("continues", parent))
     if (curves := Path(run_dir) / "curves.png").exists():
         entries.append(("curves", shell_path(curves)))

@@ -30,7 +30,7 @@ def test_it_goes_on_as_the_parent_did_and_leaves_it_alone(copied, tmp_path, caps
         assert_equal(checkpoint_of(tmp_path / "new", step), checkpoint_of(copied, step))
     assert min(path.name for path in (tmp_path / "new/checkpoints").iterdir()) == "step-000003"
     parent, status = read_status(copied), read_status(tmp_path / "new")
-    assert status["parent"] == {"run": str(copied), "id": parent["id"], "step": 3}
+    assert status["parent"] == f"{copied}, step 3"
     assert status["id"] != parent["id"]
     assert (status["state"], status["step"], status["saved"]) == ("done", 6, 6)
     assert describe(tmp_path / "new").tags["parent"] == f"{copied}, step 3"
@@ -99,7 +99,7 @@ def test_recorded_batches_of_the_parent_are_not_written_over(tmp_path, capsys):
     before = files_of(folder)
     words = ["resume", str(parent), "--step", "2", f"hydra.run.dir={tmp_path / 'new'}"]
     assert main(words) == 2
-    assert f"rollout.save_path={folder} needs a folder of its own" in capsys.readouterr().err
+    assert f"rollout.save_path={folder} needs a new or empty folder" in capsys.readouterr().err
     assert main([*words, f"rollout.save_path={tmp_path / 'others'}"]) == 0
     assert files_of(folder) == before
     assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
