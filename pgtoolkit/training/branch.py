@@ -15,7 +15,7 @@ from pgtoolkit.runs.records import read_drift, read_resolved, storage
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.export import refuse_occupied, saved_state
 
-_OWN = ("checkpoints", "status.json", "run.log", "curves.png", ".lock", ".hydra", "sampler")
+_OWN = ("checkpoints", "status.json", "curves.png", "*.log", ".lock", ".hydra")
 """What a run has for itself alone."""
 
 

@@ -9,6 +9,8 @@ from builders.models import small_llama
 from builders.rollout_rows import config, write_parquet
 from builders.runs import built
 from tasks.test_chat import CHATML, tokenizer_of
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.schema import Chat, TrainedTurns
@@ -88,6 +90,27 @@ def test_the_mask_is_that_of_transformers():
             assert (found["token_ids"], found["loss_mask"]) == (theirs["input_ids"], theirs["assistant_masks"])
 
 
+def test_the_mask_is_that_of_transformers_with_tokens_of_several_characters_and_of_parts_of_one():
+    """Byte-level BPE, whose tokens hold the space before them and parts of characters such as these."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    text = [message["content"] + " assistant user and the answer is forty-two" for message in TALK]
+    specials, letters = ["<|im_start|>", "<|im_end|>"], pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator(text, trainers.BpeTrainer(special_tokens=specials, initial_alphabet=letters))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>")
+    said = ["the answer is 42", " é and 🙂\n\n", "🙂", "\nforty-two "]
+    messages = [{"role": role, "content": one} for one in said for role in ("user", "assistant")]
+    for template in (MARKED, CHATML):
+        tokenizer.chat_template = MARKED
+        theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        tokenizer.chat_template = template
+        ours = Conversations(lambda: (tokenizer, [tokenizer.eos_token_id]), Chat.auto, TrainedTurns.all)
+        found = ours.tokens({"messages": messages})
+        assert (found["token_ids"], found["loss_mask"]) == (theirs["input_ids"], theirs["assistant_masks"])
+        assert parts(tokenizer, found) == [one + "<|im_end|>" for one in said]
+    assert len(found["token_ids"]) < len(tokenizer.decode(found["token_ids"])) / 1.5
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_of_a_prompt_with_its_completion_the_completion_is_trained(template):
     tokenizer, every = of(template)
@@ -149,9 +172,6 @@ def test_the_last_turn_of_a_template_that_forgets():
 
 
 def test_a_token_that_is_only_in_part_the_assistants_is_refused():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"A:yes": 0, "no": 1, "A:": 2, "<end>": 3}, unk_token="no"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
