@@ -67,6 +67,7 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 
 def index(path: Path) -> None:
     from pgtoolkit.config.schema import RecordedRolloutConfig
+    from pgtoolkit.rollouts.estimators import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
 
     config = RecordedRolloutConfig(
@@ -80,11 +81,12 @@ def index(path: Path) -> None:
         chat="auto",
         trained_turns="all",
         too_long="refuse",
+        truncated="train",
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for pass_name in ("indexed", "found"):
         seconds, cpu = time.perf_counter(), time.process_time()
-        rollouts = RecordedRollouts(config, "grpo", VOCABULARY, run_dir=path.parent)
+        rollouts = RecordedRollouts(config, Estimator("grpo"), VOCABULARY, run_dir=path.parent)
         seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
         rate = f"{rollouts.batch_size / seconds:,.0f} rows a second ({rollouts.batch_size / cpu:,.0f} of CPU time)"
         print(f"{pass_name} {rollouts.batch_size} rows in {seconds:.2f} s, {rate}", end="; ")

@@ -119,6 +119,7 @@ class Tokens:
     factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside any correction.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
     trajectory_index: the same of its trajectory; None where each document is one by itself.
+    left_out: (documents,) bool, True where each w_t is 0, though everything else counts the document's tokens; or None.
     counts: of the documents, where they are known on the host.
     """
 
@@ -128,6 +129,7 @@ class Tokens:
     num_documents: int
     group_index: Tensor | None = None
     trajectory_index: Tensor | None = None
+    left_out: Tensor | None = None
     counts: DocumentCounts | None = None
     old_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
@@ -235,11 +237,13 @@ def pack(
     group_numbers: list[int],
     known: tuple[str, ...] | None = None,
     trajectory_numbers: list[int] | None = None,
+    masks_truncated: bool = False,
 ) -> MicroBatch:
     """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
 
     known: the optional vectors that all documents of the step have; None: those that these documents have.
-    trajectory_numbers: as of the groups; None where the step's documents name none.
+    trajectory_numbers: as of the groups; None where the step's documents name none. masks_truncated: truncated
+    documents are left_out.
 
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
     and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
@@ -274,6 +278,7 @@ def pack(
         num_documents=len(documents),
         group_index=torch.tensor(group_numbers, dtype=torch.int64),
         trajectory_index=None if trajectory_numbers is None else torch.tensor(trajectory_numbers, dtype=torch.int64),
+        left_out=torch.tensor([bool(document.truncated) for document in documents]) if masks_truncated else None,
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
         for_reference=for_reference,

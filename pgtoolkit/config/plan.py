@@ -28,6 +28,11 @@ ADVANTAGES = {
     "max_rl": "(reward - mean of the group) / mean of the group",
     "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch (recorded: all rows)",
     "pass_at_k": "reward - largest of the others of the group, where it is the largest; else 0",
+    "opo": "reward - mean of the group, weighted by lengths",
+    "gdpo": "score of each verifier, as grpo has it, times its weight; the sum of these whitened over the batch",
+    "reinforce_plus_plus": "reward, whitened over the batch (recorded: all rows)",
+    "reinforce_plus_plus_baseline": "reward - mean of the group, whitened over the batch (recorded: all rows)",
+    "custom": "as advantage.path computes it",
     "none": "0 everywhere: penalties alone train",
     "given": "as recorded with the rollouts",
 }

@@ -65,10 +65,16 @@ _CUT = {"learns": False}
 AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 KLKind = StrEnum("KLKind", ["none", *KINDS, *FULL_KINDS])
 MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
-AdvantageEstimator = StrEnum("AdvantageEstimator", "grpo dr_grpo rloo max_rl batch_std pass_at_k none given")
+AdvantageEstimator = StrEnum(
+    "AdvantageEstimator",
+    "grpo dr_grpo rloo max_rl batch_std pass_at_k opo gdpo reinforce_plus_plus reinforce_plus_plus_baseline "
+    "none given custom",
+)
 KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
 OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling", "proximal"])
 Chat = StrEnum("Chat", ["auto", "never"])
+Mixed = StrEnum("Mixed", ["reward", "exact_match"])
+Truncated = StrEnum("Truncated", ["train", "mask"])
 TooLong = StrEnum("TooLong", ["refuse", "skip"])
 TrainedTurns = StrEnum("TrainedTurns", ["all", "last"])
 LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
@@ -130,6 +136,7 @@ class MetricsConfig:
 @dataclass
 class AdvantageConfig:
     estimator: AdvantageEstimator = key(option=True)
+    path: str | None = key(code="function", only_if="advantage.estimator=custom", example="my_module.my_advantages")
 
 
 @dataclass
@@ -267,6 +274,7 @@ class RolloutConfig:
     group_size: int | None = key(1, 10**6)
     max_completion_length: int | None = key(1, 10**6)
     temperature: float = key(0.01, 100, evaluate="model")
+    truncated: Truncated
 
 
 @dataclass
@@ -280,6 +288,7 @@ class PolicyRolloutConfig(RolloutConfig):
     overlong_buffer: int | None = key(1, 10**6, **_PUNISHED)
     overlong_penalty: float = key(0, 1e6, only_if="rollout.overlong_buffer>0", use="rollout.overlong_buffer=TOKENS")
     max_sampling_rounds: int = key(1, 1000, only_if="rollout.max_staleness=null", why=_OF_ANOTHER_MOMENT)
+    mixed: Mixed = key(only_if="rollout.max_sampling_rounds>1", use="rollout.max_sampling_rounds=4")
     lag: int = key(0, 10**6, fixed=_AHEAD, **_COUNTED)
     max_staleness: int | None = key(1, 10**6, fixed=_AHEAD, why=_GONE, **_MEANWHILE)
     keep_completions: int = key(0, 10**6, learns=False)

@@ -20,9 +20,9 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
 from pgtoolkit.rollouts.recording import batch_file
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
-from pgtoolkit.rollouts.steps import Source, StepLoader
+from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.tasks.row_files import open_files
-from pgtoolkit.training.build import build, closes_on_groups, fit
+from pgtoolkit.training.build import build, fit, loader_of
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore
@@ -87,7 +87,7 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
         if is_recorded:
             loader.source.close()
             source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
-            loader = StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps)
+            loader = loader_of(source, config)
         if checkpoint is not None:
             loader.load_state_dict(checkpoint["data"])
         try:

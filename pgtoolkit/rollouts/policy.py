@@ -22,7 +22,8 @@ from pgtoolkit.config.schema import Config, LastStep, OldLogProbs
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.advantages import batch_divisor, fill, scored_group
+from pgtoolkit.rollouts.advantages import fill, scored_group
+from pgtoolkit.rollouts.estimators import Estimator, with_advantages
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.sampling.proof import check_batch
@@ -70,7 +71,7 @@ class PolicyRollouts(Source):
 
     def __post_init__(self):
         self._rollout = self.config.rollout
-        self._estimator = self.config.advantage.estimator.value
+        self._estimator = Estimator.of(self.config)
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
         self._ahead = steps_ahead(self._rollout, self.config.accumulation)
         self._seconds = dict.fromkeys(STAGES, 0.0)
@@ -196,11 +197,9 @@ class PolicyRollouts(Source):
             first, next_prompt = next_prompt, next_prompt + missing
             return self._sample(first, missing)()
 
-        groups = fill(first_round(), further, self._rollout.max_sampling_rounds)
-        documents = [document for group in groups for document in group]
-        divisor = batch_divisor(self._estimator, [document.reward for document in documents])
-        if divisor != 1:
-            documents = [replace(d, advantages=(d.advantages.double() / divisor).float()) for d in documents]
+        groups = fill(first_round(), further, self._rollout.max_sampling_rounds, self._rollout.mixed)
+
+        documents = with_advantages(groups, self._estimator, self.prompt)
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
         self._batches[number], self._next_prompt = documents, next_prompt
 
@@ -215,8 +214,8 @@ class PolicyRollouts(Source):
             scores = self.task.scores([prompt for prompt in prompts for _ in range(size)], completions)
             scored = list(zip(completions, scores, strict=True))
             parts = [scored[i * size : (i + 1) * size] for i in range(len(prompts))]
-            how = self._rollout, self._estimator
-            groups = [scored_group(*of_prompt, *how) for of_prompt in zip(prompts, tokens, parts, strict=True)]
+            of_prompts = zip(prompts, tokens, parts, strict=True)
+            groups = [scored_group(*of_prompt, self._rollout) for of_prompt in of_prompts]
             return self._with_reference_prompts(prompts, groups) if self.task.reference_prompt else groups
 
     def _with_reference_prompts(self, prompts: list[Prompt], groups: list[list[Document]]) -> list[list[Document]]:

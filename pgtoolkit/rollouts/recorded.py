@@ -19,6 +19,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
+from pgtoolkit.rollouts.estimators import Estimator
 from pgtoolkit.rollouts.recorded_index import Indexing, RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Outline, Source
@@ -38,7 +39,7 @@ class RecordedRollouts(Source):
     has an advantage or a reward are examples to imitate: every advantage is 1.
     vocabulary_size: of the model; token ids are below it. max_tokens: the longest document that fits, if limited.
     needs: fields that matter although the estimator does not ask for them: group_id (prompt_mean), sampling_log_probs
-    (a correction), ref_log_probs (a penalty).
+    (a correction), ref_log_probs (a penalty), truncated (rollout.truncated=mask).
     first: read so many rows of each file at most, only to see whether they would be refused.
     layout: the ranks, of which the first reads the files for the index and gives it to the others. run_dir: where the
     index is kept; None: nowhere. tokenizer: gives the model's, and its end-of-sequence tokens, for rows of texts.
@@ -52,7 +53,7 @@ class RecordedRollouts(Source):
     """
 
     config: RecordedRolloutConfig
-    estimator: str
+    estimator: Estimator
     vocabulary_size: int
     seed: int = 0
     needs: tuple[str, ...] = ()
@@ -64,7 +65,7 @@ class RecordedRollouts(Source):
     tokenizer: Callable[[], tuple[Any, Sequence[int]]] | None = None
 
     def __post_init__(self):
-        required = _required(self.estimator, self.reads_old_log_probs, self.needs)
+        required = _required(self.estimator.name, self.reads_old_log_probs, self.needs)
         config = self.config
         texts = self.tokenizer and Conversations(self.tokenizer, config.chat, config.trained_turns)
         limits = self.max_tokens, config.max_completion_length, config.too_long
@@ -113,7 +114,7 @@ class RecordedRollouts(Source):
 
     def _indexed(self) -> tuple[RecordedIndex, list[Path]]:
         paths = find_files(self.config.path, "rollout.path")
-        needs_groups = "group_id" in self.needs or _reads_rewards(self.estimator)
+        needs_groups = "group_id" in self.needs or _needs_groups(self.estimator.name)
         files = open_files(paths, (*FIELDS, *TEXTS))
         indexing = Indexing(files, self.config, self.estimator, self._rules, needs_groups, self.first)
         index = None if self.run_dir is None else indexing.kept(self.run_dir)
@@ -168,19 +169,24 @@ def recorded_rollouts(
         "group_id": AGGREGATIONS[config.aggregation.mode].needs_groups,
         "sampling_log_probs": loss.needs_sampling_log_probs,
         "ref_log_probs": config.kl.reference == "recorded",
+        "truncated": config.rollout.truncated == "mask",
     }
     needs = tuple(name for name, is_asked in asked.items() if is_asked)
     options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir, tokenizer
-    return RecordedRollouts(config.rollout, config.advantage.estimator, vocabulary_size, *options)
+    return RecordedRollouts(config.rollout, Estimator.of(config), vocabulary_size, *options)
 
 
 def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:
     """Fields that every row needs besides its tokens and their mask."""
     is_given = estimator == AdvantageEstimator.given
     asked = {"reward": _reads_rewards(estimator), "advantage": is_given and reads_old_log_probs}
-    asked |= {name: name in needs for name in OPTIONAL_VECTORS} | {"old_log_probs": reads_old_log_probs}
+    asked |= {name: name in needs for name in (*OPTIONAL_VECTORS, "truncated")} | {"old_log_probs": reads_old_log_probs}
     return [name for name, is_asked in asked.items() if is_asked]
 
 
 def _reads_rewards(estimator: str) -> bool:
     return estimator not in (AdvantageEstimator.given, AdvantageEstimator.none)
+
+
+def _needs_groups(estimator: str) -> bool:
+    return _reads_rewards(estimator) and estimator != AdvantageEstimator.reinforce_plus_plus

@@ -16,7 +16,7 @@ import numpy as np
 from pgtoolkit.batch import OPTIONAL_VECTORS
 from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.advantages import batch_divisor, group_advantages
+from pgtoolkit.rollouts.estimators import Attempt, Estimator
 from pgtoolkit.rollouts.rows import Row, Rules, has_texts, parse_row, parse_rows
 from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import replacing
@@ -110,7 +110,7 @@ class Indexing:
 
     files: Sequence[RowFile]
     config: RecordedRolloutConfig
-    estimator: str
+    estimator: Estimator
     rules: Rules
     needs_groups: bool
     first: int | None = None
@@ -133,7 +133,7 @@ class Indexing:
 
     def make(self) -> RecordedIndex:
         """Raises DataError for what cannot be trained on, the first ten problems as file:row:field."""
-        self._given = self.estimator == AdvantageEstimator.given
+        self._given = self.estimator.name == AdvantageEstimator.given
         self._problems = Problems("the recorded rollouts cannot be trained on")
         self._groups: dict[int | str, int] = {}
         self._is_mismatched = self._is_cut = False
@@ -279,18 +279,20 @@ class Indexing:
         rows = self._rows
         if imitates:
             rows["advantage"] = 1.0
-        elif self.estimator == AdvantageEstimator.none:
+        elif self.estimator.name == AdvantageEstimator.none:
             rows["advantage"] = 0.0
         elif not self._given:
             order = self._attempts[np.argsort(rows["group"][self._attempts], kind="stable")]
-            for members in np.split(order, np.flatnonzero(np.diff(rows["group"][order])) + 1):
-                if self._is_cut and len(members) == 1:
-                    continue  # the others of its group may follow
-                try:
-                    rows["advantage"][members] = group_advantages(self.estimator, rows["reward"][members].tolist())
-                except DataError as error:
-                    self._refuse_row(members[0], "group_id", str(error))
-            rows["advantage"] /= batch_divisor(self.estimator, rows["reward"][self._attempts].tolist())
+            groups = np.split(order, np.flatnonzero(np.diff(rows["group"][order])) + 1)
+            if self._is_cut:  # the others of a group may follow, without whom a function of the user's may not do
+                groups = [members for members in groups if len(members) > 1 and self.estimator.function is None]
+            rewards, lengths = rows["reward"].tolist(), np.bincount(self._first, rows["trained"]).astype(int).tolist()
+            attempts = ([Attempt(rewards[i], lengths[i]) for i in members] for members in groups)
+            found = self.estimator.advantages(
+                attempts, lambda number, problem: self._refuse_row(groups[number][0], "group_id", problem)
+            )
+            for members, advantages in zip(groups, found, strict=True):
+                rows["advantage"][members] = advantages
             rows["advantage"] = rows["advantage"][self._first]
         if imitates or not self._given:
             rows["has_signal"] = (rows["advantage"].astype(np.float32) != 0) & (rows["trained"] > 0)

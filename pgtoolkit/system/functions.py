@@ -20,6 +20,9 @@ _PACKAGE = Path(__file__).parents[1]
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
 """What a reducer is called with, after the step's totals."""
 
+ADVANTAGE_KEYWORDS = ("lengths", "measures")
+"""What advantages of one's own are made of, besides the rewards."""
+
 
 def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords: Sequence[str] = ()) -> Callable:
     """The function or class at `package.module.name`, seen also from the current directory.

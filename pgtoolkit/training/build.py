@@ -20,7 +20,7 @@ from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.rollouts.steps import StepLoader
+from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.system.report import Report
 from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.training.frameworks import lightning
@@ -56,7 +56,7 @@ def build(
     if is_on(config):
         trained = task if isinstance(source, PolicyRollouts) else None
         module.evaluator = evaluator_of(config, trained, module, source, run_dir or Path())
-    return module, StepLoader(source, config.accumulation, closes_on_groups(config), config.trainer.max_steps, layout)
+    return module, loader_of(source, config, layout)
 
 
 def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:
@@ -73,9 +73,10 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
     return policy
 
 
-def closes_on_groups(config: Config) -> bool:
-    """Whether a step ends only where a group ends."""
-    return AGGREGATIONS[config.aggregation.mode].needs_groups
+def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:
+    """The steps that a run of this configuration makes of the documents of a source."""
+    closes_on_groups, masks = AGGREGATIONS[config.aggregation.mode].needs_groups, config.rollout.truncated == "mask"
+    return StepLoader(source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout, masks)
 
 
 def begin(config: Config) -> None:

@@ -51,6 +51,11 @@ def check_machine(c: Config, report: Report) -> None:
     _servers(c, report)
     _models(c, report)
     _prompts(c, report)
+    if c.advantage.path is not None:
+        from pgtoolkit.rollouts.estimators import Estimator
+
+        with _added_to(report):
+            Estimator.of(c)
     if c.aggregation.reducer is not None or c.loss.name == "custom" or c.rollout.name == "recorded":
         from pgtoolkit.training.loss import loss_of
 

@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
-from pgtoolkit.config.schema import Chat, RecordedRolloutConfig, TooLong, TrainedTurns
+from pgtoolkit.config.schema import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
+from pgtoolkit.rollouts.estimators import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 VOCABULARY_SIZE = 100
@@ -36,6 +37,7 @@ def write_parquet(path, rows, checksums=True, **options):
 
 
 CHANGES = {"epochs": 1, "shuffle": False, "group_size": None, "max_completion_length": None}
+CHANGES |= {"truncated": Truncated.train}
 CHANGES |= {"chat": Chat.auto, "trained_turns": TrainedTurns.all, "too_long": TooLong.refuse}
 """Keys of a configuration that tests change."""
 
@@ -47,7 +49,7 @@ def config(path, **changes):
 def source(path, estimator="dr_grpo", **options):
     """Recorded rollouts; options: of the configuration, and arguments of RecordedRollouts."""
     changes = {name: options.pop(name) for name in CHANGES if name in options}
-    return RecordedRollouts(config(path, **changes), estimator, VOCABULARY_SIZE, **options)
+    return RecordedRollouts(config(path, **changes), Estimator(estimator), VOCABULARY_SIZE, **options)
 
 
 def documents(rollouts):

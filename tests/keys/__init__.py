@@ -49,12 +49,16 @@ SEEN_BY = {
         "tasks/test_generated.py::test_problems_are_as_large_as_asked_and_what_is_longest_is_known",
     ),
     "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
+    "advantage.path": "rollouts/test_estimators.py::test_a_function_of_ones_own_gets_the_whole_batch",
     "rollout/policy.max_sampling_rounds": "rollouts/test_dynamic_sampling.py::"
     "test_a_resumed_run_samples_what_it_would_have_sampled",
     **dict.fromkeys(
         ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
         "rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
     ),
+    "rollout/policy.truncated": "rollouts/test_truncated.py::"
+    "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",
+    "rollout/recorded.truncated": "rollouts/test_truncated.py::test_recorded_rows_have_to_say_it_and_are_left_out",
     "rollout/policy.stop": "tasks/test_stops.py::test_the_sampler_ends_at_a_string_and_keeps_its_log_probs",
     **dict.fromkeys(
         ("rollout/recorded.epochs", "rollout/recorded.shuffle"),

@@ -90,6 +90,17 @@ def overlong():
     assert {document.task_reward for document in plain} == {None}
 
 
+@key("rollout/policy.mixed")
+def mixed():
+    """Nothing is right yet: by exact matches all prompts but the earliest are dropped, in each of three rounds."""
+    for chosen, groups in (("exact_match", {0, 1, 2, 3}), ("reward", None)):
+        documents = sampled("rollout.max_sampling_rounds=3", f"rollout.mixed={chosen}")[1]
+        found = {document.group for document in documents}
+        assert not any(document.exact_match for document in documents)
+        assert (found == groups) is (chosen == "exact_match")
+        assert (documents[0].dropped_prompt_fraction == 8 / 12) is (chosen == "exact_match")
+
+
 @key("sampler/transformers.name")
 def sampler_name():
     assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"

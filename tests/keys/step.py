@@ -213,7 +213,8 @@ def implementation():
 def estimator(tmp_path):
     """Of the second group, whose rewards are 4 and 9."""
     found = {}
-    for name in ("dr_grpo", "grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "given"):
+    plus = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    for name in ("dr_grpo", "grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "opo", *plus, "given"):
         documents = recorded(tmp_path, f"advantage={name}")[0]
         found[name] = [document.advantages[-1].item() for document in documents[2:4]]
     assert found["dr_grpo"] == [-2.5, 2.5]
@@ -223,6 +224,11 @@ def estimator(tmp_path):
     deviation = torch.tensor([float(i**2) for i in range(10)]).std().item()  # of all rewards in the file
     assert found["batch_std"] == pytest.approx([-2.5 / deviation, 2.5 / deviation], rel=1e-5)
     assert found["pass_at_k"] == [0, 5]
+    assert found["opo"] == [-2.5, 2.5]  # all are of one length
+    assert found["reinforce_plus_plus"] == pytest.approx([-24.5 / deviation, -19.5 / deviation], rel=1e-5)
+    centred = [sign * (2 * i + 0.5) for i in range(5) for sign in (-1, 1)]
+    deviation = torch.tensor(centred).std().item()
+    assert found["reinforce_plus_plus_baseline"] == pytest.approx([-2.5 / deviation, 2.5 / deviation], rel=1e-5)
     assert found["given"] == [2 / 8, 3 / 8]
     documents = recorded(tmp_path, "advantage=none", "entropy.coefficient=0.1", reward=..., group_id=...)[0]
     assert [d.advantages.tolist() for d in documents] == [[0.0] * d.num_trained for d in documents]

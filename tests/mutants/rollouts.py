@@ -13,8 +13,8 @@ WORKED = "test_advantages.py::test_worked_example"
 
 
 @mutant("rollouts.advantages:group_advantages", WORKED)
-def rloo_compares_with_the_mean_of_all(right, estimator, rewards):
-    return right("dr_grpo" if estimator == "rloo" else estimator, rewards)
+def rloo_compares_with_the_mean_of_all(right, estimator, rewards, lengths=()):
+    return right("dr_grpo" if estimator == "rloo" else estimator, rewards, lengths)
 
 
 @mutant("rollouts.advantages:_deviation", WORKED)
@@ -23,9 +23,42 @@ def the_deviation_is_that_of_the_population(right, rewards):
 
 
 @mutant("rollouts.advantages:group_advantages", WORKED)
-def pass_at_k_rewards_every_good_completion(right, estimator, rewards):
-    found = right(estimator, rewards)
+def pass_at_k_rewards_every_good_completion(right, estimator, rewards, lengths=()):
+    found = right(estimator, rewards, lengths)
     return [abs(one) + 0.1 * (reward > 0) for one, reward in zip(found, rewards, strict=True)]
+
+
+@mutant("rollouts.advantages:group_advantages", "test_opo_weighs_the_baseline_by_lengths")
+def opo_forgets_the_lengths(right, estimator, rewards, lengths=()):
+    return right("dr_grpo" if estimator == "opo" else estimator, rewards, lengths)
+
+
+@mutant("rollouts.advantages:over_batch", "test_reinforce_plus_plus_is_whitened_over_the_batch")
+def reinforce_plus_plus_is_whitened_in_each_group(right, estimator, groups, rewards):
+    return [right(estimator, [group], [of_group])[0] for group, of_group in zip(groups, rewards, strict=True)]
+
+
+@mutant("rollouts.advantages:gdpo", "test_gdpo_normalises_each_score_in_its_group")
+def gdpo_adds_up_before_it_normalises(right, scores, weights):
+    total = [sum(w * one for w, one in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)]
+    return right([total], [1.0])
+
+
+@mutant("batch:pack", "test_every_count_stays_and_every_weight_is_zero")
+def what_was_cut_off_is_trained(right, *arguments, **keywords):
+    return replace(right(*arguments, **keywords), left_out=None)
+
+
+@mutant("rollouts.steps:make_step", "test_every_count_stays_and_every_weight_is_zero")
+def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords):
+    step = right(documents, *arguments, **keywords)
+    kept = right([d for d in documents if not d.truncated], *arguments, **keywords).totals
+    return replace(step, totals=replace(step.totals, num_tokens=kept.num_tokens, num_documents=kept.num_documents))
+
+
+@mutant("rollouts.advantages:teaches", "test_with_exact_match_a_prompt_that_nobody_answered_is_dropped")
+def dynamic_sampling_always_looks_at_rewards(right, group, mixed):
+    return right(group)
 
 
 @mutant("rollouts.advantages:overlong_penalty", "test_the_punishment_is_that_of_the_paper")
@@ -34,25 +67,25 @@ def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
 
 
 @mutant("rollouts.advantages:teaches", "test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping")
-def a_group_of_other_lengths_teaches(right, group):
+def a_group_of_other_lengths_teaches(right, group, mixed="reward"):
     return len({document.reward for document in group}) > 1
 
 
 @mutant("batch:pack", "test_every_position_predicts_the_next_token_of_its_document")
-def a_position_predicts_its_own_token(right, documents, group_numbers, known=None, trajectory_numbers=None):
-    batch = right(documents, group_numbers, known, trajectory_numbers)
+def a_position_predicts_its_own_token(right, *arguments, **keywords):
+    batch = right(*arguments, **keywords)
     return replace(batch, labels=torch.where(batch.labels >= 0, batch.tokens, -1))
 
 
 @mutant("batch:pack", "test_old_log_probs_and_advantages_are_shifted_with_their_labels")
-def old_log_probs_stand_one_place_late(right, documents, group_numbers, known=None, trajectory_numbers=None):
-    batch = right(documents, group_numbers, known, trajectory_numbers)
+def old_log_probs_stand_one_place_late(right, *arguments, **keywords):
+    batch = right(*arguments, **keywords)
     return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
 
 
 @mutant("rollouts.steps:make_step", "test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once")
-def the_totals_are_those_of_one_rank(right, documents, max_tokens, state_after=None, data_rank=0, data_size=1):
-    step = right(documents, max_tokens, state_after, data_rank, data_size)
+def the_totals_are_those_of_one_rank(right, *arguments, **keywords):
+    step = right(*arguments, **keywords)
     held = sum(one.num_documents for one in step.micro_batches)
     return replace(step, totals=replace(step.totals, num_documents=held))
 
@@ -83,8 +116,8 @@ def documents_that_name_no_trajectory_are_one(right, documents):
 
 
 @mutant("rollouts.steps:make_step", "test_any_module_is_driven_over_data_parallel_ranks")
-def the_tokens_of_a_trajectory_are_those_of_one_rank(right, documents, max_tokens, state_after, data_rank, data_size):
-    step = right(documents, max_tokens, state_after, data_rank, data_size)
+def the_tokens_of_a_trajectory_are_those_of_one_rank(right, *arguments, **keywords):
+    step = right(*arguments, **keywords)
     if (tokens := step.totals.tokens_per_trajectory) is None:
         return step
     tokens = torch.zeros_like(tokens)

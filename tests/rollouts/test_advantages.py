@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.advantages import ESTIMATORS, MAX_REWARD, batch_divisor, group_advantages
+from pgtoolkit.rollouts.advantages import ESTIMATORS, MAX_REWARD, gdpo, group_advantages, over_batch
 
 # Of subnormal rewards the mean may be 0, by which nothing can be divided.
 REWARDS = st.lists(st.floats(-1e3, 1e3, allow_subnormal=False), min_size=2, max_size=12)
@@ -55,7 +55,8 @@ def test_definitions(rewards):
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 7.3, 1e11])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_give_exactly_zero(estimator, reward, size):
-    assert group_advantages(estimator, [reward] * size) == [0.0] * size
+    groups = [group_advantages(estimator, [reward] * size, range(size))] * 2
+    assert over_batch(estimator, groups, [[reward] * size] * 2) == [[0.0] * size] * 2
 
 
 def test_a_group_of_one():
@@ -68,10 +69,94 @@ def test_a_group_of_one():
 
 def test_a_batch_is_divided_by_the_deviation_of_its_rewards():
     """Of the rewards themselves, also between groups, and not of what is left without each group's mean."""
-    rewards = [0.0, 1.0, 5.0, 7.0]
-    assert batch_divisor("batch_std", rewards) == statistics.stdev(rewards) + 1e-6
-    assert batch_divisor("batch_std", [2.0, 2.0]) == batch_divisor("batch_std", [3.0]) == 1e-6
-    assert {batch_divisor(name, rewards) for name in ESTIMATORS if name != "batch_std"} == {1.0}
+    rewards, groups = [[0.0, 1.0], [5.0, 7.0]], [[-0.5, 0.5], [-1.0, 1.0]]
+    deviation = statistics.stdev([0.0, 1.0, 5.0, 7.0]) + 1e-6
+    assert over_batch("batch_std", groups, rewards) == [[one / deviation for one in group] for group in groups]
+    assert over_batch("batch_std", [[0.0, 0.0]], [[2.0, 2.0]]) == [[0.0, 0.0]]
+    for name in set(ESTIMATORS) - {"batch_std", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}:
+        assert over_batch(name, groups, rewards) == groups
+
+
+OF_A_GROUP = st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 50)), min_size=2, max_size=5)
+GROUPS = st.lists(OF_A_GROUP, min_size=1, max_size=4)
+"""Rewards and lengths."""
+
+
+def whitened(groups):
+    """In loops: every completion counts once."""
+    count = mean = square = 0.0
+    for group in groups:
+        for one in group:
+            count, mean = count + 1, mean + one
+    mean /= count
+    for group in groups:
+        for one in group:
+            square += (one - mean) ** 2
+    return [[(one - mean) / ((square / (count - 1)) ** 0.5 + 1e-6) for one in group] for group in groups]
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    for one, two in zip(found, expected, strict=True):
+        assert one == pytest.approx(two, rel=tolerance, abs=tolerance)  # a rounded mean may be divided by 1e-6
+
+
+@given(GROUPS)
+def test_reinforce_plus_plus_is_whitened_over_the_batch(groups):
+    rewards, baseline = [[reward for reward, _ in group] for group in groups], []
+    for group in rewards:
+        baseline.append([reward - sum(group) / len(group) for reward in group])
+    for name, expected in (("reinforce_plus_plus", rewards), ("reinforce_plus_plus_baseline", baseline)):
+        parts = [group_advantages(name, group) for group in rewards]
+        assert_close(over_batch(name, parts, rewards), whitened(expected))
+
+
+@given(GROUPS)
+def test_opo_weighs_the_baseline_by_lengths(groups):
+    for group in groups:
+        weighted = tokens = 0.0
+        for reward, length in group:
+            weighted, tokens = weighted + reward * length, tokens + length
+        rewards, lengths = [[*column] for column in zip(*group, strict=True)]
+        expected = [reward - weighted / tokens for reward in rewards]
+        assert group_advantages("opo", rewards, lengths) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(GROUPS)
+def test_gdpo_normalises_each_score_in_its_group(groups):
+    """Of two verifiers, of weights 2 and -0.5."""
+    expected, parts, scores = [], [], []
+    for group in groups:
+        both = [[score for score, _ in group], [float(length) for _, length in group]]
+        row = [0.0] * len(group)
+        for values, weight in zip(both, (2.0, -0.5), strict=True):
+            mean = sum(values) / len(values)
+            deviation = (sum((x - mean) ** 2 for x in values) / (len(values) - 1)) ** 0.5
+            for i, x in enumerate(values):
+                row[i] += weight * (x - mean) / (deviation + 1e-6) if len(set(values)) > 1 else 0.0
+        expected.append(row)
+        parts.append(gdpo(both, (2.0, -0.5)))
+        scores.append(both[0])
+    assert_close(parts, expected)
+    assert_close(over_batch("gdpo", parts, scores), whitened(expected))
+
+
+def test_worked_examples_of_a_batch():
+    """Two groups of rewards 1, 0 and 3, 3, of lengths 3, 1 and 5, 7."""
+    rewards, lengths = [[1.0, 0.0], [3.0, 3.0]], [[3, 1], [5, 7]]
+    assert [group_advantages("opo", *both) for both in zip(rewards, lengths, strict=True)] == [[0.25, -0.75], [0, 0]]
+    deviation = 1.5  # of 1, 0, 3, 3, whose mean is 1.75: the root of 6.75 / 3
+    parts = [group_advantages("reinforce_plus_plus", group) for group in rewards]
+    expected = [[-0.75 / deviation, -1.75 / deviation], [1.25 / deviation] * 2]
+    assert_close(over_batch("reinforce_plus_plus", parts, rewards), expected)
+    parts = [group_advantages("reinforce_plus_plus_baseline", group) for group in rewards]
+    assert_close(over_batch("reinforce_plus_plus_baseline", parts, rewards), [[1.5**0.5, -(1.5**0.5)], [0, 0]], 1e-5)
+    parts = [gdpo([[1.0, 0.0], [0.0, 4.0]], (1.0, 2.0)), gdpo([[3.0, 3.0], [1.0, 1.0]], (1.0, 2.0))]
+    assert_close(parts, [[-(0.5**0.5), 0.5**0.5], [0, 0]], 1e-5)
+    assert_close(over_batch("gdpo", parts, rewards), [[-(1.5**0.5), 1.5**0.5], [0, 0]], 1e-5)
+
+
+def test_max_rl_of_rewards_whose_mean_is_too_small_for_a_float():
+    assert group_advantages("max_rl", [5e-324, 0.0, 0.0, 0.0]) == [3, -1, -1, -1]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -17,6 +17,7 @@ from pgtoolkit.config.schema import Chat, TrainedTurns
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.rollouts.conversations import Conversations
+from pgtoolkit.rollouts.estimators import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 TALK = [
@@ -189,7 +190,7 @@ def rows_of(path, max_tokens=None, template=CHATML, run_dir=None, **changes):
     tokenizer.chat_template = template
     options = {"reads_old_log_probs": False, "max_tokens": max_tokens, "run_dir": run_dir}
     options["tokenizer"] = lambda: (tokenizer, [tokenizer.eos_token_id])
-    return RecordedRollouts(config(path, **changes), "given", len(tokenizer), **options)
+    return RecordedRollouts(config(path, **changes), Estimator("given"), len(tokenizer), **options)
 
 
 TEXTS = [{"prompt": f"{i} + {i}?", "completion": i * "o" + str(2 * i)} for i in range(6)]

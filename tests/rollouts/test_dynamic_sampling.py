@@ -1,6 +1,7 @@
 """DAPO's dynamic sampling and its punishment of long completions."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping():
     further = group(2, 0.0, 1.0, task_rewards=[0.0, 1.0])
     found = fill([wrong, right], lambda count: [further], 2)
     assert [one[0].group for one in found] == [1, 2]
+
+
+def test_with_exact_match_a_prompt_that_nobody_answered_is_dropped():
+    """Whatever parts of its completions are right; and of one that some answered the rewards may even be equal."""
+    groups = [group(0, 0.0, 0.5), group(1, 1.0, 1.0), group(2, 0.25, 1.0)]
+    right = [[False, False], [False, True], [True, False]]
+    for one, matches in zip(groups, right, strict=True):
+        one[:] = [replace(document, exact_match=match) for document, match in zip(one, matches, strict=True)]
+    for mixed, kept in (("reward", [0, 2]), ("exact_match", [1, 2])):
+        found = fill(groups[:2], lambda count: groups[2:], 2, mixed)
+        assert [one[0].group for one in found] == kept
 
 
 def test_the_punishment_is_that_of_the_paper():

@@ -87,11 +87,20 @@ def advantage(c: Config, report: Report) -> None:
     elif estimator == "none" and (c.kl.reference, c.kl.reference_prompt, c.entropy.coefficient) == ("initial", None, 0):
         reason = "The policy begins there, where the distance from it is least, and would stay."
         report.refuse("advantage=none", "kl.reference to be a teacher", "initial", reason, "kl.reference=FOLDER")
-    if estimator == "none" and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
+    if estimator == "custom" and c.advantage.path is None:
+        reason, use = "It makes advantages of rewards.", "advantage.path=my_module.my_advantages"
+        report.refuse("advantage=custom", "advantage.path", None, reason, use)
+    elif estimator == "custom":
+        importable(report, "advantage.path", str(c.advantage.path), "It is imported when the run starts.")
+    if estimator == "gdpo" and (c.rollout.name != "policy" or len(getattr(c.task, "verifiers", {})) < 2):
+        got = f"rollout={c.rollout.name} task={c.task.name} with {len(getattr(c.task, 'verifiers', {}))} of them"
+        reason = "It normalises the score of each in its group, before it adds them up."
+        report.refuse("advantage=gdpo", "two or more task.verifiers to sample with", got, reason, "advantage=grpo")
+    if estimator in ("none", "gdpo") and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
         reason = "It takes off the reward, which no advantage reads."
         use = "rollout.overlong_buffer=null or advantage=dr_grpo"
-        report.refuse("advantage=none", "rollout.overlong_buffer=null", buffer, reason, use)
-    if estimator not in ("none", "given") and size == 1:
+        report.refuse(f"advantage={estimator}", "rollout.overlong_buffer=null", buffer, reason, use)
+    if estimator not in ("none", "given", "custom", "reinforce_plus_plus") and size == 1:
         reason = "With one completion there is nothing to compare it with: the advantage is 0 or undefined."
         report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
 
