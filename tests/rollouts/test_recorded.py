@@ -153,6 +153,7 @@ THREE_PARTS = parts(*THREE_PARTS)
         ("rloo", (1, -1), (0, -3, 3)),
         ("batch_std", (0.5, -0.5), (0, -2, 2)),
         ("pass_at_k", (1, 0), (0, 0, 2)),
+        ("opo", (0.25, -0.75), (0, -2, 2)),
     ],
 )
 def test_reward_and_baseline_count_an_attempt_once(tmp_path, estimator, first, second):
@@ -160,7 +161,7 @@ def test_reward_and_baseline_count_an_attempt_once(tmp_path, estimator, first, s
     path = write_jsonl(tmp_path / "r.jsonl", THREE_PARTS)
     divisor = statistics.stdev([1, 0, 2, 0, 4]) + 1e-6 if estimator == "batch_std" else 1.0
     rollouts = source(path, estimator)
-    assert rollouts.index.notes[0].startswith("8 documents are 5 trajectories, which")
+    assert [note[:30] for note in rollouts.index.notes] == ["8 documents are 5 trajectories"]
     read = documents(rollouts)
     assert [int(d.name.split(":")[1]) - 1 for d in read] == [0, 1, 4, 3, 2, 6, 5, 7]
     assert [d.trajectory for d in read] == [0, 0, 0, None, 2, 2, 5, None]
