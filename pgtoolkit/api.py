@@ -107,9 +107,8 @@ def policy_loss(
     check_name("impl", impl, ("auto", *IMPLEMENTATIONS, "reference"))
     arguments.check_rows("logits", logits)
     if ref_logits is not None:
-        arguments.check_tensor(
-            "ref_logits", ref_logits, logits, logits.shape, f"the shape of logits, {tuple(logits.shape)}"
-        )
+        shape = tuple(logits.shape)
+        arguments.check_tensor("ref_logits", ref_logits, logits, shape, f"the shape of logits, {shape}")
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
@@ -189,18 +188,18 @@ def linear_policy_loss(
     arguments.check_reference(kl, ref_log_probs, metrics, **of_reference)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
-    head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits)
-    method = Computation(impl, check_finite, num_splits, logits_memory_mb)
-    arguments.check_rows("hidden", hidden)
     reference = None
     if ref_hidden is not None:
         reference = ref_hidden, LMHead(ref_lm_head_weight, ref_bias, fp32_logits=fp32_logits)
-    arguments.check_head(hidden, head, definition, method, reference)
+    head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits, reference)
+    method = Computation(impl, check_finite, num_splits, logits_memory_mb)
+    arguments.check_rows("hidden", hidden)
+    arguments.check_head(hidden, head, definition, method)
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
     indices = group_index, trajectory_index
     tokens = arguments.tokens_of("hidden", hidden, vectors, num_documents, indices, totals, counts)
-    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method, reference)
+    return loss_of_hidden(hidden, head, tokens, totals, definition, ranks, method)
 
 
 def log_prob_loss(

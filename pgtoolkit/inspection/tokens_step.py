@@ -293,7 +293,7 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
     """ConfigError where the loss reads what the step's documents do not have, or is not of single tokens."""
-    if loss.kl is not None and loss.kl.full:
+    if loss.full_kl:
         raise ConfigError(
             f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the tokens that were "
             "written). Its part of the loss is no number of one token. Use kl=k3_ratio, or kl=none."

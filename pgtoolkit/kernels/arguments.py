@@ -55,22 +55,21 @@ def tokens_of(
 
 
 def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None) -> None:
-    """ValueError for a penalty without what it needs of the reference, and for that where nothing would read it.
+    """ValueError for a penalty without what it reads of the reference, and for what nothing would read.
 
-    of_rows: by their keywords, the tensors that a full KL needs in the place of ref_log_probs.
+    of_rows: what a full KL reads in the place of ref_log_probs, by keyword; ref_bias may be missing.
     """
     if kl is not None and not isinstance(kl, KL):
         raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
     given = [name for name, tensor in of_rows.items() if tensor is not None]
-    if kl is not None and kl.full and of_rows:  # else it is log-probs' loss, which refuses it
-        needed = " and ".join(name for name in of_rows if name != "ref_bias")
-        if missing := [name for name in of_rows if name != "ref_bias" and name not in given]:
-            raise ValueError(f"kl={kl.kind!r} needs {needed} of the reference (got no {missing[0]})")
-        if ref_log_probs is not None:
-            raise ValueError(f"kl={kl.kind!r} has no use for ref_log_probs; it reads {needed}")
+    needed = [name for name in of_rows if name != "ref_bias"]
+    if kl is not None and kl.full:
+        if not {*needed} <= {*given} or ref_log_probs is not None:
+            others = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
+            raise ValueError(f"kl={kl.kind!r} needs {others} (got {', '.join(given) or None})")
         return
     if given:
-        raise ValueError(f"{given[0]} needs a full KL, KL('full_reverse', ...) or KL('full_forward', ...) (got {kl})")
+        raise ValueError(f"{given[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})")
     if kl is not None and ref_log_probs is None:
         raise ValueError("kl needs ref_log_probs, the log-probs of the labels under the reference (got None)")
     if kl is None and ref_log_probs is not None and metrics == "none":
@@ -83,17 +82,15 @@ def check_rows(name: str, rows: Tensor) -> None:
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}")
 
 
-def check_head(
-    hidden: Tensor, head: LMHead, loss: Loss, method: Computation, reference: tuple[Tensor, LMHead] | None = None
-) -> None:
-    """ValueError for a head that does not fit the hidden states, a reference that does not, or excluding options."""
+def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
+    """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     _check_shapes(hidden, head)
-    if reference is not None:
-        ref_hidden, ref_head = reference
+    if head.reference is not None:
+        ref_hidden, ref_head = head.reference
         check_rows("ref_hidden", ref_hidden)
-        per_row = f"one row per row of hidden, {len(hidden)}"
-        check_tensor("ref_hidden", ref_hidden, hidden, (len(hidden), ref_hidden.shape[1]), per_row)
+        shape = len(hidden), ref_hidden.shape[1]
+        check_tensor("ref_hidden", ref_hidden, hidden, shape, f"one row per row of hidden, {len(hidden)}")
         _check_shapes(ref_hidden, ref_head, "ref_")
         if len(ref_head.weight) != len(weight):
             needed = f"the {len(weight)} rows of lm_head_weight, a token each"

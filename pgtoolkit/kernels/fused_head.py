@@ -39,12 +39,16 @@ _ROWS_PER_MOVE = 128
 
 @dataclass(frozen=True)
 class LMHead:
-    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names."""
+    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names.
+
+    reference: for a full KL, hidden states (T, H') and the head of the reference.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     weight_gradient: Tensor | None = None
     fp32_logits: bool = False
+    reference: tuple[Tensor, LMHead] | None = None
 
     def of(self, hidden: Tensor) -> Projection:
         return Projection(hidden, self.weight, self.bias, self.fp32_logits)
@@ -57,7 +61,6 @@ class HeadOptions:
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
     check_finite: refuse numbers that are not finite. counts: the documents' counts if they are known on the host.
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
-    reference: the hidden states (T, H') and the head of the reference, for a full KL.
     """
 
     implementation: object
@@ -66,7 +69,6 @@ class HeadOptions:
     check_finite: bool = True
     counts: DocumentCounts | None = None
     vocabulary_group: ProcessGroup | None = None
-    reference: tuple[Tensor, LMHead] | None = None
 
     @property
     def bonus(self) -> bool:
@@ -76,7 +78,7 @@ class HeadOptions:
     @property
     def keeps_logits(self) -> bool:
         """Whether the gradient by the logits is not the score times a number."""
-        return self.bonus or self.reference is not None
+        return self.bonus or self.loss.full_kl
 
     @property
     def with_entropy(self) -> bool:
@@ -160,14 +162,9 @@ class _FusedPass:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
     def __init__(self, hidden, head, labels, options, wanted):
-        self.own, self.labels, self.options, self.temperature = (
-            head.of(hidden),
-            labels,
-            options,
-            options.loss.temperature,
-        )
+        self.own, self.reference = head.of(hidden), head.reference and head.reference[1].of(head.reference[0])
+        self.labels, self.options, self.temperature = labels, options, options.loss.temperature
         self.hidden, weight, bias, wide = self.own.hidden, head.weight, head.bias, accumulation_dtype(hidden)
-        self.reference = None if options.reference is None else options.reference[1].of(options.reference[0])
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
         self.entropy = torch.zeros_like(self.log_probs) if options.with_entropy else None
 
@@ -241,8 +238,8 @@ class _FusedPass:
         log_probs, normalizer, entropy = implementation.forward(logits, *self._arguments(rows))
         if self.reference is not None:
             ref_logits = self.reference.logits(self.reference.hidden[rows])
-            how = self.labels[rows], self.temperature, self.options.loss.kl.kind
-            teacher = compared(implementation, logits, normalizer, ref_logits, *how)
+            given = self.options.loss.kl.kind, ref_logits, self.labels[rows], self.temperature
+            teacher = compared(implementation, logits, normalizer, *given)
             self.divergence[rows] = teacher.divergence
         if self.options.bonus:
             normalizer = torch.cat([normalizer, entropy[None]])

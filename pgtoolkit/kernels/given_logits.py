@@ -72,8 +72,8 @@ def logits_loss(
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
             if ref_logits is not None:
-                how = labels, temperature, objective.penalties.kl.kind
-                teacher = compared(implementation, values, normalizer, ref_logits.detach(), *how)
+                given = objective.penalties.kl.kind, ref_logits.detach(), labels, temperature
+                teacher = compared(implementation, values, normalizer, *given)
                 objective.penalties.divergence.copy_(teacher.divergence)
         loss, coefficients, sums = implementation.evaluate(objective.at(log_probs), log_probs, entropy, level)
         if wanted and results is None and (of_rows := objective.penalties.of_rows):
@@ -87,13 +87,10 @@ def logits_loss(
     return loss, log_probs, sums
 
 
-def compared(
-    implementation: Passes, logits: Tensor, normalizer: Tensor, ref_logits: Tensor, labels: Tensor, temperature, kind
-) -> Teacher:
-    """The reference at rows whose logits (T, V) have this normalizer."""
-    _, ref_normalizer, _ = implementation.forward(ref_logits, labels, temperature, False)
-    values = implementation.divergence(logits, normalizer, ref_logits, ref_normalizer, labels, temperature, kind)
-    return Teacher(ref_logits, ref_normalizer, values, kind)
+def compared(passes: Passes, logits: Tensor, normalizer: Tensor, kind: str, ref_logits: Tensor, *how) -> Teacher:
+    """The reference at rows whose logits (T, V) have this normalizer; how: labels and temperature."""
+    teacher = Teacher(kind, ref_logits, passes.forward(ref_logits, *how, False)[1])
+    return teacher._replace(divergence=passes.divergence(logits, normalizer, teacher, *how))
 
 
 class _GradientInBackward(torch.autograd.Function):

@@ -97,15 +97,14 @@ def loss_of_hidden(
     loss: Loss,
     ranks: Ranks,
     method: Computation,
-    reference: tuple[Tensor, LMHead] | None = None,
 ) -> PolicyLoss:
-    """hidden: (T, H); the logits of `head` need never exist in full. reference: the same two of it, for a full KL."""
+    """hidden: (T, H); the logits of `head` need never exist in full."""
     if not method.fused and method.num_splits == 1:
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
         with torch.no_grad():
-            ref_logits = None if reference is None else _logits(*reference, ranks)
+            ref_logits = head.reference and _logits(*head.reference, ranks)
         return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method, ref_logits)
-    options = _head_options(hidden, head, tokens, loss, ranks, method, reference)
+    options = _head_options(hidden, head, tokens, loss, ranks, method)
     dtype, make_weights = accumulation_dtype(hidden), options.implementation.make_weights
     objective = make_objective(tokens, totals, loss, dtype, ranks, make_weights)
     value, log_probs, sums, not_finite = linear_loss(hidden, head, tokens.labels, objective, options)
@@ -141,7 +140,7 @@ def loss_of_log_probs(
     log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
 ) -> PolicyLoss:
     """log_probs: (T,) floating, of the policy in training; labels say only what is trained."""
-    if loss.kl is not None and loss.kl.full:
+    if loss.full_kl:
         kinds = ", ".join(KINDS)
         raise ValueError(f"kl={loss.kl.kind!r} needs logits, since it is over the whole vocabulary. Use one of {kinds}")
     objective = make_objective(tokens, totals, loss, accumulation_dtype(log_probs), ranks)
@@ -155,21 +154,18 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
 
 
-def _head_options(
-    hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation, reference=None
-) -> HeadOptions:
+def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation) -> HeadOptions:
     columns, rows = head.weight.shape[0], -(-len(hidden) // method.num_splits)
     implementation = choose_implementation("auto" if method.fused else method.impl, hidden, ranks.shard(columns))
     if method.fused:
         memory = method.logits_memory_mb
         memory = default_logits_memory_mb(hidden.device) if memory is None else memory
-        columns *= 1 if reference is None else 2  # its logits take as much
+        columns *= 1 if head.reference is None else 2  # its logits take as much
         rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
         if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
             # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
-    how = implementation, max(1, rows), loss, method.check_finite
-    return HeadOptions(*how, tokens.counts, ranks.vocabulary, reference)
+    return HeadOptions(implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary)
 
 
 def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:

@@ -37,7 +37,7 @@ class Passes(Protocol):
     ) -> Tensor: ...
 
     def divergence(
-        self, logits: Tensor, normalizer: Tensor, ref_logits: Tensor, ref_normalizer: Tensor, labels: Tensor, *how
+        self, logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
     ) -> Tensor: ...
 
     def forward_score_(
@@ -97,15 +97,9 @@ class VocabularyShard:
         log_probs, normalizer, entropy = merge_shards(list(shards), labels, temperature)
         return torch.where(trained & (held.sum(0) != 1), torch.nan, log_probs), normalizer, entropy
 
-    def divergence(
-        self, logits: Tensor, normalizer: Tensor, ref_logits: Tensor, ref_normalizer: Tensor, labels: Tensor, *how
-    ) -> Tensor:
+    def divergence(self, logits: Tensor, *others) -> Tensor:
         """As `torch_passes.divergence`, over all columns; one collective of (T,)."""
-        if logits.shape[1]:
-            share = self.implementation.divergence(logits, normalizer, ref_logits, ref_normalizer, labels, *how)
-        else:
-            share = torch.zeros_like(normalizer[0])
-        return gather_stacked(share, self.group).sum(0)
+        return gather_stacked(self.implementation.divergence(logits, *others), self.group).sum(0)
 
     def forward_score_(
         self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype

@@ -79,28 +79,25 @@ def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tu
 
 
 class Teacher(NamedTuple):
-    """What the full KL needs of a reference: logits (T, V), normalizer (2, T), the KL of each row (T,), its kind."""
+    """A reference as a full KL of this kind needs it: logits (T, V), normalizer (2, T), and the KL of each row (T,)."""
 
+    kind: str
     logits: Tensor
     normalizer: Tensor
-    divergence: Tensor
-    kind: str
+    divergence: Tensor | None = None
 
 
-def divergence(
-    logits: Tensor, normalizer: Tensor, ref_logits: Tensor, ref_normalizer: Tensor, labels: Tensor, temperature: float,
-    kind: str,
-) -> Tensor:  # fmt: skip
+def divergence(logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float) -> Tensor:
     """(T,) the full KL of each row, or the share of it that the columns here have; 0 where labels < 0.
 
-    kind: "full_reverse", sum p (log p - log f), or "full_forward", sum f (log f - log p), with p and f the softmax of
-    the logits and of ref_logits (T, V). normalizer, ref_normalizer: (2, T), of all columns.
+    By the kind "full_reverse", sum p (log p - log f), or "full_forward", sum f (log f - log p), with p and f the
+    softmax of logits (T, V) and of the teacher's. The normalizers are those of all columns.
     """
     result = torch.zeros_like(normalizer[0])
     for rows in _row_blocks(logits):
-        own = _log_softmax(logits[rows], normalizer[:2, rows], temperature)
-        its = _log_softmax(ref_logits[rows], ref_normalizer[:, rows], temperature)
-        first, second = (own, its) if kind == "full_reverse" else (its, own)
+        own = _log_softmax(logits[rows], normalizer[:, rows], temperature)
+        its = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
+        first, second = (own, its) if teacher.kind == "full_reverse" else (its, own)
         # A token of probability 0 adds nothing, also where its logit is -inf.
         terms = torch.where(first > -torch.inf, first.exp() * (first - second), 0.0)
         result[rows] = torch.where(labels[rows] >= 0, terms.sum(-1), 0.0)
@@ -126,9 +123,8 @@ def backward(
     out: written and returned if given; may be `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
-    coefficients, *others = torch.atleast_2d(coefficients).unbind()
-    by_divergence = None if teacher is None else others.pop()
-    by_entropy = others
+    coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
+    by_divergence = None if teacher is None else by_entropy.pop()
     for rows in _row_blocks(logits):
         maximum, log_sum, *entropy = normalizer[:, rows].unsqueeze(-1)
         scale = (coefficients[rows] / temperature).unsqueeze(-1)

@@ -61,31 +61,23 @@ def forward_shard(
     return results
 
 
-def divergence(
-    logits: Tensor,
-    normalizer: Tensor,
-    ref_logits: Tensor,
-    ref_normalizer: Tensor,
-    labels: Tensor,
-    temperature: float,
-    kind: str,
-) -> Tensor:
+def divergence(logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float) -> Tensor:
     """As `torch_passes.divergence`."""
-    logits, ref_logits = _rows(logits), _rows(ref_logits)
+    logits, ref_logits = _rows(logits), _rows(teacher.logits)
     result = torch.zeros_like(normalizer[0])
-    if len(result):
+    if logits.numel():
         divergence_kernel[(len(result),)](
             logits,
             ref_logits,
             labels,
-            *normalizer[:2],
-            *ref_normalizer,
+            *normalizer,
+            *teacher.normalizer,
             result,
             logits.stride(0),
             ref_logits.stride(0),
             logits.shape[1],
             _LOG2_E / temperature,
-            KIND=kind,
+            KIND=teacher.kind,
             BLOCK=4096,
             num_warps=8,
         )

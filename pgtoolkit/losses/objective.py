@@ -53,6 +53,11 @@ class Loss:
         return self.correction is not None and not self.correction.of_policy
 
     @property
+    def full_kl(self) -> bool:
+        """Whether it needs the logits of a reference."""
+        return self.kl is not None and self.kl.full
+
+    @property
     def level(self) -> str:
         """The level of the metrics: the entropy is among them where the bonus measures it anyway."""
         return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics

@@ -63,7 +63,7 @@ def make_objective(
     for measured in (sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio, ref_log_probs):
         if measured is not None:  # no loss of such data, also where it only feeds a metric
             weights = torch.where(mask & ~torch.isfinite(measured), torch.nan, weights)
-    divergence = torch.zeros_like(weights) if loss.kl is not None and loss.kl.full else None
+    divergence = torch.zeros_like(weights) if loss.full_kl else None
     penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs, divergence)
     if off_policy is not None:
         document_advantages = scope_mean(off_policy, torch.where(mask, advantages, 0.0), documents)

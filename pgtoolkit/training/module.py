@@ -79,17 +79,16 @@ class PolicyGradientModule(DynamicAccumulation):
         return output
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
-        reference = self._reference_states(micro_batch) if self._has_full_kl else None
         micro_batch = self.with_reference(micro_batch)
+        reference = self._reference_states(micro_batch) if self.loss.full_kl else None
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
-        if reference is not None and self.reference is self.policy:
-            reference = reference[0], head  # which adapters leave as it is
+        head = replace(head, reference=reference)
         if torch.is_grad_enabled() and self._head_adds_its_gradient():
             weight = self.policy.head.weight
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             head = replace(head, weight_gradient=weight.grad)
-        loss = self._loss((hidden, head, ranks), micro_batch, totals, reference)
+        loss = self._loss((hidden, head, ranks), micro_batch, totals)
         if reference is not None and self.reference is not self.policy:
             self.reference.put_away()
         return loss
@@ -133,20 +132,17 @@ class PolicyGradientModule(DynamicAccumulation):
     @torch.no_grad()
     def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
         """With the reference's log-probs, where it is a model and not a column of the data, and no full KL is asked."""
-        if self.reference is None or self._has_full_kl:
+        if self.reference is None or self.loss.full_kl:
             return micro_batch
-        inputs, read = self._read_by_reference(micro_batch)
-        log_probs = self.log_probs_of(inputs, read)[0]
+        log_probs = self.log_probs_of(*self._read_by_reference(micro_batch))[0]
         self.reference.put_away()
-        return replace(micro_batch, ref_log_probs=log_probs if read is micro_batch else log_probs[micro_batch.places])
+        return replace(micro_batch, ref_log_probs=_here(log_probs, micro_batch))
 
     @torch.no_grad()
     def _reference_states(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead]:
         """The reference's hidden states and head; the latter stays together until the reference is put away."""
-        (hidden, head, _), read = self._read_by_reference(micro_batch)
-        if self.reference is self.policy:
-            self.reference.put_away()
-        return hidden if read is micro_batch else hidden[micro_batch.places], self._precise(head)
+        (hidden, head, _), _ = self._read_by_reference(micro_batch)
+        return _here(hidden, micro_batch), self._precise(head)
 
     def _read_by_reference(self, micro_batch: MicroBatch) -> tuple[Inputs, MicroBatch]:
         """What the loss would need of the reference, and of which tokens: with its own prompts, where it has any."""
@@ -154,10 +150,6 @@ class PolicyGradientModule(DynamicAccumulation):
             micro_batch = replace(micro_batch.for_reference, counts=micro_batch.counts)
         with without_adapters(self.reference.model):
             return self.reference.loss_inputs(micro_batch), micro_batch
-
-    @property
-    def _has_full_kl(self) -> bool:
-        return self.loss.kl is not None and self.loss.kl.full
 
     def log_probs_of(
         self, inputs: Inputs, micro_batch: MicroBatch, temperature: float | None = None, with_entropy: bool = False
@@ -168,16 +160,9 @@ class PolicyGradientModule(DynamicAccumulation):
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
         return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, computation, with_entropy)
 
-    def _loss(
-        self,
-        inputs: Inputs,
-        micro_batch: MicroBatch,
-        totals: StepTotals,
-        reference: tuple[Tensor, LMHead] | None = None,
-    ) -> PolicyLoss:
+    def _loss(self, inputs: Inputs, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
-        how = self.loss, ranks, self.computation, reference
-        return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, *how)
+        return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
 
     def _check_log_probs(self, step: Step) -> None:
         """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
@@ -203,6 +188,11 @@ class PolicyGradientModule(DynamicAccumulation):
         """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
         whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
         return self.computation.fused and whole and self.policy.head.weight.requires_grad
+
+
+def _here(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """What the reference gives for each position, where the policy predicts the same token."""
+    return values if micro_batch.places is None else values[micro_batch.places]
 
 
 class LocalAdamW(torch.optim.AdamW):

@@ -15,6 +15,7 @@ T, D = len(CASE.labels), CASE.num_documents
 NUMBERS = [0, math.nan, math.inf, True, "0.2"]
 NOT_WHOLE = [-1, 1.5, True]
 KL = kl.KL("k3", coefficient=0.1)
+FULL = kl.KL("full_reverse", coefficient=0.1)
 VECTOR = ["labels", CASE.advantages[:-1], CASE.advantages[:, None]]
 
 
@@ -54,11 +55,12 @@ WRONG = {
     ],
     "correction": ["tis", "token_mask"],  # the last without sampling_log_probs
     "sampling_log_probs": [*VECTOR, (None, {"correction": "sequence_truncate"})],
-    "kl": ["k3", KL],  # the last without ref_log_probs
+    "kl": [FULL, "k3", KL],  # the last without ref_log_probs, the first without logits
     "ref_log_probs": [
         *((None, {"kl": KL}), CASE.advantages),  # the last would be read by nothing
         *((value, {"metrics": "basic"}) for value in (*VECTOR, CASE.labels)),
     ],
+    "ref_logits": [CASE.logits, *((value, {"kl": FULL}) for value in (None, CASE.logits[:, 1:], CASE.labels))],
     "entropy_coefficient": [-1, math.nan, True],
     "temperature": NUMBERS,
     "metrics": ["all", None],
@@ -78,7 +80,14 @@ OF_HEAD = {
     "weight_gradient": [BUFFER.float(), BUFFER[:-1], (BUFFER, {"impl": "torch"})],
     "counts": [DocumentCounts([1], [1]), DocumentCounts([1] * D, [2] * D)],
 }
-SHARED = {name: values[-1:] for name, values in WRONG.items()}
+SHARED = {name: values[-1:] for name, values in WRONG.items() if name != "ref_logits"}
+TEACHER = {"kl": FULL, "ref_hidden": HIDDEN, "ref_lm_head_weight": WEIGHT}
+OF_TEACHER = {
+    "ref_hidden": [(value, TEACHER) for value in (*MATRIX, HIDDEN[1:])],
+    "ref_lm_head_weight": [(value, TEACHER) for value in (*MATRIX, WEIGHT[1:])],
+    "ref_bias": [(torch.zeros(12), TEACHER), torch.zeros(13)],
+    "ref_log_probs": [(CASE.advantages, TEACHER)],
+}
 
 
 def rows(table):
@@ -97,7 +106,7 @@ def test_given_logits(keyword, value, others):
     refused(policy_loss, given | others | {keyword: value}, keyword)
 
 
-@pytest.mark.parametrize(("keyword", "value", "others"), rows(OF_HEAD | SHARED))
+@pytest.mark.parametrize(("keyword", "value", "others"), rows(OF_HEAD | SHARED) + rows(OF_TEACHER))
 def test_the_head(keyword, value, others):
     names = ("hidden", "lm_head_weight", "labels", "old_log_probs", "advantages", "document_index")
     given = dict(zip(names, (HIDDEN, WEIGHT, *CASE.tensors[1:]), strict=True))

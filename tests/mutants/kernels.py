@@ -43,6 +43,32 @@ def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients,
     return right(logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords)
 
 
+FULL = "test_the_full_kl_and_its_gradient_are_those_of_the_formula"
+
+
+@mutant("kernels.torch_passes:divergence", FULL)
+def the_full_kl_is_the_other_one(right, logits, normalizer, teacher, *more):
+    other = "full_forward" if teacher.kind == "full_reverse" else "full_reverse"
+    return right(logits, normalizer, teacher._replace(kind=other), *more)
+
+
+@mutant("kernels.torch_passes:backward", FULL)
+def the_full_kl_is_not_taken_off_its_gradient(right, *more, teacher=None, **keywords):
+    if teacher is not None:
+        teacher = teacher._replace(divergence=torch.zeros_like(teacher.divergence))
+    return right(*more, teacher=teacher, **keywords)
+
+
+@mutant("kernels.given_logits:compared", FULL)
+def the_teacher_has_another_temperature(right, passes, logits, normalizer, kind, ref_logits, labels, temperature):
+    return right(passes, logits, normalizer, kind, ref_logits / temperature, labels, temperature)
+
+
+@mutant("kernels.passes:VocabularyShard.divergence", "test_however_a_step_is_spread")
+def the_full_kl_is_of_the_columns_here(right, self, *more):
+    return self.implementation.divergence(*more)
+
+
 @mutant("kernels.products:_MixedLinear.backward", "test_the_gradient_of_a_weight_of_another_type_is_rounded_once")
 def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors

@@ -176,6 +176,16 @@ def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coeffi
     return right(replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients)
 
 
+@mutant("losses.kl:Penalties.of_rows", "test_the_full_kl_and_its_gradient_are_those_of_the_formula")
+def the_full_kl_has_no_coefficient(right, self):
+    return [*right(self)[:-1], self.weights]
+
+
+@mutant("losses.kl:Penalties.distance", "test_the_full_kl_and_its_gradient_are_those_of_the_formula")
+def the_full_kl_is_half_of_what_is_shown(right, self, log_probs):
+    return right(self, log_probs) * (0.5 if self.full else 1)
+
+
 @mutant("losses.objective:Objective.silent_without_advantage", "test_the_fused_head_matches_the_reference")
 def a_penalty_needs_an_advantage(right, self):
     return self.family.silent_without_advantage

@@ -77,6 +77,11 @@ def fp32_lm_head_is_left_out(right, self, head):
     return replace(head, fp32_logits=False)
 
 
+@mutant("training.module:_here", "test_a_teacher_reads_another_prompt")
+def a_teacher_s_tokens_are_taken_where_the_policy_s_stand(right, values, micro_batch):
+    return values[: len(micro_batch.tokens)]
+
+
 @mutant("training.module:PolicyGradientModule.with_reference", "test_the_first_distance_is_exactly_zero")
 def the_reference_is_the_policy_in_training(right, self, micro_batch):
     if self.reference is None:

@@ -112,6 +112,16 @@ def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [{"data_parallel": 2}, {"sequence_data_parallel": 2}], ids=str)
+def test_the_full_kl_from_a_divided_model_without_its_adapters(tmp_path, recorded, size):
+    kl = "kl=full_reverse", "kl.coefficient=0.3", "model.lora_rank=2", "optimizer.learning_rate=0.02"
+    settings = with_model(llama(tmp_path / "base"), *kl, of=recorded)
+    found = run_on_ranks(tmp_path / "ranks", [*settings, "parallelism.shard=true"], **size)
+    assert metrics_of(found)[-1]["kl_ref"] > 1e-5
+    assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "more"),
     [
