@@ -71,6 +71,29 @@ def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
     assert (metrics["num_documents"], metrics["num_tokens"]) == (7, sum(d.num_trained for d in documents()))
 
 
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
+def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
+    """As a piece of the step without these documents, under the totals of all, has it."""
+    chosen = f"kl={kind}", "kl.coefficient=0.3", "kl.reference=initial", "loss=gspo", f"kernel={kernel}"
+    module, loader = built(*once(*SHORT, *chosen))
+    loader.source.close()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in module.reference.model.parameters():
+            weight += 0.1 * torch.randn(weight.shape, generator=generator)
+    whole = make_step(documents(), 1000, {}, masks_truncated=True)
+    kept = [document for document in documents() if not document.truncated]
+    found = []
+    for micro_batch in (whole.micro_batches[0], make_step(kept, 1000, {}).micro_batches[0]):
+        module.zero_grad()
+        out = module.micro_batch_loss(micro_batch.counted(), whole.totals)
+        out.loss.backward()
+        found.append((out.loss.detach(), [p.grad.clone() for p in module.model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-11)
+    assert found[0][1][0].abs().max() > 1e-4
+
+
 def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones():
     """Their rewards stay in the baseline: the advantages are those of all."""
     chosen = "loss=reinforce", "aggregation=token_mean", "aggregation.divisor=null", "optimizer.max_grad_norm=null"
