@@ -18,12 +18,13 @@ from pgtoolkit.comparison.measures import (
     chosen_metric,
     goal_of,
     is_score,
+    parse_margin,
     parse_metric,
     parse_reach,
     reached,
 )
 from pgtoolkit.comparison.notes import notes_of
-from pgtoolkit.comparison.statistics import Comparisons, Margin, Sample, mean_and_std
+from pgtoolkit.comparison.statistics import Comparisons, Sample, mean_and_std
 from pgtoolkit.config.keys import changes_learning, key_named, shown
 from pgtoolkit.config.schema import POSITION
 from pgtoolkit.errors import ConfigError
@@ -116,16 +117,16 @@ def compare(
     metric: str | None = None,
     best_of: str | None = None,
     reach: str | None = None,
-    over: Sequence[str] = (),
+    over: str | None = None,
     against: str | None = None,
-    margin: Margin | None = None,
+    margin: str | None = None,
 ) -> Compared:
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
     metric: see `parse_metric`; None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying
     key; of groups that differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of
-    `metric`. over: varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the base that
-    the planned contrasts are with; None: every pair is planned. margin: for the test that a pair is equal.
+    `metric`. over: KEY,..., varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the
+    base that the planned contrasts are with; None: every pair is planned. margin: see `parse_margin`.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
@@ -140,8 +141,8 @@ def compare(
     else:
         measure, metric = parse_metric(metric)
     _refuse_unknown(readable, metric, option)
-    keys, following, common = _varying([run.config for run in readable], over)
-    blocks = _keys("--over", over, keys)
+    keys, following, common = _varying([run.config for run in readable], over.split(",") if over else ())
+    blocks = _keys("--over", over.split(",") if over else (), keys)
     keys = [key for key in keys if key not in blocks]
     by_values: dict[tuple, Group] = {}
     for run in readable:
@@ -164,7 +165,7 @@ def compare(
         _keep_best(compared, best_of)
     primary = None if against is None else _planned(compared, against)
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
-    compared.comparisons = Comparisons(samples, margin, primary)
+    compared.comparisons = Comparisons(samples, parse_margin(margin) if margin else None, primary)
     compared.notes += notes_of(compared)
     return compared
 

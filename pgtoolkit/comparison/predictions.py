@@ -44,14 +44,12 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
         raise refused(type(error).__name__, "YAML with the key expected", "It was read before the runs.") from error
     if "against" not in content:
         raise refused("none", "the key against", "A contrast is predicted with its base.")
+    if typed := [f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(args, name) is not None]:
+        reason = "What was planned is compared as it was planned."
+        raise ConfigError(refusal(typed[0], "to be left out", f"it beside {file}", reason, "what the file says"))
     for name, value in content.items():
         if name not in _OPTIONS:
             raise refused(name, f"no other keys than {', '.join(_OPTIONS)}", "They are options of pgtk compare.")
-        names = ("metric", "reach") if name in ("metric", "reach") else (name,)
-        if given := [one for one in names if getattr(args, one) is not None]:
-            option, reason = f"--{given[0].replace('_', '-')}", "What was planned is compared as it was planned."
-            use = f"{name}={text(value)} of {file}"
-            raise ConfigError(refusal(option, "to be left out", getattr(args, given[0]), reason, use))
         setattr(args, name, text(value))
     for contrast, value in expected.items():
         if value not in _WORDS and not is_number(value):

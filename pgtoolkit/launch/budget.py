@@ -22,7 +22,7 @@ from pgtoolkit.launch.sweep import LOCAL
 from pgtoolkit.runs.find import HELD_OUT, Run, find_runs
 from pgtoolkit.runs.records import leaves, read_evaluations
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.report import plural, refusal
+from pgtoolkit.system.report import key_of, plural, refusal
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.machine import visible_gpus
 
@@ -30,18 +30,12 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
-    """Sentences on what the budget can show, after a short run as the launcher would have it; writes the predictions.
+    """Sentences on what the budget can show, after a short run; writes the file for predictions.
 
     args: those of `pgtk plan`. Raises PgtoolkitError.
     """
     from pgtoolkit.comparison import predictions
-    from pgtoolkit.comparison.statistics import (
-        MOST_SEEDS,
-        POWER,
-        seeds_needed,
-        seeds_to_call_equal,
-        smallest_difference,
-    )
+    from pgtoolkit.comparison import statistics as power
 
     found = re.fullmatch(r"(\d+\.?\d*)([smh])", args.budget)
     if not found or not float(found[1]):
@@ -49,7 +43,7 @@ def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
     checked = check(overrides, True, None, file, ["pgtk", "plan"])
     if wrong := problems(checked):
         raise refused(wrong)
-    launcher, over = checked.master.hydra.launcher, args.over.split(",") if args.over else []
+    launcher = checked.master.hydra.launcher
     if launcher._target_ != LOCAL or checked.searches:
         reason, use = "Runs are timed on this machine, and all are known before.", "hydra/launcher=local"
         raise ConfigError(refusal("pgtk plan", "a grid of runs on this machine", "another sweep", reason, use))
@@ -57,35 +51,32 @@ def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
         reason = "Predictions are never written over."
         raise ConfigError(refusal("--predictions", "a new file", args.predictions, reason, "another"))
     args.metric = args.metric or _metric(checked)
-    contrasts = _contrasts(checked, args, over)
-    deviation, margin = _deviation_and_margin(args, over)
+    contrasts = _contrasts(checked, args)
+    deviation, margin = _deviation_and_margin(args)
     jobs = len(visible_gpus()) * launcher.jobs_per_gpu if launcher.jobs_per_gpu else launcher.n_jobs
     said, seconds = _timed(checked, file, overrides, jobs)
     configurations = len(checked.runs) // len(checked.varying.get("seed", [None]))
     count = int(float(found[1]) * _UNITS[found[2]] // seconds) * jobs
     seeds = count // configurations
-    pairs = seeds * int(np.prod([len(checked.varying[key]) for key in over]))
-    said += [
-        f"{args.budget}: {plural(count, 'run')}, {plural(seeds, 'seed')} of each of {configurations} configurations."
-    ]
+    pairs = seeds * int(np.prod([len(checked.varying[key]) for key in args.over.split(",")] if args.over else 1))
+    each = f"{plural(seeds, 'seed')} of each of {configurations} configurations"
+    said.append(f"{args.budget}: {plural(count, 'run')}, {each}.")
     if pairs > 1:
-        size = smallest_difference(pairs)
+        size = power.smallest_difference(pairs)
         known = "" if deviation is None else f", which is {size * deviation:.3g}"
         said.append(
             f"{pairs} pairs show a difference of {size:.2g} standard deviations of the paired differences{known} "
-            f"(power {POWER}, without Holm's adjustment)."
+            f"(power {power.POWER}, without Holm's adjustment)."
         )
     if deviation is not None and margin is not None:
-        counts = seeds_needed(margin, [deviation**2]), seeds_to_call_equal(margin / deviation)
-        find, equal = (f"more than {MOST_SEEDS}" if count > MOST_SEEDS else count for count in counts)
+        needed = power.seeds_needed(margin, [deviation**2]), power.seeds_to_call_equal(margin / deviation)
+        find, equal = (f"more than {power.MOST_SEEDS}" if pairs > power.MOST_SEEDS else pairs for pairs in needed)
         said.append(f"Margin {margin:g}: {find} pairs find such a difference, {equal} pairs call equal what is.")
     if contrasts:
         options = {name: getattr(args, name) for name in ("metric", "against", "margin", "over", "best_of")}
         content = predictions.template({name: value for name, value in options.items() if value}, contrasts)
         write_atomically(args.predictions, content)
-        said.append(
-            f"{shell_path(args.predictions)}: fill in what you expect of {'; '.join(contrasts)} before they run."
-        )
+        said.append(f"{shell_path(args.predictions)}: fill in, before they run, {'; '.join(contrasts)}.")
     return said
 
 
@@ -94,7 +85,7 @@ def _metric(checked: Checked) -> str:
     return f"final:{HELD_OUT}{held_out_sets(values)[0].name}/pass@1" if is_on(values) else "final:reward"
 
 
-def _contrasts(checked: Checked, args: Namespace, over: list[str]) -> list[str]:
+def _contrasts(checked: Checked, args: Namespace) -> list[str]:
     """What is compared with the base, as `pgtk compare` will name it; nothing without a base."""
     from pgtoolkit.comparison import predictions
     from pgtoolkit.comparison.groups import compare
@@ -104,12 +95,12 @@ def _contrasts(checked: Checked, args: Namespace, over: list[str]) -> list[str]:
     for run in checked.runs:
         columns = {key: np.array([1.0]) for key in ("step", "documents_seen", name)}
         runs.append(Run("", "", "done", config=dict(leaves(plain_values(run.values))), columns=columns))
-    compared = compare(runs, args.metric, args.best_of, over=over, against=args.against)
+    compared = compare(runs, args.metric, args.best_of, over=args.over, against=args.against)
     pairs = [pair for pairs in predictions.planned(compared) for pair in pairs] if args.against else []
     return sorted({predictions.contrast(compared, compared.groups[pair.second]) for pair in pairs})
 
 
-def _deviation_and_margin(args: Namespace, over: list[str]) -> tuple[float | None, float | None]:
+def _deviation_and_margin(args: Namespace) -> tuple[float | None, float | None]:
     """Of the paired differences: given, or of earlier runs, pooled; and the margin, for a share that of their mean."""
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_margin, parse_metric
@@ -119,13 +110,11 @@ def _deviation_and_margin(args: Namespace, over: list[str]) -> tuple[float | Non
         raise ConfigError(refusal("--sd", "a number > 0", args.sd, "It is a standard deviation.", "--sd=0.03"))
     if args.earlier is None:
         if margin is not None and margin.relative:
-            reason = "A share is one of what earlier runs have reached."
-            raise ConfigError(
-                refusal(f"--margin={args.margin}", "--from=RUN", "none", reason, "--from or --margin=0.02")
-            )
+            reason, use = "A share is one of what earlier runs have reached.", "--from or --margin=0.02"
+            raise ConfigError(refusal(f"--margin={args.margin}", "--from=RUN", "none", reason, use))
         return args.sd, margin and margin.value
     runs = find_runs([args.earlier], needed_for(parse_metric(args.metric)[1]))
-    samples = [one for one in compare(runs, args.metric, over=over).comparisons.samples if len(one.values) > 1]
+    samples = [one for one in compare(runs, args.metric, over=args.over).comparisons.samples if len(one.values) > 1]
     same = [(a, b) for i, a in enumerate(samples) for b in samples[i + 1 :] if a.values.keys() == b.values.keys()]
     if not same:
         reason = "The deviation is that of differences between runs of one seed."
@@ -137,14 +126,17 @@ def _deviation_and_margin(args: Namespace, over: list[str]) -> tuple[float | Non
 
 def _timed(checked: Checked, file: Path, overrides: list[str], jobs: int) -> tuple[list[str], float]:
     """(sentences, seconds of a whole run), from a short run of the first configuration with as many beside it."""
-    first, varying = checked.runs[0].values, [key for key in checked.varying if key != "seed"]
-    typed = [override for override in overrides if override.partition("=")[0] not in ("seed", *checked.varying)]
-    chosen = [f"{key}={checked.varying[key][0]}" for key in varying]
+    first = checked.runs[0].values
     batch, docs = documents_per_batch(first.rollout) or 0, first.accumulation.docs_per_step
     steps = min(first.trainer.max_steps, 2 * max(1, -(-batch // docs) if docs else 4) + 1)  # whole batches lie between
     with tempfile.TemporaryDirectory() as folder:
-        short = [*typed, *chosen, f"seed={','.join(map(str, range(jobs)))}", f"trainer.max_steps={steps}"]
-        timed = check([*short, f"hydra.sweep.dir={folder}", "tracking=none"], True, None, file, ["pgtk", "plan"])
+        short = {key: values[0] for key, values in checked.varying.items()} | {"seed": ",".join(map(str, range(jobs)))}
+        short |= {"trainer.max_steps": steps, "hydra.sweep.dir": folder, "tracking": "none"}
+        typed = [override for override in overrides if key_of(override) not in short]
+        typed += [f"{key}={value}" for key, value in short.items()]
+        timed = check(typed, True, None, file, ["pgtk", "plan"])
+        if wrong := problems(timed):
+            raise refused(wrong)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             failed = run_sweep(timed)
         if failed:

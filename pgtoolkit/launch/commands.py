@@ -42,13 +42,9 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     measure.add_argument("--metric", metavar="NAME", help="what is compared, area:NAME or final:NAME (default: fits)")
     measure.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or more")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
-    parser.add_argument(
-        "--over", metavar="KEYS", help="keys such as model.path that belong to a block as the seed does"
-    )
+    parser.add_argument("--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is")
     parser.add_argument("--against", metavar="KEY=VALUE", help="the base that planned contrasts are with")
-    parser.add_argument(
-        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base's mean"
-    )
+    parser.add_argument("--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base")
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="what pgtk plan wrote and you filled in")
     for kind, content in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {content}")
@@ -56,7 +52,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
 
     from pgtoolkit.comparison import predictions
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.measures import needed_for, parse_margin, parse_metric
+    from pgtoolkit.comparison.measures import needed_for, parse_metric
     from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import render_comparison
@@ -73,8 +69,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     expected = predictions.take(args.predictions, args) if args.predictions else {}
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
-    over, margin = args.over.split(",") if args.over else (), parse_margin(args.margin) if args.margin else None
-    compared = compare(runs, args.metric, args.best_of, args.reach, over, args.against, margin)
+    compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
     say(render_comparison(compared))
     for line in predictions.judged(compared, expected):
         say(line)
@@ -109,21 +104,15 @@ def _plan(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("sweep", metavar="SWEEP", help="name of a sweep, or a file of one")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for pgtk sweep")
     parser.add_argument("--budget", required=True, metavar="TIME", help="of all runs together: 60m, 2h")
-    for name, metavar in (
-        ("metric", "NAME"),
-        ("against", "KEY=VALUE"),
-        ("margin", "X"),
-        ("over", "KEYS"),
-        ("best-of", "KEY"),
-    ):
-        parser.add_argument(f"--{name}", metavar=metavar, help="as for pgtk compare")
+    for name in ("metric", "against", "margin", "over", "best-of"):
+        parser.add_argument(f"--{name}", metavar="X", help="as for pgtk compare")
     spread = parser.add_mutually_exclusive_group()
     spread.add_argument("--sd", type=float, metavar="X", help="standard deviation of the paired differences")
     spread.add_argument("--from", dest="earlier", metavar="RUNS", help="earlier runs that tell it")
+    default = Path("predictions.yaml")
     parser.add_argument(
-        "--predictions", type=Path, metavar="FILE", help="the file to write (default: predictions.yaml)"
+        "--predictions", type=Path, default=default, metavar="FILE", help=f"written (default: {default})"
     )
-    parser.set_defaults(predictions=Path("predictions.yaml"))
     args = parser.parse_intermixed_args(argv)
 
     from pgtoolkit.config.files import sweep_file
