@@ -18,13 +18,12 @@ from pgtoolkit.comparison.measures import (
     chosen_metric,
     goal_of,
     is_score,
-    parse_margin,
     parse_metric,
     parse_reach,
     reached,
 )
 from pgtoolkit.comparison.notes import notes_of
-from pgtoolkit.comparison.statistics import Comparisons, Sample, mean_and_std
+from pgtoolkit.comparison.statistics import Comparisons, Sample, margin_of, mean_and_std
 from pgtoolkit.config.keys import changes_learning, key_named, shown
 from pgtoolkit.config.schema import POSITION
 from pgtoolkit.errors import ConfigError
@@ -126,13 +125,15 @@ def compare(
     metric: see `parse_metric`; None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying
     key; of groups that differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of
     `metric`. over: KEY,..., varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the
-    base that the planned contrasts are with; None: every pair is planned. margin: see `parse_margin`.
+    base that the planned contrasts are with; None: every pair is planned. margin: see `margin_of`.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
+    if margin is not None:
+        margin_of(margin)
     option, measure, threshold, notes = "--metric", None, None, []
     if reach is not None:
         option, (metric, threshold) = "--reach", parse_reach(reach)
@@ -165,7 +166,7 @@ def compare(
         _keep_best(compared, best_of)
     primary = None if against is None else _planned(compared, against)
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
-    compared.comparisons = Comparisons(samples, parse_margin(margin) if margin else None, primary)
+    compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
     return compared
 

@@ -8,11 +8,9 @@ from math import isfinite, isnan, nan
 
 import numpy as np
 
-from pgtoolkit.comparison.statistics import Margin
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final, first, mean
-from pgtoolkit.system.report import refusal
 
 AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}
 """What it takes to reach a threshold is counted in these: key of a row -> its name in words."""
@@ -112,19 +110,6 @@ def parse_metric(text: str) -> tuple[str | None, str]:
     """(what of it is compared, or None, the metric) of --metric=NAME, area:NAME or final:NAME."""
     measure, _, name = text.partition(":")
     return (measure, name) if measure in MEASURES else (None, text)
-
-
-def parse_margin(text: str) -> Margin:
-    """--margin=0.02, in units of what is compared, or 3%, of what the configuration compared with reached."""
-    number = text.removesuffix("%")
-    try:
-        value = float(number) / (100 if number != text else 1)
-    except ValueError:
-        value = nan
-    if not (isfinite(value) and value > 0):
-        reason = "Differences within it are called equal."
-        raise ConfigError(refusal(f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"))
-    return Margin(value, number != text)
 
 
 def parse_reach(text: str) -> tuple[str, float]:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import refusal
+
 LEVEL = 0.05
 """A difference with an adjusted p below this is called more than seed noise; intervals are of 1 - LEVEL."""
 
@@ -41,20 +44,6 @@ class Sample:
         for block in sorted(self.values):
             found.setdefault(block[:-1], []).append(self.values[block])
         return {stratum: np.array(values) for stratum, values in found.items()}
-
-
-@dataclass(frozen=True)
-class Margin:
-    """Differences within it are too small to matter. relative: it is a share of the first mean."""
-
-    value: float
-    relative: bool = False
-
-    def of(self, mean: float) -> float:
-        return self.value * abs(mean) if self.relative else self.value
-
-    def __str__(self) -> str:
-        return f"{100 * self.value:g}%" if self.relative else f"{self.value:g}"
 
 
 @dataclass
@@ -92,16 +81,14 @@ def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
 class Comparisons:
     """Every pair of samples that have values, by a t-test; p is adjusted over all the pairs tested.
 
-    margin: for the test that a pair is equal. primary: pairs of places (first, second) over which alone p is adjusted,
-    planned before the runs; the others are exploratory.
+    margin: see `margin_of`, for the test that a pair is equal. primary: pairs of places (first, second) over which
+    alone p is adjusted, planned before the runs; the others are exploratory.
 
     len() is their number, and iterating gives a `Comparison` each. They are tested all at once, since a thousand
     configurations make half a million pairs; intervals are computed as they are asked for.
     """
 
-    def __init__(
-        self, samples: list[Sample], margin: Margin | None = None, primary: set[tuple[int, int]] | None = None
-    ):
+    def __init__(self, samples: list[Sample], margin: str | None = None, primary: set[tuple[int, int]] | None = None):
         self.samples, self.margin, self.primary = samples, margin, primary
         self._values = {
             place: np.array([sample.values[block] for block in sorted(sample.values)])
@@ -186,6 +173,19 @@ def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
     return tuple(map(float, np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])))
 
 
+def margin_of(text: str, mean: float = 1.0) -> float:
+    """The margin of `0.02`, or of `3%`, which is a share of this mean. Raises ConfigError for any other text."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value = np.nan
+    if not 0 < value < np.inf:
+        reason = "Differences within it are called equal."
+        raise ConfigError(refusal(f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"))
+    return value if number == text else value / 100 * abs(mean)
+
+
 def holm(p: np.ndarray) -> np.ndarray:
     """p adjusted for how many there are, NaN of none (Scandinavian Journal of Statistics 6, 1979): the chance of even
     one false difference among all pairs stays below LEVEL, so that the best may be picked after looking."""
@@ -210,7 +210,7 @@ def _pairing(sample: Sample) -> tuple:
 
 
 def _p_values(
-    samples: list[np.ndarray], pairings: list[tuple], margin: Margin | None
+    samples: list[np.ndarray], pairings: list[tuple], margin: str | None
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Of each sample the p of its difference from each of the later ones; NaN where no seed differs from another.
 
@@ -235,7 +235,9 @@ def _p_values(
                 variance[same], freedom[same] = differences.var(1, ddof=1) / size[i], size[i] - 1
                 noise[same] = np.ptp(differences, axis=1)
             p = 2 * stdtr(freedom, -abs(difference) / np.sqrt(variance))
-            beyond = stdtr(freedom, (abs(difference) - (margin.of(mean[i]) if margin else 0)) / np.sqrt(variance))
+            beyond = stdtr(
+                freedom, (abs(difference) - (margin_of(margin, mean[i]) if margin else 0)) / np.sqrt(variance)
+            )
         none, equal = noise <= _EQUAL * np.maximum(largest[later], largest[i]), abs(difference) <= _EQUAL * largest[i]
         rows.append(np.where(none, np.where(equal, 1.0, np.nan), p))
         equal_rows.append(np.where(none, np.where(equal, 0.0, np.nan), beyond))

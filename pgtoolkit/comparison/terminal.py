@@ -16,7 +16,6 @@ from pgtoolkit.comparison.statistics import (
     MOST_SEEDS,
     POWER,
     Comparison,
-    Margin,
     Sample,
     interquartile_interval,
     interquartile_mean,
@@ -149,7 +148,7 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     return sentences
 
 
-def verdict(pair: Comparison, sign: int = 0, margin: Margin | None = None) -> str:
+def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
     """What can be said of a difference; sign: `Compared.sign`."""
     if min(pair.counts) < 2:
         return "needs 2 seeds per configuration"

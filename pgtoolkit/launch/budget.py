@@ -50,7 +50,9 @@ def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
     if args.predictions.exists():
         reason = "Predictions are never written over."
         raise ConfigError(refusal("--predictions", "a new file", args.predictions, reason, "another"))
-    args.metric = args.metric or _metric(checked)
+    values = checked.runs[0].values
+    default = f"final:{HELD_OUT}{held_out_sets(values)[0].name}/pass@1" if is_on(values) else "final:reward"
+    args.metric = args.metric or default
     contrasts = _contrasts(checked, args)
     deviation, margin = _deviation_and_margin(args)
     jobs = len(visible_gpus()) * launcher.jobs_per_gpu if launcher.jobs_per_gpu else launcher.n_jobs
@@ -80,11 +82,6 @@ def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
     return said
 
 
-def _metric(checked: Checked) -> str:
-    values = checked.runs[0].values
-    return f"final:{HELD_OUT}{held_out_sets(values)[0].name}/pass@1" if is_on(values) else "final:reward"
-
-
 def _contrasts(checked: Checked, args: Namespace) -> list[str]:
     """What is compared with the base, as `pgtk compare` will name it; nothing without a base."""
     from pgtoolkit.comparison import predictions
@@ -103,16 +100,17 @@ def _contrasts(checked: Checked, args: Namespace) -> list[str]:
 def _deviation_and_margin(args: Namespace) -> tuple[float | None, float | None]:
     """Of the paired differences: given, or of earlier runs, pooled; and the margin, for a share that of their mean."""
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.measures import needed_for, parse_margin, parse_metric
+    from pgtoolkit.comparison.measures import needed_for, parse_metric
+    from pgtoolkit.comparison.statistics import margin_of
 
-    margin = parse_margin(args.margin) if args.margin else None
+    margin = margin_of(args.margin) if args.margin else None
     if args.sd is not None and not 0 < args.sd < np.inf:
         raise ConfigError(refusal("--sd", "a number > 0", args.sd, "It is a standard deviation.", "--sd=0.03"))
     if args.earlier is None:
-        if margin is not None and margin.relative:
+        if margin and args.margin.endswith("%"):
             reason, use = "A share is one of what earlier runs have reached.", "--from or --margin=0.02"
             raise ConfigError(refusal(f"--margin={args.margin}", "--from=RUN", "none", reason, use))
-        return args.sd, margin and margin.value
+        return args.sd, margin
     runs = find_runs([args.earlier], needed_for(parse_metric(args.metric)[1]))
     samples = [one for one in compare(runs, args.metric, over=args.over).comparisons.samples if len(one.values) > 1]
     same = [(a, b) for i, a in enumerate(samples) for b in samples[i + 1 :] if a.values.keys() == b.values.keys()]
@@ -121,7 +119,7 @@ def _deviation_and_margin(args: Namespace) -> tuple[float | None, float | None]:
         raise ConfigError(refusal("--from", "configurations with the same seeds", args.earlier, reason, "--sd=0.03"))
     variances = [np.var([b.values[block] - a.values[block] for block in a.values], ddof=1) for a, b in same]
     mean = np.mean([value for one in samples for value in one.values.values()])
-    return float(np.mean(variances)) ** 0.5, margin and margin.of(float(mean))
+    return float(np.mean(variances)) ** 0.5, margin and margin_of(args.margin, float(mean))
 
 
 def _timed(checked: Checked, file: Path, overrides: list[str], jobs: int) -> tuple[list[str], float]:
