@@ -42,7 +42,10 @@ def refused(capsys, *arguments):
         ("loss.zzz=1", "Use one of loss.num_splits, loss.epsilon_low, loss.epsilon_high."),
         ("zzz=1", "Use `pgtk --help`"),
         ("task.dataset=x", "Use task=reasoning_gym task.dataset=x."),
-        ("task.path=x", "task.path=x needs task=prompts (got task=reverse). task=reverse does not have the key."),
+        (
+            "task.path=x",
+            "task.path=x needs task=prompts or task=conversation (got task=reverse). task=reverse does not",
+        ),
         ("loss.name=grpo", "Use loss=grpo."),
         ("trainer.max_steps=1e3", "Use trainer.max_steps=1000."),
         ("hydra.run.dir=~/runs", "Use hydra.run.dir=$HOME/runs."),

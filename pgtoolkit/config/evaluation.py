@@ -15,6 +15,9 @@ from pgtoolkit.system.report import text
 USUAL = "held_out"
 """The set of a configuration that names none."""
 
+_OF_A_GENERATOR = ("num_digits", "dataset", "numbers", "environment", "path")
+"""Keys of tasks: where one differs, generators with the same seed ask something else."""
+
 OF_A_SET = ("task", "seed", "prompts")
 """Keys of a set that are none of its task's: the kind of task where it is another, and what differs from the group."""
 
@@ -34,7 +37,7 @@ class HeldOut:
     @property
     def files(self) -> tuple | None:
         """What tells its prompts from those of other files; None of a generator."""
-        return _files_of(self.task) if self.task.name == "prompts" else None
+        return _files_of(self.task)
 
     @property
     def source(self) -> str:
@@ -42,7 +45,9 @@ class HeldOut:
         return self.task.path if self.files else f"{self.task.name} with seed {self.seed}"
 
 
-def _files_of(task: TaskConfig) -> tuple[str, str | None]:
+def _files_of(task: TaskConfig) -> tuple[str, str | None] | None:
+    if getattr(task, "path", None) is None:
+        return None
     return os.path.realpath(os.path.expanduser(str(task.path))), task.split
 
 
@@ -112,7 +117,7 @@ def are_training_prompts(c: Config, one: HeldOut) -> str | None:
         return None
     if one.files is not None:
         return "They are the prompts of training." if one.files == _files_of(c.task) else None
-    if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in ("num_digits", "dataset")):
+    if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in _OF_A_GENERATOR):
         return None
     if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
         sizes = [task.options.get("size", QUESTIONS) for task in (c.task, one.task)]

@@ -160,7 +160,7 @@ def longest_document(config: Config) -> tuple[int | None, int | None]:
     """(prompt, completion) tokens of the longest document, each None where only the data knows."""
     prompt = None
     if config.rollout.name == "policy" and not isinstance(config.task, GeneratedTaskConfig):
-        prompt = config.task.max_prompt_length
+        prompt = getattr(config.task, "max_prompt_length", None)
     elif config.rollout.name == "policy" and config.model.name == "tiny":
         prompt, answer = config.task.longest
         if config.kl.reference_prompt is not None:  # a token per character

@@ -56,6 +56,9 @@ _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and p
 _BESIDE = "Adapters stand beside the whole matrices of a model that was trained, and are stored alone."
 _LIMITED = {"use": "task.verifier_seconds=10", "why": "A process of its own has a time limit."}
 _LIMITING = {"use": "task.verifier_processes=4", "why": "Only a process of its own can be ended."}
+_ENDED = _LIMITED | {"use": "task.environment_seconds=10", "only_if": "task.environment_seconds!=null"}
+_ENDING = _LIMITING | {"use": "task.environment_processes=4", "only_if": "task.environment_processes>0"}
+_OF_ROWS = {"only_if": "task.path!=null", "use": "task.path=prompts.jsonl"}
 _TRACKED = {"only_if": "tracking.name=mlflow"}
 _STARTED = {"only_if": "sampler.urls=[]"}
 _APART = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
@@ -240,6 +243,18 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
 
 
 @dataclass
+class GuessTaskConfig(GeneratedTaskConfig):
+    numbers: int = key(2, 10**6, only_if=_ASKED)
+    max_turns: int = key(1, 1000, only_if=_ASKED)
+    alphabet, size = "0123456789-?ehiglorw", "numbers"
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        guess = len(str(self.numbers - 1)) + 1
+        return 2 + guess, self.max_turns * guess + (self.max_turns - 1) * len("higher")
+
+
+@dataclass
 class WrittenTaskConfig(TaskConfig):
     """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
 
@@ -266,6 +281,19 @@ class PromptsTaskConfig(WrittenTaskConfig):
     verifiers: dict[str, Any] = key(free=True, code="function")
     verifier_processes: int = key(0, 1024, learns=False, fixed="", only_if="task.verifier_seconds!=null", **_LIMITED)
     verifier_seconds: float | None = key(0.01, 86400, fixed="", only_if="task.verifier_processes>0", **_LIMITING)
+
+
+@dataclass
+class ConversationTaskConfig(WrittenTaskConfig):
+    environment: str = key(code="function", example="my_module.Environment")
+    options: dict[str, Any] = key(free=True)
+    max_turns: int = key(1, 10**6)
+    path: str | None = key(reads="data", example="prompts.jsonl")
+    split: str | None = key(**_OF_ROWS)
+    prompt_field: str = key(**_OF_ROWS)
+    answer_field: str = key(**_OF_ROWS)
+    environment_processes: int = key(0, 1024, learns=False, fixed="", **_ENDED)
+    environment_seconds: float | None = key(0.01, 86400, fixed="", **_ENDING)
 
 
 @dataclass
@@ -428,6 +456,8 @@ _SHAPES = {
         "shortest_path": ShortestPathTaskConfig,
         "reasoning_gym": ReasoningGymTaskConfig,
         "prompts": PromptsTaskConfig,
+        "conversation": ConversationTaskConfig,
+        "guess": GuessTaskConfig,
     },
     "rollout": {"policy": PolicyRolloutConfig, "recorded": RecordedRolloutConfig},
     "sampler": {"transformers": TransformersSamplerConfig, "vllm": VllmSamplerConfig},

@@ -98,7 +98,7 @@ def _configuration(command: str, source: Path | None, of_run: bool, typed: list[
         config.evaluation.sets = {}
     make_absolute(config)
     config.evaluation.every, config.evaluation.best, config.trainer.stop_at = 1, None, None
-    if of_run and not own_task and config.task.name == "prompts" and not config.evaluation.sets:
+    if of_run and not own_task and getattr(config.task, "path", None) and not config.evaluation.sets:
         reason = "The run has no held-out prompts of its own."
         use = "task.path=test.jsonl or evaluation.sets.test.path=test.jsonl"
         raise ConfigError(refusal(command, "prompts to evaluate on", "none", reason, use))

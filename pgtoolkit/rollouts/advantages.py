@@ -147,12 +147,13 @@ def scored_group(
     documents = []
     for i, (completion, score) in enumerate(scored):
         tokens = torch.cat([torch.tensor(start), completion.tokens])
+        drawn = torch.ones(len(completion.tokens), dtype=torch.bool) if completion.drawn is None else completion.drawn
         documents.append(
             Document(
                 tokens=tokens,
-                loss_mask=torch.arange(len(tokens)) >= len(start),
+                loss_mask=torch.cat([torch.zeros(len(start), dtype=torch.bool), drawn]),
                 old_log_probs=completion.log_probs,
-                advantages=torch.zeros(len(completion.tokens)),
+                advantages=torch.zeros(len(completion.log_probs)),
                 group=prompt.index,
                 name=f"prompt {prompt.index}, completion {i}",
                 reward=rewards[i],

@@ -58,11 +58,12 @@ class KeptCompletions:
 
     def _row(self, step: int, document: Document, prompt: Prompt) -> CompletionRow:
         rewards = {k.removeprefix("reward/"): x for k, x in document.measures.items() if k.startswith("reward/")}
+        first = int(document.loss_mask.int().argmax())  # of a conversation the completion is all that follows
         return CompletionRow(
             step=step,
             name=prompt.place,
-            prompt=self._tokenizer.decode(document.tokens[~document.loss_mask]),
-            completion=self._tokenizer.decode(document.tokens[document.loss_mask]),
+            prompt=self._tokenizer.decode(document.tokens[:first]),
+            completion=self._tokenizer.decode(document.tokens[first:]),
             reward=document.reward,
             rewards=rewards,
             advantage=float(document.advantages[0]),

@@ -15,6 +15,7 @@ from pgtoolkit.config.keys import values_of
 from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.turns import completed
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.completion import Request
@@ -81,7 +82,7 @@ class Evaluator:
         seeds = [seed_of(prompt_set.seed, prompt.index + (step << 32)) for prompt in prompts]
         requests = [Request(ids, count, seed) for ids, seed in zip(tokens, seeds, strict=True)]
         self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
-        completions = self.sampler.complete(requests)
+        completions = completed(prompt_set.task, self.sampler, prompts, requests, self.layout)
         asked = [prompt for prompt in prompts for _ in range(count)]
         scores = prompt_set.task.scores(asked, completions)
         decode, answers = self.trained.policy.tokenizer.decode, []
@@ -95,7 +96,7 @@ class Evaluator:
                 completion=decode(completion.tokens),
                 reward=score.reward,
                 rewards=rewards,
-                tokens=len(completion.tokens),
+                tokens=len(completion.log_probs),
                 finish_reason=completion.finish_reason,
                 version=completion.model_version,
                 answer=prompt.answer,
@@ -121,8 +122,10 @@ def _numbers(groups: list[list[_Answer]]) -> dict[str, Any]:
     others = {
         "length": means(lambda row, _: row.tokens),
         "truncated": means(lambda row, _: row.finish_reason == "length"),
-        **{name: means(lambda _, score, name=name: score.measures[name]) for name in groups[0][0][1].measures},
     }
+    # One whose environment gave no answer has no measures of it.
+    for name in dict.fromkeys(name for group in groups for _, score in group for name in score.measures):
+        others[name] = means(lambda _, score, name=name: score.measures.get(name, 0.0))
     return numbers | {name: mean_and_error(values)[0] for name, values in others.items()}
 
 

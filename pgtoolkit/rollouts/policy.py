@@ -21,11 +21,12 @@ from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config, LastStep, OldLogProbs
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
-from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import fill, scored_group
 from pgtoolkit.rollouts.estimators import Estimator, with_advantages
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
+from pgtoolkit.rollouts.turns import completed
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background
@@ -123,10 +124,10 @@ class PolicyRollouts(Source):
 
     def close(self) -> None:
         """What is being sampled is given up."""
-        self.task.close()
         self.sampler.close()
         if self._background is not None:
             wait([self._background], timeout=10)  # for a call that was told to end
+        self.task.close()
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -169,8 +170,10 @@ class PolicyRollouts(Source):
             requests = [Request(o, self._rollout.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
             with self._timed("sampling"):
                 self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
-            complete = partial(self.sampler.complete, requests)
-            if self._rollout.max_staleness is not None:
+            beside = self._rollout.max_staleness is not None
+            together = ONE_PROCESS if beside else self.layout  # a thread beside training waits for no rank
+            complete = partial(completed, self.task, self.sampler, prompts, requests, together)
+            if beside:
                 self._background = in_background(complete)
                 complete = self._background.result
 

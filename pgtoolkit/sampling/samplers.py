@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -35,9 +35,10 @@ class Sampler(Protocol):
         """
         ...
 
-    def complete(self, requests: list[Request]) -> list[Completion]:
+    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
         """The completions of the first request, then those of the second, and so on.
 
+        more: whether further calls for the same weights follow, before which nothing needs to be given back.
         Raises NumericalError where the weights give no finite probabilities.
         """
         ...
@@ -45,6 +46,10 @@ class Sampler(Protocol):
     def close(self) -> None:
         """End what the sampler started. Called once, at the end of the run, however it ends."""
         ...
+
+
+_Row = tuple[int, Request, int]
+"""A completion to be sampled: its number among all, its request, and which of that it is."""
 
 
 class TransformersSampler:
@@ -73,13 +78,14 @@ class TransformersSampler:
         self._beside_training, self._closed = rollout.max_staleness is not None, False
         is_ready = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
         self._policy = policy if is_ready else None
+        self._borrowed = False
         self._stream = None  # on a GPU beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = config.sampler.max_sequences
         self._stops = StopStrings(rollout.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        self._version = version
+        self._version, self._borrowed = version, False
         if self._beside_training:
             self._load(weights())
 
@@ -88,24 +94,42 @@ class TransformersSampler:
         self._policy = self._policy or self._live.copied()
         self._policy.load(weights)
 
-    def complete(self, requests: list[Request]) -> list[Completion]:
+    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
         """Draws by the seed of each request: the same, whatever else is sampled, by whichever process.
 
         Keeps one log-prob per token, however large the vocabulary.
         """
-        borrowed = not self._beside_training and self._policy is not self._live
-        if borrowed:
+        borrows = not self._beside_training and self._policy is not self._live
+        if borrows and not self._borrowed:
             self._load(self._live.weights())
-        rows = [(request.tokens, request.seed, i) for request in requests for i in range(request.completions)]
-        size = self._max_sequences or max(1, len(rows))
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        self._borrowed = borrows and more
+        rows = [(one, place) for one in requests for place in range(one.completions)]
+        completions: dict[int, Completion] = {}
         with self._aside() if self._beside_training else contextlib.nullcontext():
-            completions = [completion for batch in batches for completion in self._complete(batch)]
-        if borrowed:
+            for batch in self._batches([(number, *row) for number, row in enumerate(rows)]):
+                completions |= zip((number for number, *_ in batch), self._complete(batch), strict=True)
+        if borrows and not more:
             self._policy.unload()
-        if self._live.model.device.type == "cuda" and not self._beside_training:
+        if self._live.model.device.type == "cuda" and not self._beside_training and not more:
             torch.cuda.empty_cache()  # what the graphs had is of use to nothing else before
-        return completions
+        return [completions[number] for number in range(len(rows))]
+
+    def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
+        """What is sampled at once. A row whose completion must end early goes on beside longer ones, so far as the
+        model has positions."""
+        batch: list[_Row] = []
+        for row in sorted(rows, key=lambda row: -self._most(row)):  # the first of a batch has the longest
+            beyond = batch and len(row[1].tokens) + self._most(batch[0]) > self._live.max_positions
+            if beyond or len(batch) == self._max_sequences:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+    def _most(self, row: _Row) -> int:
+        """Tokens of its completion."""
+        return min(self.settings.max_new_tokens, row[1].max_tokens or self.settings.max_new_tokens)
 
     def close(self) -> None:
         """Makes a thread that is sampling end after its next token."""
@@ -123,10 +147,10 @@ class TransformersSampler:
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             yield
 
-    def _complete(self, rows: list[tuple[list[int], int, int]]) -> list[Completion]:
-        """A completion for each prompt's tokens, its request's seed, and which of that it is; all sampled at once."""
-        device, prompts = self._policy.model.device, [prompt for prompt, _, _ in rows]
-        uniform = uniform_numbers([row[1:] for row in rows], self.settings.max_new_tokens).to(device)
+    def _complete(self, rows: list[_Row]) -> list[Completion]:
+        """A completion for each, of which the first may become the longest; all sampled at once."""
+        device, prompts = self._policy.model.device, [request.tokens for _, request, _ in rows]
+        uniform = uniform_numbers([(request.seed, place) for _, request, place in rows], self._most(rows[0])).to(device)
         static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
         tokens, log_probs = (sampled.cpu() for sampled in sample(prompts, uniform))
@@ -135,7 +159,8 @@ class TransformersSampler:
                 "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
                 "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
             )
-        return [self._completion(*row) for row in zip(tokens, log_probs, strict=True)]
+        most = map(self._most, rows)
+        return [self._completion(t[:end], p[:end]) for t, p, end in zip(tokens, log_probs, most, strict=True)]
 
     @property
     def _drawn_by_kernel(self) -> bool:
@@ -158,7 +183,7 @@ class TransformersSampler:
         draws = self.settings.temperature if self._drawn_by_kernel else self._draw
         how = {"draw": draws, "uniform": uniform, "check": self._check_open, "ends": self._ends()}
         how |= {"stopped": self._stopped} if self._stops else {}
-        return self._policy.decode(prompts, self.settings.max_new_tokens, self._fp32_lm_head, **how)
+        return self._policy.decode(prompts, uniform.shape[1], self._fp32_lm_head, **how)
 
     @torch.no_grad()
     def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,7 +206,7 @@ class TransformersSampler:
         # All is drawn here, and `generate` takes the likeliest of what is left: its own temperature and top_p would
         # come after every processor that it is given, and its draws from the global random state alone.
         settings = copy.deepcopy(self.settings)
-        settings.update(temperature=1.0, top_p=1.0, do_sample=False)
+        settings.update(temperature=1.0, top_p=1.0, do_sample=False, max_new_tokens=uniform.shape[1])
         with self._policy.generating(self._fp32_lm_head), without_own_settings(model):
             whole = model.generate(
                 input_ids=tokens,

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,8 @@ class Server:
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
         """The completions of one request, each checked to be what was asked for; version: of the weights."""
+        if request.max_tokens is not None:
+            sampling = replace(sampling, max_tokens=request.max_tokens)
         tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
         answer = self._call(self._api.completions(request, sampling, salt), deadline, tokens)
         try:

@@ -112,10 +112,12 @@ class ServerSampler:
             self._version = version
             self._prove(log_probs)
 
-    def complete(self, requests: list[Request], sampling: Sampling | None = None) -> list[Completion]:
+    def complete(
+        self, requests: list[Request], sampling: Sampling | None = None, more: bool = False
+    ) -> list[Completion]:
         """Those of all requests, which are all under way at once; where servers sleep, called by every rank.
 
-        sampling: None for the way of training.
+        sampling: None for the way of training. more: as of `Sampler`.
         """
         deadline, count, sampling = self._deadline(), len(self._servers), sampling or self._sampling
         calls = [
@@ -128,7 +130,7 @@ class ServerSampler:
         completions = _at_once(calls, _IN_FLIGHT * count)
         if self._config.sampler.urls and self._layout.rank == 0:  # to others', another run may have given its weights
             self._of_each(lambda server: self._proof.check_kept(server.url, self._score(server)))
-        if self._plan.sleeps:
+        if self._plan.sleeps and not more:
             self._put_to_sleep()
         return [completion for several in completions for completion in several]
 
@@ -283,8 +285,8 @@ class _SameServers:
         self._settle()  # servers have one version of the weights at a time
         self._owner.publish(weights, version)
 
-    def complete(self, requests: list[Request]) -> list[Completion]:
-        return self._owner.complete(requests, self._sampling)
+    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
+        return self._owner.complete(requests, self._sampling, more)
 
     def close(self) -> None:
         """What it uses is the other's."""

@@ -56,14 +56,15 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
     except TypeError as error:
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
         needs, got = f"a {kind} that can be called as {name}({call})", f"{name}{signature}"
-        use = f"loss.options that fit {name}{signature}" if kind == "class" else f"def {name}({call})"
+        options = f"{key.partition('.')[0]}.options that fit {name}{signature}"
+        use = options if kind == "class" else f"def {name}({call})"
         raise ConfigError(refusal(setting, needs, got, f"Python says of that call: {error}.", use)) from error
     return function
 
 
 def kind_of(key: str) -> str:
     """What the dotted path in this key leads to."""
-    return "class" if key == "loss.path" else "function"
+    return "class" if key in ("loss.path", "task.environment") else "function"
 
 
 @contextlib.contextmanager

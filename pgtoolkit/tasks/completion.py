@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -14,11 +14,13 @@ class Request:
 
     tokens: the prompt's token ids. completions: how many completions of it are wanted.
     seed: of this prompt in this run, below 2^32: with the number of a completion it decides all that is drawn for it.
+    max_tokens: of a completion, where that is less than the sampler's own number; None: that.
     """
 
     tokens: list[int]
     completions: int
     seed: int
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,17 @@ class Completion:
 
     tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
         whichever comes first, and with it.
-    log_probs: (C,) float32, of each token under the distribution it was sampled from: tempered, and renormalised if
-        top_p cuts it.
+    log_probs: (N,) float32, of each drawn token under the distribution it was sampled from: tempered, and renormalised
+        if top_p cuts it.
     finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
     model_version: of the weights that wrote it, as `publish` was told.
+    drawn: (C,) bool, False for what an environment said; None: the model drew all tokens, and N = C.
+    conversation: of a task of several turns, what its score is made of.
     """
 
     tokens: Tensor
     log_probs: Tensor
     finish_reason: Literal["stop", "length"]
     model_version: int
+    drawn: Tensor | None = None
+    conversation: Any = None

@@ -24,6 +24,7 @@ class Prompt:
     """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`.
 
     messages: of a chat, whose last content is the text; None where the prompt is a text.
+    seed: of a conversation, below 2^32, for what its environment draws; the same whenever the prompt comes again.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Prompt:
     index: int
     place: str
     messages: tuple[Message, ...] | None = None
+    seed: int = 0
 
 
 def prompt_files(path: str, split: str | None) -> list[Path]:

@@ -14,6 +14,8 @@ from pgtoolkit.config.schema import Chat, HuggingFaceModelConfig, PromptsTaskCon
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.system.report import listed, refusal
+from pgtoolkit.tasks.between import Between
+from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Prompt, Score, Task, TaskConfig, make_task
 
@@ -54,10 +56,16 @@ class ChatTemplate:
 
     def messages(self, prompt: Prompt) -> list[dict]:
         """The conversation that the model is to continue. ValueError for two system messages."""
-        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        return self.under_system(prompt.messages or ({"role": "user", "content": prompt.text},))
+
+    def under_system(self, messages: Sequence[dict]) -> list[dict]:
         if self._system and messages[0]["role"] == "system":
             raise ValueError("it has a system message of its own beside task.system_prompt")
         return [*self._system, *messages]
+
+    def usual(self) -> list[dict]:
+        """The shortest conversation that a model may continue."""
+        return [*self._system, {"role": "user", "content": _WORD}]
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
@@ -126,6 +134,7 @@ class TokenizedTask:
     ends: ids of the end-of-sequence tokens. chat: the template that prompts go through; None: they are texts alone.
     stop: texts that end a completion. vocabulary: how many tokens the model has weights of; None: not asked.
     reference_prompt: the template, of `prompt` and `answer`, of what a reference reads in the place of the prompt.
+    longest: most tokens of a completion; of a conversation, of all that follows its prompt.
     """
 
     task: Task
@@ -135,9 +144,11 @@ class TokenizedTask:
     stop: Sequence[str] = ()
     vocabulary: int | None = None
     reference_prompt: str | None = None
+    longest: int = 0
 
     def __post_init__(self):
         self._stops = StopStrings(self.stop, self.tokenizer)
+        self.between = Between(self.tokenizer, self.ends, self.chat)
 
     def prompt(self, index: int) -> Prompt:
         return self.task.prompt(index)
@@ -178,7 +189,7 @@ class TokenizedTask:
     def _tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         if self.chat is not None:
             return self.chat.encode(prompts)
-        if any(prompt.messages is not None for prompt in prompts):
+        if any(prompt.messages is not None for prompt in prompts) and not isinstance(self.task, ConversationTask):
             raise ValueError("it is a list of chat messages, and there is no chat template, or task.chat=never")
         tokens = self.tokenizer([prompt.text for prompt in prompts])["input_ids"]
         for row in tokens:
@@ -188,15 +199,17 @@ class TokenizedTask:
 
     def scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
         """Of each completion, of the prompt at its place."""
-        answers = [(prompt, *self._answer(one)) for prompt, one in zip(prompts, completions, strict=True)]
+        if isinstance(self.task, ConversationTask):
+            return self.task.judged([completion.conversation for completion in completions])
+        answers = [(prompt, *self.answer(one)) for prompt, one in zip(prompts, completions, strict=True)]
         return self.task.scores(answers)
 
     def close(self) -> None:
         """End what scoring has started."""
         self.task.close()
 
-    def _answer(self, completion: Completion) -> tuple[str, bool]:
-        """The text that is scored, and whether the completion ended by itself.
+    def answer(self, completion: Completion) -> tuple[str, bool]:
+        """The text that is scored, or said to an environment, and whether the completion ended by itself.
 
         The end is no part of the text, whether or not the tokenizer holds it for a special token; nor is a stop string.
         """

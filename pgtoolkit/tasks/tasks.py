@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pgtoolkit.config.evaluation import QUESTIONS
-from pgtoolkit.config.schema import GeneratedTaskConfig, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig
+from pgtoolkit.config.schema import (
+    ConversationTaskConfig,
+    GeneratedTaskConfig,
+    GuessTaskConfig,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    ReverseTaskConfig,
+)
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.functions import blaming
 from pgtoolkit.system.report import refusal
@@ -63,7 +70,7 @@ class Task(Protocol):
         """End what scoring has started."""
 
 
-TaskConfig = GeneratedTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig
+TaskConfig = GeneratedTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig | ConversationTaskConfig | GuessTaskConfig
 
 
 def make_task(
@@ -83,6 +90,10 @@ def make_task(
         from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask  # not above: it imports this file
 
         return {"chain_sum": ChainSumTask, "shortest_path": ShortestPathTask}[config.name](config, seed, held_out)
+    if config.name in ("conversation", "guess"):
+        from pgtoolkit.tasks.conversation import ConversationTask  # which is made of what is below
+
+        return ConversationTask(config, seed, once)
     return {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask}[config.name](config, seed)
 
 
@@ -128,15 +139,16 @@ class _NumberedRows(Task):
         return len(self._kept)
 
     def rows(self) -> Iterator[Prompt]:
-        return (self._prompt_of(row, row) for row in self._kept)
+        return map(self.of_row, self._kept)
 
     def drop(self, rows: set[int]) -> None:
         self._kept = [row for row in self._kept if row not in rows]
 
     def prompt(self, index: int) -> Prompt:
-        return self._prompt_of(self._row(index), index)
+        return dataclasses.replace(self.of_row(self.row(index)), index=index)
 
-    def _row(self, index: int) -> int:
+    def row(self, index: int) -> int:
+        """The number of the row that a prompt is."""
         return self._kept[index % self.num_prompts]
 
 
@@ -167,27 +179,47 @@ class ReasoningGymTask(_NumberedRows):
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _called_on(completion, prompt)):
-            reward = float(self._score_answer(completion.strip(), self._entry(self._row(prompt.index))))
+            reward = float(self._score_answer(completion.strip(), self._entry(self.row(prompt.index))))
         if not math.isfinite(reward):
             raise DataError(f"reasoning-gym scored {completion[:60]!r} with {reward}; a reward must be finite")
         return Score(reward, reward >= 1)
 
-    def _prompt_of(self, row: int, index: int) -> Prompt:
+    def of_row(self, row: int) -> Prompt:
         entry = self._entry(row)
-        return Prompt(entry["question"], entry["answer"] or "", index, f"{self._dataset}:{row}")
+        return Prompt(entry["question"], entry["answer"] or "", row, f"{self._dataset}:{row}")
 
 
-class PromptsTask(_NumberedRows):
+class PromptRows(_NumberedRows):
+    """Prompts from files, all of them read at the start. They come in another seeded order in every pass."""
+
+    def __init__(
+        self, config: PromptsTaskConfig | ConversationTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]
+    ):
+        from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
+
+        chosen = config.path, config.split, config.prompt_field, config.answer_field
+        self._read = once(functools.partial(read_prompts, *chosen))
+        super().__init__(len(self._read))
+        self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
+        # The number of prompts is among the arguments since some may be dropped.
+        self._order = functools.lru_cache(maxsize=2)(lambda number, count: shuffled(count, seed, number))
+
+    def row(self, index: int) -> int:
+        number, place = divmod(index, self.num_prompts)
+        return self._kept[self._order(number, self.num_prompts)[place]]
+
+    def of_row(self, row: int) -> Prompt:
+        return self._read[row]
+
+
+class PromptsTask(PromptRows):
     """Prompts with reference answers from files, scored by verifiers.
 
-    All prompts are read at the start. They come in another seeded order in every pass. Verifiers see the text of a
-    completion whether it was finished or cut off at its maximum length. The reward is the sum of each one's score times
-    its weight; a score of 1 or more by the first is an exact match.
+    Verifiers see the text of a completion whether it was finished or cut off at its maximum length. The reward is the
+    sum of each one's score times its weight; a score of 1 or more by the first is an exact match.
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]):
-        from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
-
         chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
         self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}
         named = [
@@ -199,12 +231,7 @@ class PromptsTask(_NumberedRows):
             self._verifiers = VerifierProcesses(named, config.verifier_processes, config.verifier_seconds)
         else:
             self._verifiers = Verifiers(named)
-        chosen = config.path, config.split, config.prompt_field, config.answer_field
-        self._read = once(functools.partial(read_prompts, *chosen))
-        super().__init__(len(self._read))
-        self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
-        # The number of prompts is among the arguments since some may be dropped.
-        self._order = functools.lru_cache(maxsize=2)(lambda number, count: shuffled(count, seed, number))
+        super().__init__(config, seed, once)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         return self.scores([(prompt, completion, finished)])[0]
@@ -216,7 +243,7 @@ class PromptsTask(_NumberedRows):
             for prompt, completion, _ in answers
             for number in range(count)
         ]
-        scores = self._verifiers.scores(questions)
+        scores = self._verifiers.answers(questions)
         return [self._score(scores[i : i + count]) for i in range(0, len(scores), count)]
 
     def close(self) -> None:
@@ -231,13 +258,6 @@ class PromptsTask(_NumberedRows):
         if self._in_processes:
             measures |= {f"verifier_{kind}_fraction": float(kind in outcomes) for kind in (TIMEOUT, CRASH)}
         return Score(reward, scores[0] >= 1, measures)
-
-    def _row(self, index: int) -> int:
-        number, place = divmod(index, self.num_prompts)
-        return self._kept[self._order(number, self.num_prompts)[place]]
-
-    def _prompt_of(self, row: int, index: int) -> Prompt:
-        return dataclasses.replace(self._read[row], index=index)
 
 
 def _called_on(completion: str, prompt: Prompt) -> str:

@@ -1,7 +1,7 @@
 """Verifiers: whether a completion answers its prompt; in this process, or in some of their own with a time limit.
 
-Of a process of its own, questions go in and scores come out over a socket. It ends with the one that trains, however
-that ends and whatever a verifier is doing then. Both sides are here; nothing large is imported.
+Of a process of its own, questions go in and answers come out over a socket. It ends with the one that trains, however
+that ends and whatever code of the user's is doing then. Both sides are here; nothing large is imported.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Verifier = Callable[[str, str], float]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
 
 START_SECONDS = 120
-"""For a process to import its verifiers; the time for an answer begins afterwards."""
+"""For a process to import what it asks; the time for an answer begins afterwards."""
 
 TIMEOUT, CRASH = "timeout", "crash"
-"""What a question has in the place of a score."""
+"""What a question has in the place of an answer."""
 
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pgtoolkit.tasks.verifiers as v; v.work({})"
 
@@ -65,40 +65,48 @@ class Verifiers:
         self._named = named
         self._functions = [make_verifier(one.name, one.pattern, one.key) for one in named]
 
-    def score(self, question: Question) -> float:
+    def answer(self, question: Question) -> float:
         """Raises DataError where a function of the user's fails."""
         named = self._named[question.number]
         with blaming(f"{named.key}={named.name}", DataError, question.on):
             return float(self._functions[question.number](question.completion, question.answer))
 
-    def scores(self, questions: Sequence[Question]) -> list[float]:
-        """Of each question, in their order."""
-        return [self.score(question) for question in questions]
+    def answers(self, questions: Sequence[Question]) -> list[float]:
+        """The score of each question, in their order."""
+        return [self.answer(question) for question in questions]
 
 
-class VerifierProcesses:
-    """The verifiers of a run in at most `processes` processes, started when they are first needed.
+class Processes:
+    """At most so many processes, started when they are first needed, which answer questions, from any thread.
 
-    seconds: the most that one answer may take.
+    kind, told: each of them makes `kind(*told)`, and asks that. setting: what names it in the configuration. limit: the
+    key of the most seconds that one answer may take, and these. note: says of TIMEOUT or CRASH, a question and what
+    happened what becomes of it.
     """
 
-    def __init__(self, named: Sequence[Named], processes: int, seconds: float):
-        self._named, self._seconds = named, seconds
-        self._workers = [_Worker(named) for _ in range(processes)]
+    def __init__(
+        self, kind: type, told: tuple, setting: str, processes: int, limit: tuple[str, float], note: Callable[..., str]
+    ):
+        self._limit, self._note, self._lock = limit, note, threading.Lock()
+        self._workers = [_Worker((kind, told), setting) for _ in range(processes)]
         self._said: set[str] = set()
 
-    def scores(self, questions: Sequence[Question]) -> list[float | str]:
-        """The score of each question, in their order; TIMEOUT or CRASH where there was none.
+    def answers(self, questions: Sequence[Any]) -> list[Any]:
+        """The answer to each question, in their order; TIMEOUT or CRASH where there was none.
 
         Raises DataError where a function of the user's fails, for the first such question, and ConfigError where a
         process cannot be started.
         """
-        idle = [*self._workers]
+        with self._lock:
+            return self._answers(questions)
 
-        def outcome(question: Question) -> tuple[str, Any]:
+    def _answers(self, questions: Sequence[Any]) -> list[Any]:
+        idle, (limit, seconds) = [*self._workers], self._limit
+
+        def outcome(question: Any) -> tuple[str, Any]:
             worker = idle.pop()  # of those that nobody else asks, the one that was asked last
             try:
-                return worker.outcome(question, self._seconds)
+                return worker.outcome(question, seconds)
             finally:
                 idle.append(worker)
 
@@ -113,15 +121,12 @@ class VerifierProcesses:
         for question, (kind, value) in zip(questions, outcomes, strict=True):
             if kind == "error":
                 raise DataError(value)
-            if kind != "score" and kind not in self._said:
+            if kind != "answer" and kind not in self._said:
                 self._said.add(kind)
-                named, limit = self._named[question.number], f"task.verifier_seconds={self._seconds:g}"
-                happened = f"gave no answer within {limit}" if kind == TIMEOUT else f"ended its process: {value}"
-                log.warning(
-                    f"note: {named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. "
-                    f"Said once; the metric verifier_{kind}_fraction counts such completions."
-                )
-        return [value if kind == "score" else kind for kind, value in outcomes]
+                late = f"gave no answer within {limit}={seconds:g}"
+                note = self._note(kind, question, late if kind == TIMEOUT else f"ended its process: {value}")
+                log.warning(f"note: {note}")
+        return [value if kind == "answer" else kind for kind, value in outcomes]
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -130,14 +135,30 @@ class VerifierProcesses:
                 worker.end(worker.process)
 
 
+class VerifierProcesses(Processes):
+    """The verifiers of a run in at most `processes` processes; seconds: the most that one answer may take."""
+
+    def __init__(self, named: Sequence[Named], processes: int, seconds: float):
+        self._named, setting = named, ", ".join(f"{one.key}={one.name}" for one in named)
+        limit = "task.verifier_seconds", seconds
+        super().__init__(Verifiers, ([*named],), setting, processes, limit, self._without_answer)
+
+    def _without_answer(self, kind: str, question: Question, happened: str) -> str:
+        named = self._named[question.number]
+        return (
+            f"{named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. "
+            f"Said once; the metric verifier_{kind}_fraction counts such completions."
+        )
+
+
 class _Worker:
     """One process at a time, started when it is first asked and after one that has ended."""
 
-    def __init__(self, named: Sequence[Named]):
-        self._named, self.process = named, None
+    def __init__(self, made: tuple[type, tuple], setting: str):
+        self._made, self._setting, self.process = made, setting, None
 
-    def outcome(self, question: Question, seconds: float) -> tuple[str, Any]:
-        """("score", number), ("error", text), or TIMEOUT or CRASH with how the process has ended."""
+    def outcome(self, question: Any, seconds: float) -> tuple[str, Any]:
+        """("answer", value), ("error", text), or TIMEOUT or CRASH with how the process has ended."""
         if self.process is None:
             self._start()
         return self._ask(question, seconds)
@@ -149,14 +170,13 @@ class _Worker:
         self.process = subprocess.Popen(arguments, pass_fds=[there.fileno()], start_new_session=True)
         there.close()
         self._connection = Connection(here.detach())
-        kind, value = self._ask([*self._named], START_SECONDS)
+        kind, value = self._ask(self._made, START_SECONDS)
         if kind == "error":
             raise ConfigError(value)
         if kind != "ready":
             got = f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {value}"
-            names = ", ".join(f"{one.key}={one.name}" for one in self._named)
-            reason, use = "Importing it runs its code.", "a verifier whose module can be imported in seconds"
-            raise ConfigError(refusal(names, "a process that imports it", got, reason, use))
+            reason, use = "Importing it runs its code.", "a module that can be imported in seconds"
+            raise ConfigError(refusal(self._setting, "a process that imports it", got, reason, use))
 
     def _ask(self, told: Any, seconds: float) -> tuple[str, Any]:
         kind, process = TIMEOUT, self.process
@@ -183,13 +203,13 @@ class _Worker:
 def work(descriptor: int) -> None:
     """Serve until the other process closes its end of the socket with this descriptor.
 
-    In: the verifiers, then a question at a time. Out: a first answer once they are imported, then one for each
+    In: what to make, then a question at a time. Out: a first answer once it is made, then one for each
     question, as `_Worker.outcome` has it. Between question and answer nothing but its end comes over the socket: then
     the kernel kills the group of this process, also within a function that never returns.
     """
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
-    connection, process_id, verifiers = Connection(descriptor), os.getpid(), None
+    connection, process_id, made = Connection(descriptor), os.getpid(), None
     while True:
         try:
             told = connection.recv()
@@ -199,14 +219,15 @@ def work(descriptor: int) -> None:
         except EOFError:
             os.killpg(os.getpgrp(), signal.SIGKILL)
         try:
-            if verifiers is None:
-                verifiers, answer = Verifiers(told), ("ready", None)
+            if made is None:
+                kind, arguments = told
+                made, answer = kind(*arguments), ("ready", None)
             else:
-                answer = "score", verifiers.score(told)
+                answer = "answer", made.answer(told)
         except (ConfigError, DataError) as error:
             answer = "error", str(error)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
-        # What a verifier has forked, and which came back as well, would answer once more.
+        # What the user's code has forked, and which came back as well, would answer once more.
         if os.getpid() != process_id:
             os._exit(0)
         connection.send(answer)

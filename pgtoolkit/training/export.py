@@ -162,7 +162,7 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     described, (resolved, overrides) = describe(run_dir), read_config(run_dir)
     of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
     prompt = '"..."'  # a place to put one
-    if isinstance(config.model, TinyModelConfig):
+    if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":  # which would run its code
         prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
     filled = {
         "base": f"base_model: {config.model.path}\n" if of_hub else "",

@@ -187,7 +187,7 @@ def _prompts(c: Config, report: Report) -> None:
     if is_on(c):
         tasks |= {f"evaluation.sets.{one.name}" if c.evaluation.sets else "task": one.task for one in held_out_sets(c)}
     for place, task in tasks.items():
-        if task.name != "prompts":
+        if task.name not in ("prompts", "conversation"):
             continue
         no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
         if error := _error_of_task(os.getcwd(), pickle.dumps(task), no_template):
@@ -197,13 +197,14 @@ def _prompts(c: Config, report: Report) -> None:
 @functools.cache  # the jobs of a sweep share it
 def _error_of_task(_directory: str, pickled: bytes, no_template: str) -> str | None:
     """no_template: the setting that leaves chat messages without a template, if any."""
-    from pgtoolkit.tasks.tasks import make_task
+    from pgtoolkit.tasks.tasks import PromptsTask, make_task
 
     report = Report()
     with _added_to(report):
         task = make_task(pickle.loads(pickled), 0)
-        task.close()
-        if no_template and any(prompt.messages is not None for prompt in task.rows()):
+        with contextlib.closing(task):
+            task.prompt(0)
+        if no_template and isinstance(task, PromptsTask) and any(prompt.messages is not None for prompt in task.rows()):
             got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
             raise ConfigError(
                 refusal("task.prompt_field", "texts", got, reason, "model=huggingface with task.chat=auto")

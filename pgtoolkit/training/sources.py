@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
-from pgtoolkit.config.schema import Config, PolicyRolloutConfig, TooLong
+from pgtoolkit.config.schema import Chat, Config, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
@@ -22,6 +22,8 @@ from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
+from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
 from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
 from pgtoolkit.training.data import record_rollouts
@@ -84,6 +86,8 @@ def evaluator_of(
                     f"note: {count} of the {prompt_set.count} prompts of evaluation set {prompt_set.name} are also "
                     "prompts of training: what is measured on those is not held out."
                 )
+            if isinstance(task, ConversationTask):  # which may begin alike, and go on by the prompts' seeds
+                continue
             if count := prompt_set.count - len(different(map(task.prompt, range(prompt_set.count)))):
                 log.warning(f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat one before.")
     for prompt_set, task in sets:
@@ -119,11 +123,16 @@ def _tokenized(
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
-    vocabulary = module.policy.vocabulary_size
-    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, reference_prompt)
+    vocabulary, longest = module.policy.vocabulary_size, config.rollout.max_completion_length
+    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, reference_prompt, longest)
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
-    tokenized.check_lengths(room, config.rollout.max_completion_length, skip, longest_prompt, once)
+    tokenized.check_lengths(room, longest, skip, longest_prompt, once)
+    if isinstance(task, ConversationTask):
+        if chat is None and config.model.name == "huggingface" and getattr(chosen, "chat", Chat.never) == Chat.auto:
+            reason, use = "A conversation's messages have roles.", "task.chat=never, with which they are their contents"
+            raise ConfigError(refusal("task.chat=auto", "a chat template of the model's", "none", reason, use))
+        tokenized.between.check(task.prompt(0).messages)
     for note in chat.notes(ends) if chat is not None else ():
         log.warning(f"note: {note}")
     return tokenized

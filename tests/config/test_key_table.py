@@ -23,6 +23,7 @@ NEEDED = {
     "model/huggingface": ["model.path=hub/name"],
     "task/reasoning_gym": ["task.dataset=chain_sum"],
     "task/prompts": ["task.path=x.jsonl"],
+    "task/conversation": ["task.environment=my_module.Environment"],
     "rollout/recorded": ["rollout.path=rows.jsonl"],
 }
 IDS = [f"{key.schema or 'top'}.{key.leaf}" for key in KEYS]

@@ -11,7 +11,7 @@ from pgtoolkit.config.saved import typed
 from pgtoolkit.config.validate import validate
 
 NEEDED = {"rollout/recorded": ["rollout.path=pyproject.toml"], "aggregation": ["aggregation=constant"]}
-NEEDED |= {f"task/{name}": ["rollout.max_completion_length=66"] for name in ("chain_sum", "shortest_path")}
+NEEDED |= {f"task/{name}": ["rollout.max_completion_length=66"] for name in ("chain_sum", "shortest_path", "guess")}
 """What an option needs besides, for a number of it to be looked at."""
 
 

@@ -41,6 +41,10 @@ SEEN_BY = {
         "training/test_evaluation.py::test_the_best_checkpoint_is_kept_and_of_equal_ones_the_latest",
     ),
     **dict.fromkeys(
+        ("task/conversation.chat", "task/conversation.system_prompt"),
+        "tasks/test_chat.py::test_a_conversation_goes_through_the_template",
+    ),
+    **dict.fromkeys(
         [f"task/{name}.{key}" for name in ("reasoning_gym", "prompts") for key in ("chat", "system_prompt")],
         "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
     ),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import json
 import os
 import sys
+import time
 import types
 
 import pytest
+import torch
 
 from keys import key, module_of
 from keys.rollouts import prompt_of, sampled
 from pgtoolkit.errors import DataError
+from pgtoolkit.tasks.completion import Completion
+from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import make_task
 
 
@@ -21,7 +26,12 @@ def task_of(*overrides):
     return make_task(module.config.task, module.config.seed)
 
 
-@key(*[f"task/{name}.name" for name in ("reverse", "chain_sum", "shortest_path", "reasoning_gym", "prompts")])
+TALK = ("task=conversation", "task.environment=tasks.environments_for_tests.Counting")
+ROOM = ("rollout.max_completion_length=40", "accumulation.max_tokens=64")
+KINDS = ("reverse", "chain_sum", "shortest_path", "reasoning_gym", "prompts", "conversation", "guess")
+
+
+@key(*(f"task/{name}.name" for name in KINDS))
 def task_name(tmp_path, monkeypatch):
     stand_in_gym(monkeypatch)
     found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
@@ -29,6 +39,8 @@ def task_name(tmp_path, monkeypatch):
     room = ["rollout.max_completion_length=70", "model.max_positions=192", "accumulation.max_tokens=192"]
     found = task_of("task=chain_sum", *room), task_of("task=shortest_path", *room)
     assert [type(task).__name__ for task in found] == ["ChainSumTask", "ShortestPathTask"]
+    found = task_of("task=guess", *room), task_of(*TALK)
+    assert [task.prompt(0).text for task in found] == ["0-9?", f"{seed_of(0, 0) % 10}="]
 
 
 def stand_in_gym(monkeypatch) -> None:
@@ -155,3 +167,80 @@ def verifier_processes(tmp_path):
         assert [score.reward == 0 for score in found] == [True, False, False]
         assert [score.measures["verifier_timeout_fraction"] for score in found] == [1, 0, 0]
         assert os.getpid() not in {score.reward for score in found}
+
+
+@key("task/conversation.environment", "task/conversation.options")
+def environment():
+    for more, says in (([], "+1"), (["task.environment=tasks.environments_for_tests.Endless"], "+")):
+        assert talk(task_of(*TALK[:1], *(more or TALK[1:])), 1).messages[-1]["content"] == says
+    for rounds in (1, 3):
+        assert talk(task_of(*TALK, f"task.options={{rounds: {rounds}}}"), 9).turns == rounds + 1
+
+
+def talk(task, turns):
+    """A conversation of so many turns, or of those that it lasts."""
+    (one,) = task.begin([task.prompt(0)])
+    while one.end is None and one.turns < turns:
+        one.add_turn(Completion(torch.tensor([0]), torch.tensor([0.0]), "stop", 0), "x")
+        (message,) = task.reply([one])
+        if message is not None:
+            one.add([1], False, message)
+    return one
+
+
+@key("task/conversation.max_turns", "task/guess.max_turns")
+def max_turns():
+    for kind in (TALK, ("task=guess", "task.numbers=1000000")):
+        for number in (1, 2):
+            task = task_of(*kind, *ROOM, f"task.max_turns={number}")
+            (one,) = task.begin([task.prompt(0)])
+            for _ in range(number):
+                one.add_turn(Completion(torch.tensor([0]), torch.tensor([0.0]), "stop", 0), "0")
+                task.reply([one])
+            assert (one.turns, one.end) == (number, "max_turns")
+
+
+@key("task/guess.numbers")
+def numbers():
+    for number in (2, 50):
+        task = task_of("task=guess", *ROOM, f"task.numbers={number}")
+        hidden = {one.environment._number for one in task.begin([task.prompt(i) for i in range(200)])}
+        assert (min(hidden) < number / 10, number * 0.9 - 1 < max(hidden) < number) == (True, True)
+
+
+@key(*(f"task/conversation.{name}" for name in ("path", "split", "prompt_field", "answer_field")))
+def conversation_rows(tmp_path):
+    (tmp_path / "data").mkdir()
+    prompts(tmp_path, "train.jsonl"), prompts(tmp_path / "data", "train.jsonl", offset=5)
+    file, folder = (f"task.path={tmp_path / name}" for name in ("train.jsonl", "data"))
+    for chosen, expected in (
+        ([file], "0?0 1?1 2?2 3?3"),
+        ([file, "task.prompt_field=question", "task.answer_field=solution"], "0!0 1!-1 2!-2 3!-3"),
+        ([folder, "task.split=train"], "5?5 6?6 7?7 8?8"),
+    ):
+        begun = (task := task_of(*TALK, *chosen)).begin([task.prompt(i) for i in range(4)])
+        asked = [one.environment.prompt for one in begun]
+        assert sorted(prompt.text + prompt.answer for prompt in asked) == expected.split()
+
+
+@key("task/conversation.environment_processes", "task/conversation.environment_seconds")
+def environment_processes():
+    fails = f"task.options={{fail: sleep reply, at: {seed_of(0, 0) % 10}}}"
+    for number, seconds in ((1, 0.5), (2, 1)):
+        own = f"task.environment_processes={number}", f"task.environment_seconds={seconds}"
+        with contextlib.closing(task_of(*TALK, fails, *own)) as task:
+            began = time.monotonic()
+            assert talk(task, 2).end == "timeout"
+            assert time.monotonic() - began > seconds
+
+
+@key("task/conversation.too_long", "task/conversation.max_prompt_length")
+def too_long_to_begin(tmp_path):
+    rows = [{"prompt": "x" * (20 * (i == 1)) + "?", "answer": i} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [*TALK, f"task.path={tmp_path / 'prompts.jsonl'}", "accumulation.max_tokens=64", "model.max_positions=64"]
+    sampled(*own, "task.max_prompt_length=23")
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2 has 23.*task\.too_long=skip"):
+        sampled(*own, "task.max_prompt_length=22", "task.too_long=refuse")
+    module, documents = sampled(*own, "task.max_prompt_length=22", "task.too_long=skip")
+    assert {prompt_of(module, document)[0] for document in documents} == {"?"}

@@ -8,12 +8,14 @@ from builders.models import small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from omegaconf import OmegaConf
 from tokenizers import processors
+from transformers import AutoTokenizer
 
 from pgtoolkit.config.schema import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, preview
+from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Prompt
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
@@ -192,3 +194,41 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     place, tokens = preview(values.model, values.task, 0)
     assert place.startswith("p.jsonl:")
     assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
+
+
+def test_a_conversation_goes_through_the_template(folder):
+    """Turn by turn: the drawn tokens as they are, and what stands between them as the template writes it."""
+    talk = [
+        "task=conversation",
+        "task.environment=tasks.environments_for_tests.Counting",
+        "accumulation.max_tokens=128",
+    ]
+    own = [one for one in chosen(folder, *talk) if not one.startswith(("task=prompts", "task.path"))]
+    own = [*dict.fromkeys([*own, "rollout.max_completion_length=60", "task.system_prompt=Brief."])]
+    own.remove("rollout.max_completion_length=4")
+    module, loader = build(OmegaConf.to_object(config_of(*own)))
+    documents, tokenizer = next(iter(loader)).documents, module.policy.tokenizer
+    several = [document for document in documents if document.measures["turns"] > 1]
+    assert len(several) > 1
+    for document in several:
+        prompt, *turns = tokenizer.decode(document.tokens).split("<|im_start|>user\n")[1:]
+        assert prompt.startswith(f"{seed_of(0, document.group) % 10}=<|im_end|>\n<|im_start|>assistant\n")
+        for number, turn in enumerate(turns, 1):
+            assert turn.startswith(f"+{number}<|im_end|>\n<|im_start|>assistant\n")
+        said = tokenizer.decode(document.tokens[~document.loss_mask]).split("<|im_start|>system\n")
+        assert said[1].startswith("Brief.<|im_end|>\n<|im_start|>user\n")
+        # The end of a turn was drawn; the line break behind it was not.
+        first = document.loss_mask.int().argmax()
+        last = first + (~document.loss_mask[first:]).int().argmax() - 1
+        assert int(document.tokens[last]) in loader.source.task.ends
+        assert tokenizer.decode(document.tokens[last + 1 :]).startswith("\n<|im_start|>user\n+1<|im_end|>\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    own.remove("task.system_prompt=Brief.")
+    with pytest.raises(ConfigError, match=r"task\.chat=auto needs a chat template .*Use task\.chat=never"):
+        build(OmegaConf.to_object(config_of(*own)))
+    _, loader = build(OmegaConf.to_object(config_of(*own, "task.chat=never")))
+    (text,) = loader.source.task.encode([loader.source.task.prompt(0)])
+    assert text == tokenizer(f"{seed_of(0, 0) % 10}=").input_ids

@@ -58,26 +58,26 @@ def test_scores_are_those_of_one_process_in_their_order(processes):
     texts = [f"{'x' * (i % 7)}{i}" for i in range(50)]
     names = ["exact_match", "tasks.verifiers_for_tests.length"]
     asked = [one for text in texts for i in range(2) for one in questions(text, answer="xx2", number=i)]
-    here = Verifiers([Named("task.verifier", name) for name in names]).scores(asked)
+    here = Verifiers([Named("task.verifier", name) for name in names]).answers(asked)
     assert here == [score for text in texts for score in (float(text == "xx2"), float(len(text)))]
     for number in (1, 3):
         found = processes(number, 20, *names)
-        assert found.scores(asked) == here
-        assert found.scores(asked[:3]) == here[:3]
-        assert found.scores([]) == []
+        assert found.answers(asked) == here
+        assert found.answers(asked[:3]) == here[:3]
+        assert found.answers([]) == []
         assert all(worker.process for worker in found._workers)
 
 
 def test_a_process_starts_without_the_large_libraries_and_is_used_again(processes):
     found = processes(1, 20)
-    assert found.scores(questions("modules")) == [0.0]
-    first, second = found.scores(questions("pid")), found.scores(questions("pid"))
+    assert found.answers(questions("modules")) == [0.0]
+    first, second = found.answers(questions("pid")), found.answers(questions("pid"))
     assert first == second != [os.getpid()]
 
 
 def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes, caplog):
     start, verb = time.monotonic(), "spin"
-    found = processes(2, 2.0).scores(questions("a", verb, "b", verb, "c"))
+    found = processes(2, 2.0).answers(questions("a", verb, "b", verb, "c"))
     assert found == [1.0, TIMEOUT, 1.0, TIMEOUT, 1.0]
     assert time.monotonic() - start < 60
     assert caplog.messages == [
@@ -88,7 +88,7 @@ def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes, ca
 
 @pytest.mark.parametrize(("verb", "how"), [("crash", "SIGSEGV"), ("exit 0", "status 0")])
 def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(processes, caplog, verb, how):
-    found = processes(2, 20).scores(questions(verb, "a", verb, "b"))
+    found = processes(2, 20).answers(questions(verb, "a", verb, "b"))
     assert found == [CRASH, 1.0, CRASH, 1.0]
     assert caplog.messages == [
         f"note: task.verifier={SCRIPTED} ended its process: {how} on the completion {verb!r}. The score is 0, and the "
@@ -97,22 +97,22 @@ def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(pr
 
 
 def test_a_verifier_that_comes_back_twice_answers_once(processes):
-    assert processes(1).scores(questions(*(f"fork {i}" for i in range(8)))) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert processes(1).answers(questions(*(f"fork {i}" for i in range(8)))) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_an_exception_is_an_error_as_in_one_process(processes):
     asked = questions("a", "raise second", "sleep 0.3", "quit fourth")
     with pytest.raises(DataError) as here:
-        Verifiers([Named("task.verifier", SCRIPTED)]).scores(asked)
+        Verifiers([Named("task.verifier", SCRIPTED)]).answers(asked)
     found = processes(2, 20)
     with pytest.raises(DataError) as there:
-        found.scores(asked)
+        found.answers(asked)
     assert str(there.value) == str(here.value)
     assert str(here.value).startswith(f"task.verifier={SCRIPTED} raised ValueError on the completion 'raise second':")
     assert str(here.value).endswith("ValueError: second")
-    assert found.scores(questions("a")) == [1.0]
+    assert found.answers(questions("a")) == [1.0]
     with pytest.raises(DataError, match="raised SystemExit on the completion 'quit fourth'"):
-        found.scores(asked[3:])
+        found.answers(asked[3:])
 
 
 def test_a_verifier_that_cannot_be_imported(processes, tmp_path, monkeypatch):
@@ -123,22 +123,22 @@ def test_a_verifier_that_cannot_be_imported(processes, tmp_path, monkeypatch):
         ("broken_module.f", r"a process that imports it \(got one that ended: SIGSEGV\)"),
     ):
         with pytest.raises(ConfigError, match=f"task.verifier={path} needs {needs}"):
-            processes(1, 1.0, path).scores(questions("a"))
+            processes(1, 1.0, path).answers(questions("a"))
 
 
 def test_a_module_that_imports_slowly_has_its_time(processes, tmp_path, monkeypatch):
     """The limit is that of an answer."""
     (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(3)\ndef f(completion, answer):\n    return 1\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert processes(1, 2.0, "slow_module.f").scores(questions("a")) == [1.0]
+    assert processes(1, 2.0, "slow_module.f").answers(questions("a")) == [1.0]
 
 
 def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
     """After its time, and what it has left behind when the run ends."""
     found = processes(1, 3.0)
-    assert found.scores(questions(f"child {tmp_path / 'pids'}")) == [TIMEOUT]
+    assert found.answers(questions(f"child {tmp_path / 'pids'}")) == [TIMEOUT]
     assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
-    assert found.scores(questions(f"leave {tmp_path / 'left'}")) == [1.0]
+    assert found.answers(questions(f"leave {tmp_path / 'left'}")) == [1.0]
     left = [int((tmp_path / "left").read_text())]
     assert is_running(*left)
     found.close()
@@ -150,10 +150,10 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 from pgtoolkit.tasks.verifiers import Named, Question, VerifierProcesses
 found = VerifierProcesses([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
-found.scores([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
+found.answers([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
 print(*(worker.process.pid for worker in found._workers), flush=True)
 if sys.argv[1].startswith("busy"):
-    found.scores([Question(0, text, "", "it") for text in ("spin", f"child {sys.argv[2]}", "sleep 600")])
+    found.answers([Question(0, text, "", "it") for text in ("spin", f"child {sys.argv[2]}", "sleep 600")])
 """
 
 

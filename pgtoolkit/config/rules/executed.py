@@ -106,7 +106,8 @@ def named_code(config: object, kind: str) -> dict[str, Any]:
         if key.code == kind:
             value = resolved(config, key.name)
             entries = value if key.free and isinstance(value, dict) else {}
-            named |= {f"{key.name}.{name}.verifier": value_of(entries, f"{name}.verifier") for name in entries}
+            for leaf in ("verifier", "environment"):
+                named |= {f"{key.name}.{name}.{leaf}": value_of(entries, f"{name}.{leaf}") for name in entries}
             if not key.free:
                 named[key.name] = value
     if kind == "function":

@@ -23,6 +23,7 @@ from pgtoolkit.config.rules.step import importable
 from pgtoolkit.config.schema import (
     SCHEMAS,
     Config,
+    ConversationTaskConfig,
     GeneratedTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
@@ -52,6 +53,10 @@ def prompts(task: TaskConfig, report: Report) -> None:
         if least > most:
             reason = "It is how large a problem is at least."
             report.refuse_value(f"task.{task.size.replace('max', 'min')}", least, f"at most {most}", reason, most)
+    elif isinstance(task, ConversationTaskConfig):
+        if task.environment is not None:  # as it is while nobody has chosen one, of which more is said elsewhere
+            importable(report, "task.environment", task.environment, "It answers the policy, and scores conversations.")
+        existing(report, "task.path", task.path)
     elif isinstance(task, PromptsTaskConfig):
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
@@ -193,6 +198,9 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
         prompts(task, of_set)
     elif getattr(task, "path", None) == "???":
         of_set.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
+    elif getattr(task, "environment", None) == "???":
+        reason, use = "It names the class that answers the policy.", "task.environment=my_module.Environment"
+        of_set.refuse("task.environment", "a value", "none", reason, use)
     else:
         prompts(task, of_set)
     named = [problem.replace("task.", f"{place}.") for problem in of_set.problems]

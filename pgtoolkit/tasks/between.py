@@ -1,0 +1,78 @@
+"""What stands between two turns of a model, as tokens: nothing that was drawn is tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pgtoolkit.errors import ConfigError, DataError, first_line
+from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.prompt_rows import Message
+
+if TYPE_CHECKING:
+    from pgtoolkit.tasks.prompts import ChatTemplate
+
+_ANSWER = "the answer of a model"
+_ANSWERED = {"role": "assistant", "content": _ANSWER}
+"""An answer to see what a template writes after it."""
+
+
+class Between:
+    """The tokens of a message that follows a model's turn, up to where its next turn begins.
+
+    To write a conversation anew would change tokens of its earlier turns: templates leave out what was thought, and a
+    text has several tokenisations. So a message is written after a short fixed conversation, and what the template
+    writes from the answer's end on is what stands between.
+
+    ends: ids of the end-of-sequence tokens. chat: the template; without one a message is its content alone.
+    """
+
+    def __init__(self, tokenizer, ends: Sequence[int], chat: ChatTemplate | None):
+        self._tokenizer, self._ends, self._chat = tokenizer, set(ends), chat
+
+    def tokens(self, message: Message, last: int) -> list[int]:
+        """last: the turn's last token; where that ended it, the template's own end of an answer is left out."""
+        if self._chat is None:
+            return self._encode(message["content"])
+        try:
+            tokens = self._encode(self._after(message))
+            start = min(tokens.index(end) for end in self._ends if end in tokens)
+        except ValueError as error:
+            said = f"the chat template cannot write the environment's message {message!r:.200}: {error}"
+            raise DataError(f"{said}. Use roles that it has, or task.chat=never.") from error
+        return tokens[start + (last in self._ends) :]
+
+    def check(self, start: Sequence[Message]) -> None:
+        """ConfigError where a template does not simply add to what was said. start: what a conversation begins with."""
+        if self._chat is None:
+            return
+        try:
+            before, more = [*self._chat.under_system(start), _ANSWERED, start[-1]], {"role": "user", "content": "more"}
+            after, whole = self._after(more), self._show([*before, _ANSWERED, more])
+            if whole.startswith(self._show(before, False)) and whole.endswith(after):
+                if self._ends & {*self._encode(after)}:
+                    return
+                got = "one that ends an answer with none of eos_token_id in generation_config.json"
+            else:
+                got = "one that writes messages in another way when more is said"
+        except ValueError as error:
+            got = f"one of which this is true: {error}"
+        reason = "Messages become tokens once, behind those that were drawn."
+        use = "task.chat=never, with which contents follow each other as they are, or another chat template"
+        raise ConfigError(refusal("a task of several turns", "a chat template that adds to its end", got, reason, use))
+
+    def _after(self, message: Message) -> str:
+        """What follows an answer, its end first. ValueError for a template that leaves something out."""
+        after = self._show([*self._chat.usual(), _ANSWERED, message]).partition(_ANSWER)[2]
+        if message["content"].strip() not in after:  # templates strip white space around a message
+            raise ValueError("it leaves out an answer, or the message after it")
+        return after
+
+    def _show(self, messages: Sequence[Message], goes_on: bool = True) -> str:
+        try:
+            return self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=goes_on)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"it says {first_line(error)}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]

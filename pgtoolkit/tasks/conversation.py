@@ -1,0 +1,237 @@
+"""Tasks of several turns: the policy and an environment take turns, and the whole conversation gets one score."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pgtoolkit.config.schema import ConversationTaskConfig, GuessTaskConfig
+from pgtoolkit.errors import DataError
+from pgtoolkit.tasks.environments import Ask, Environments
+from pgtoolkit.tasks.prompt_rows import Message, Prompt
+from pgtoolkit.tasks.tasks import PromptRows, Score, Task
+from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Processes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pgtoolkit.tasks.completion import Completion
+
+ENDS = ENVIRONMENT, MAX_TURNS, LENGTH = "environment", "max_turns", "length"
+"""What may end a conversation, besides TIMEOUT and CRASH of its environment."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What was said so far, from the start of a prompt on.
+
+    environment: as `Environments` keeps it. tokens, drawn: what follows the prompt, and of each token whether the
+    policy drew it. log_probs: of the policy's turns. end: what ended it, None while it goes on.
+    """
+
+    prompt: Prompt
+    environment: Any
+    messages: list[Message]
+    tokens: list[int] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+    version: int = 0
+    end: str | None = None
+
+    @property
+    def turns(self) -> int:
+        return len(self.log_probs)
+
+    def add_turn(self, written: Completion, text: str) -> None:
+        """What the policy drew, and the text that it is to the environment."""
+        self.add(written.tokens.tolist(), True, {"role": "assistant", "content": text})
+        self.log_probs.append(written.log_probs)
+        self.version = written.model_version
+        self.end = LENGTH if written.finish_reason == "length" else None
+
+    def add(self, tokens: list[int], drawn: bool, message: Message) -> None:
+        self.tokens += tokens
+        self.drawn += [drawn] * len(tokens)
+        self.messages.append(message)
+
+    def measures(self) -> dict[str, float]:
+        counts = {"turns": self.turns, "environment_tokens": len(self.drawn) - sum(self.drawn)}
+        return counts | {f"ended_by_{end}_fraction": float(self.end == end) for end in ENDS}
+
+    def __str__(self) -> str:
+        return f"{_of(self.prompt)}, whose last message is {self.messages[-1]['content'][:200]!r}"
+
+
+class ConversationTask(Task):
+    """Conversations with an environment, which says what they begin with, what it answers, and what they are worth.
+
+    Prompts come from files, as those of `PromptsTask`, or, without one, are a seed each without end. Each conversation
+    has an environment of its own. A reward of 1 or more is an exact match.
+    """
+
+    alphabet = None
+
+    def __init__(
+        self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]
+    ):
+        self.max_turns, self._seed = config.max_turns, seed
+        self._rows, self._processes, self._measures = None, None, None
+        if isinstance(config, GuessTaskConfig):
+            self.alphabet, self._path = config.alphabet, "pgtoolkit.tasks.environments.Guess"
+            options: dict[str, Any] = {"numbers": config.numbers}
+        else:
+            self._rows = None if config.path is None else PromptRows(config, seed, once)
+            self._path, options = config.environment, config.options
+            if config.environment_processes:
+                told, limit = (self._path, options, True), ("task.environment_seconds", config.environment_seconds)
+                how = f"task.environment={self._path}", config.environment_processes, limit, self._without_answer
+                self._processes = Processes(Environments, told, *how)
+        # Not before it is asked: it runs code of the user's.
+        self._here = functools.cache(lambda: Environments(self._path, options))
+        # A prompt begins the same whenever it comes again; those of files are all looked at as a run starts.
+        self._start = functools.lru_cache(maxsize=1024 if self._rows is None else None)(
+            lambda number: self._started([self._asked(number)])[0][1]
+        )
+
+    @property
+    def num_prompts(self) -> int | None:
+        return None if self._rows is None else self._rows.num_prompts
+
+    def rows(self) -> Iterator[Prompt]:
+        if self._rows is None:
+            return map(self.prompt, range(64))
+        return (self._begun(row.index, row.index) for row in self._rows.rows())
+
+    def drop(self, rows: set[int]) -> None:
+        self._rows.drop(rows)
+
+    def prompt(self, index: int) -> Prompt:
+        return self._begun(self._number(index), index)
+
+    def begin(self, prompts: Sequence[Prompt]) -> list[Conversation]:
+        """A conversation on each of them. Raises DataError where one begins otherwise than its prompt did."""
+        begun = []
+        started = self._started([self._asked(self._number(prompt.index)) for prompt in prompts])
+        for prompt, (environment, messages) in zip(prompts, started, strict=True):
+            if messages != prompt.messages:
+                needs = f"{prompt.messages!r:.200} as before, since a group answers one prompt: draw by prompt.seed"
+                raise self._odd("start", messages, needs, _of(prompt))
+            begun.append(Conversation(prompt, environment, [dict(message) for message in messages]))
+        return begun
+
+    def reply(self, conversations: Sequence[Conversation]) -> list[Message | None]:
+        """What the environment of each says; None where the conversation ends with what was said before.
+
+        Also where this was the last turn: then nobody would answer.
+        """
+        messages = []
+        for one, message in zip(conversations, self._ask("reply", conversations), strict=True):
+            if one.end is None and not (message is None or _is_message(message)):
+                raise self._odd("reply", message, "{'role': TEXT, 'content': TEXT} or None", one)
+            last = ENVIRONMENT if message is None else MAX_TURNS if one.turns == self.max_turns else None
+            one.end = one.end or last
+            messages.append(message if one.end is None else None)
+        return messages
+
+    def judged(self, conversations: Sequence[Conversation]) -> list[Score]:
+        """Of each its score; one whose environment gave no answer has the reward 0."""
+        ask = [one for one in conversations if one.end not in (TIMEOUT, CRASH)]
+        values = dict(zip(map(id, ask), self._ask("score", ask), strict=True))
+        return [self._score(one, values.get(id(one))) for one in conversations]
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
+
+    def _ask(self, method: str, conversations: Sequence[Conversation]) -> list[Any]:
+        """What each environment returns; None where there is no answer, which ends the conversation.
+
+        An environment gets messages of its own, so that it changes none of ours.
+        """
+        asked = [Ask(one.environment, method, copy.deepcopy(one.messages), str(one)) for one in conversations]
+        values = []
+        for one, answer in zip(conversations, self._answers(asked), strict=True):
+            if answer in (TIMEOUT, CRASH):
+                one.end, answer = answer, (None, None)
+            one.environment, value = answer
+            values.append(value)
+        return values
+
+    def _answers(self, asked: Sequence[Ask]) -> list[Any]:
+        return (self._processes or self._here()).answers(asked)
+
+    def _number(self, index: int) -> int:
+        """Of the row, or of the endless prompt, that a prompt is."""
+        return index if self._rows is None else self._rows.row(index)
+
+    def _asked(self, number: int) -> Prompt:
+        """What `start` is given."""
+        from pgtoolkit.tasks.shuffle import seed_of  # not above: `pgtk check` does without NumPy
+
+        prompt = Prompt("", "", number, f"prompt {number}") if self._rows is None else self._rows.of_row(number)
+        return dataclasses.replace(prompt, seed=seed_of(self._seed, number))
+
+    def _begun(self, number: int, index: int) -> Prompt:
+        messages = self._start(number)
+        text = "".join(message["content"] for message in messages)
+        return dataclasses.replace(self._asked(number), index=index, text=text, messages=messages)
+
+    def _started(self, prompts: Sequence[Prompt]) -> list[tuple[Any, tuple[Message, ...]]]:
+        """A new environment of each, and its first messages."""
+        started = []
+        answers = self._answers([Ask(None, "start", prompt, _of(prompt)) for prompt in prompts])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if answer in (TIMEOUT, CRASH):
+                raise self._odd("start", answer, "in time: let reply begin what is slow", _of(prompt))
+            environment, messages = answer
+            is_list = isinstance(messages, list | tuple) and messages and all(map(_is_message, messages))
+            if not is_list or messages[-1]["role"] == "assistant":
+                needs = "a list of {'role': TEXT, 'content': TEXT}, of which the policy answers the last"
+                raise self._odd("start", messages, needs, _of(prompt))
+            started.append((environment, tuple(messages)))
+        return started
+
+    def _score(self, one: Conversation, value: Any) -> Score:
+        reward, own = 0.0, {}
+        if one.end not in (TIMEOUT, CRASH):
+            is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
+            if not is_pair or not all(map(_is_number, (value[0], *value[1].values()))):
+                raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)
+            reward, names = float(value[0]), value[1].keys()
+            self._measures = self._measures or frozenset(names)
+            if names != self._measures or not all(re.fullmatch(r"[A-Za-z]\w{0,39}", str(name)) for name in names):
+                needs = f"measures of the same names each time, of letters, such as {sorted(map(str, self._measures))}"
+                raise self._odd("score", value, needs, one)
+            own = {f"environment/{name}": float(number) for name, number in value[1].items()}
+        if self._processes is not None:
+            own |= {f"environment_{kind}_fraction": float(one.end == kind) for kind in (TIMEOUT, CRASH)}
+        return Score(reward, reward >= 1, one.measures() | own)
+
+    def _odd(self, method: str, value: Any, needs: str, where: Any) -> DataError:
+        return DataError(
+            f"{method} of task.environment={self._path} must return {needs} (got {value!r:.200}), in {where}."
+        )
+
+    def _without_answer(self, kind: str, ask: Ask, happened: str) -> str:
+        return (
+            f"{ask.method} of task.environment={self._path} {happened} in {ask.on}. The conversation ends there with "
+            f"the reward 0, and the run goes on. Said once; the metric environment_{kind}_fraction counts them."
+        )
+
+
+def _of(prompt: Prompt) -> str:
+    return f"the conversation on {prompt.place} (seed {prompt.seed})"
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,94 @@
+"""What stands between two turns: the tokens of the template behind an answer, whatever was drawn before."""
+
+import pytest
+from tasks.test_chat import CHATML, LLAMA, tokenizer_of
+
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.tasks.between import Between
+from pgtoolkit.tasks.prompts import ChatTemplate
+
+START = ({"role": "user", "content": "6 * 7?"},)
+MORE = {"role": "user", "content": "And 5?"}
+THINKING = (  # as Qwen3's: of earlier answers it leaves out what was thought
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
+
+
+def between_of(template, system=None, end="<|im_end|>"):
+    tokenizer = tokenizer_of(template)
+    chat = ChatTemplate(tokenizer, system) if template else None
+    return tokenizer, Between(tokenizer, [tokenizer.convert_tokens_to_ids(end)], chat)
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, THINKING], ids=["chatml", "with a beginning", "thinking"])
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_turn_goes_on_as_the_template_writes_it(template, system):
+    tokenizer, between = between_of(template, system)
+    between.check(START)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    under = [{"role": "system", "content": system}] * (system is not None)
+    shown = [*under, *START, {"role": "assistant", "content": "42"}, MORE]
+    expected = tokenizer.apply_chat_template(shown, add_generation_prompt=True)["input_ids"]
+    drawn = tokenizer("42<|im_end|>", add_special_tokens=False).input_ids
+    begun = tokenizer.apply_chat_template([*under, *START], add_generation_prompt=True)["input_ids"]
+    if template == THINKING:  # what was thought stays where it was drawn
+        begun, drawn = begun[: -len("<think>")], drawn
+    assert begun + drawn + between.tokens(MORE, end) == expected
+    # A turn that a stop string has ended gets the template's end, which nobody has drawn.
+    assert begun + drawn[:-1] + between.tokens(MORE, drawn[-2]) == expected
+
+
+def test_another_end_that_was_drawn_is_not_doubled():
+    tokenizer, _ = between_of(CHATML)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<bos>"])
+    between = Between(tokenizer, ends, ChatTemplate(tokenizer))
+    assert between.tokens(MORE, ends[1]) == between.tokens(MORE, ends[0]) == between.tokens(MORE, 5)[1:]
+
+
+def test_without_a_template_a_message_is_its_content():
+    tokenizer, between = between_of(None)
+    between.check(START)
+    assert between.tokens(MORE, 0) == tokenizer("And 5?", add_special_tokens=False).input_ids
+
+
+LAST = (
+    "{% for m in messages %}{{ m['role'] + (' (last)' if loop.last else '') + m['content'] + '<|im_end|>' }}"
+    "{% endfor %}"
+)
+COUNTED = "{% for m in messages %}{{ loop.index | string + m['content'] + '<|im_end|>' }}{% endfor %}"
+HOISTED = (
+    "{% for m in messages if m['role'] != 'system' %}{{ messages[0]['content'] if loop.last }}"
+    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+)
+BARE = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+STRICT = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+)
+NO_ANSWERS = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "got"),
+    [
+        (LAST, "writes messages in another way when more is said"),
+        (COUNTED, "writes messages in another way when more is said"),
+        (HOISTED, "writes messages in another way when more is said"),
+        (BARE, "ends an answer with none of eos_token_id in generation_config.json"),
+        (NO_ANSWERS, "it leaves out an answer, or the message after it"),
+    ],
+    ids=["last", "counted", "hoisted", "bare", "no answers"],
+)
+def test_a_template_that_does_not_add_to_its_end_is_refused(template, got):
+    _, between = between_of(template, "Be brief.")
+    with pytest.raises(ConfigError, match=rf"{got}.*Use task\.chat=never, with which contents follow each other"):
+        between.check(START)
+
+
+def test_a_role_that_the_template_lacks_names_the_message():
+    _, between = between_of(STRICT)
+    between.check(START)
+    with pytest.raises(DataError, match=r"cannot write .*'role': 'tool'.*it says no tools here.*Use roles that it has"):
+        between.tokens({"role": "tool", "content": "x"}, 0)
