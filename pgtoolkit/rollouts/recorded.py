@@ -20,7 +20,8 @@ from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
 from pgtoolkit.rollouts.estimators import Estimator
-from pgtoolkit.rollouts.recorded_index import Indexing, RecordedIndex, first_parts
+from pgtoolkit.rollouts.indexing import Indexing
+from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
