@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pgtoolkit.errors import DataError
 
@@ -37,8 +38,8 @@ class Document:
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
-    reference_prompt: (P,) int64, what the reference reads in the place of the tokens before the first trained one; None
-        where it reads the same.
+    reference_tokens: (R,) int64, what the reference reads in their place: another prompt, then the same tokens; None
+        where it reads these.
 
     Raises ValueError where the numbers do not belong to these tokens.
     """
@@ -59,7 +60,7 @@ class Document:
     dropped_prompt_fraction: float | None = None
     measures: dict[str, float] = field(default_factory=dict)
     on_policy: bool = False
-    reference_prompt: Tensor | None = None
+    reference_tokens: Tensor | None = None
     trajectory: int | None = None
     anchor_version: int | None = None
 
@@ -74,26 +75,18 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens the document takes in a micro-batch, trained or not, with the longer of its two prompts."""
-        longer = 0 if self.reference_prompt is None else len(self.reference_prompt) - self._prompt_length
-        return len(self.tokens) + max(0, longer)
+        """Number of tokens the document takes in a micro-batch, trained or not, whoever reads more of them."""
+        return max(len(read) for read in (self.tokens, self.reference_tokens) if read is not None)
 
     @property
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
         return len(self.advantages)
 
-    @property
-    def _prompt_length(self) -> int:
-        """Tokens before the first trained one; 0 where none is."""
-        return int(self.loss_mask.int().argmax())
-
     def as_the_reference_reads_it(self) -> Document:
-        """With `reference_prompt` in the place of its prompt."""
-        start, prompt = self._prompt_length, self.reference_prompt
-        mask = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), self.loss_mask[start:]])
-        tokens = torch.cat([prompt, self.tokens[start:]])
-        return replace(self, tokens=tokens, loss_mask=mask, reference_prompt=None)
+        """With `reference_tokens` in the place of its tokens; what is trained stands at the end of both."""
+        mask = functional.pad(self.loss_mask, (len(self.reference_tokens) - len(self.tokens), 0))
+        return replace(self, tokens=self.reference_tokens, loss_mask=mask, reference_tokens=None)
 
 
 @dataclass(frozen=True)
@@ -266,7 +259,7 @@ def pack(
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
     for_reference = places = None
-    if documents and documents[0].reference_prompt is not None:
+    if documents and documents[0].reference_tokens is not None:
         for_reference = pack([document.as_the_reference_reads_it() for document in documents], group_numbers, ())
         places = labelled((for_reference.labels >= 0).nonzero().squeeze(1), 0)
     return MicroBatch(

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from pgtoolkit.config.evaluation import samples
@@ -48,7 +49,8 @@ def plan(c: Config, gpu: float | None = None) -> Plan | None:
         adapters = rank * shape.linear * shape.layers * sum(_TRAINED.values())
         always = {"frozen weights": number * shape.weights / ranks, "adapters": adapters / ranks}
     if c.kl.needs_model and not (rank and c.kl.reference == "initial"):
-        always["reference"] = number * shape.weights / ranks
+        teacher = None if c.kl.reference == "initial" else sizes(SimpleNamespace(path=c.kl.reference))
+        always["reference"] = number * (teacher or shape).weights / ranks
     sampling = _sampling(c, shape, number) if samples(c) and c.sampler.name == "transformers" else {}
     beside = getattr(c.rollout, "max_staleness", None) is not None
     if sampling and (ranks > 1 or number < 4 or rank is not None or beside):

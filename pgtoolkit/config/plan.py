@@ -93,7 +93,8 @@ def reference(config: Config) -> Iterator[str]:
         return
     yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
     share = "a quarter" if model.gradient_checkpointing else "a third"
-    yield f"time: a forward pass more of each micro-batch, about {share} of the arithmetic of an update"
+    share = f", about {share} of the arithmetic of an update" if chosen == "initial" else ""
+    yield f"time: its forward pass of each micro-batch{share}"
     if chosen == "initial" and model.lora_rank is not None:
         yield "memory: none, since it is the model in training without its adapters"
     else:

@@ -51,6 +51,12 @@ _NOT_GREEDY = {
     "use": "evaluation.every=20 and evaluation.temperature=1",
 }
 _PENALIZED = {"only_if": "kl.kind!=none", "use": "kl=k3"}
+_PROMPTED = {
+    "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
+    "parallelism.sequence_data_parallel=1",
+    "use": "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1",
+    "why": "A reference reads it before completions that are sampled, on the ranks of the policy's tokens.",
+}
 _ADAPTED = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
 _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
 _BESIDE = "Adapters stand beside the whole matrices of a model that was trained, and are stored alone."
@@ -118,7 +124,7 @@ class KLConfig:
     kind: KLKind = key(option=True)
     coefficient: float | None = key(1e-6, 1000, **_PENALIZED)
     reference: str | None = key(reads="reference", **_PENALIZED)
-    reference_prompt: str | None = key(**_PENALIZED)
+    reference_prompt: str | None = key(**_PROMPTED)
 
     @property
     def needs_model(self) -> bool:

@@ -1,79 +1,28 @@
-"""What an implementation of the passes over the vocabulary offers, and the one over a rank's columns of the logits."""
+"""The passes over the vocabulary over a rank's columns of the logits."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.kernels.torch_passes import Teacher, forward_gradient, forward_score_, make_weights, merge_shards
-from pgtoolkit.losses.aggregation import Aggregation
-from pgtoolkit.losses.documents import DocumentSums
+from pgtoolkit.kernels.torch_passes import Teacher, forward_score_, merge_shards
 from pgtoolkit.losses.exchange import gather_stacked
-from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.objective import Objective
-
-
-@runtime_checkable
-class Passes(Protocol):
-    """`torch_passes`, whose docstrings say what each function returns; `triton_passes`; and `VocabularyShard`.
-
-    one_pass: whether `forward_gradient` may be asked for an objective by token: loss and gradient from one read.
-    make_weights: of a piece's tokens; None where `losses.objective` is to make them.
-    """
-
-    one_pass: bool
-
-    def forward(
-        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
-
-    def backward(
-        self, logits: Tensor, labels: Tensor, normalizer: Tensor, coefficients: Tensor, temperature: float, **options
-    ) -> Tensor: ...
-
-    def divergence(
-        self, logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
-    ) -> Tensor: ...
-
-    def forward_score_(
-        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None, Tensor]: ...
-
-    def forward_gradient(
-        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, objective: Objective, out: Tensor
-    ) -> tuple[Tensor, Tensor | None] | None: ...
-
-    def evaluate(
-        self, objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
-    ) -> tuple[Tensor, Tensor, MetricSums]: ...
-
-    def coefficients(self, objective: Objective, log_probs: Tensor) -> Tensor: ...
-
-    def make_weights(
-        self, tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None
-    ) -> tuple[Tensor, DocumentSums, StepTotals, Tensor] | None: ...
-
-    def scale_rows(self, source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor: ...
-
-    def scale_(self, values: Tensor, factor: Tensor) -> Tensor: ...
 
 
 class VocabularyShard:
     """The passes where each rank's logits are the columns from `start` on; labels number the whole vocabulary.
 
-    They are `Passes` that use those of `implementation` for the columns here. Shards may differ in size, or be empty.
+    They use those of `implementation` for the columns here. Shards may differ in size, or be empty.
     There is no pass that reads the logits once: the gradient needs the other ranks' sums.
     """
 
-    one_pass = False
-    make_weights, forward_gradient = staticmethod(make_weights), staticmethod(forward_gradient)
+    one_pass, make_weights = False, None
 
-    def __init__(self, implementation: Passes, group: ProcessGroup, start: int):
+    def __init__(self, implementation: ModuleType, group: ProcessGroup, start: int):
         self.implementation, self.group, self.start = implementation, group, start
         self.evaluate, self.coefficients = implementation.evaluate, implementation.coefficients
         self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
@@ -122,3 +71,11 @@ class VocabularyShard:
             return torch.empty_like(logits) if out is None else out
         how = temperature, self.start, out, teacher
         return self.implementation.backward(logits, labels, normalizer, coefficients, *how)
+
+
+Passes = ModuleType | VocabularyShard
+"""`torch_passes`, whose docstrings say what each function returns; `triton_passes`; or a rank's columns by one of them.
+
+one_pass: whether there is `forward_gradient` for an objective by token: loss and gradient from one read.
+make_weights: of a piece's tokens; None where `losses.piece` makes them.
+"""

@@ -11,12 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.losses.aggregation import Aggregation
 from pgtoolkit.losses.objective import Objective
 
-evaluate, coefficients, one_pass = Objective.evaluate, Objective.coefficients, False
+evaluate, coefficients, one_pass, make_weights = Objective.evaluate, Objective.coefficients, False, None
 
 _ELEMENTS_PER_BLOCK = 2**24
 """Logits converted to float32 at once: 64 MiB, so that no second full copy of the logits exists."""
@@ -126,15 +124,14 @@ def backward(
     coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
     by_divergence = None if teacher is None else by_entropy.pop()
     for rows in _row_blocks(logits):
-        maximum, log_sum, *entropy = normalizer[:, rows].unsqueeze(-1)
         scale = (coefficients[rows] / temperature).unsqueeze(-1)
-        distance = (logits[rows].to(normalizer.dtype) - maximum) / temperature
-        probabilities = (distance - log_sum).exp()
+        own = _log_softmax(logits[rows], normalizer[:2, rows], temperature)
+        probabilities = own.exp()
         block = -scale * probabilities
         active = coefficients[rows] != 0
         if by_entropy:
             # A token of probability 0 adds nothing, also where its logit is -inf.
-            information = (distance - log_sum).clamp(min=-1000.0) + entropy[0]
+            information = own.clamp(min=-1000.0) + normalizer[2, rows].unsqueeze(-1)
             block -= (by_entropy[0][rows] / temperature).unsqueeze(-1) * probabilities * information
             active = active | (by_entropy[0][rows] != 0)
         if teacher is not None:
@@ -142,7 +139,6 @@ def backward(
             if teacher.kind == "full_forward":
                 more = probabilities - its.exp()
             else:
-                own = distance - log_sum
                 more = probabilities * (own - its - teacher.divergence[rows].unsqueeze(-1))
                 more = torch.where(own > -torch.inf, more, 0.0)
             block += (by_divergence[rows] / temperature).unsqueeze(-1) * more
@@ -185,14 +181,6 @@ def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) ->
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
     """values *= factor (0-dim) in place."""
     return values.mul_(factor)
-
-
-def make_weights(tokens: Tokens, aggregation: Aggregation, totals: StepTotals | None) -> None:
-    """None: `losses.objective` makes them."""
-
-
-def forward_gradient(logits, labels, temperature, with_entropy, objective, out) -> None:
-    """None: there is no such pass."""
 
 
 def _log_softmax(logits: Tensor, normalizer: Tensor, temperature: float) -> Tensor:

@@ -65,7 +65,7 @@ def penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
     Where there is none, these are any vectors.
     """
     penalties = objective.penalties
-    if penalties.kl is None or penalties.full:
+    if penalties.kl is None or penalties.kl.full:
         return None, objective.weights, objective.weights
     return penalties.kl.kind, penalties.ref_log_probs, penalties.kl.coefficient * penalties.weights
 

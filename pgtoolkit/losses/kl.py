@@ -1,17 +1,9 @@
 """The penalty on a policy's distance from a frozen reference: a further term of each token's loss.
 
-With p the log-prob of a token under the policy in training, f under the reference, o under the policy that sampled it:
-
-    k1        p - f                              its gradient has mean 0 on the policy's own samples
-    k2        (p - f)^2 / 2
-    k3        exp(f - p) - (f - p) - 1           GRPO's (arXiv 2402.03300, equation 4)
-    k3_ratio  k3 times exp(p - o)                unbiased also off the policy (DeepSeek-V3.2, arXiv 2512.02556)
-
-With p_v and f_v those of every token v that could stand there, and pi_v = exp(p_v) (distillation: arXiv 2306.13649):
-
-    full_reverse  sum_v pi_v (p_v - f_v)         by logit pi_v (p_v - f_v - value)
-    full_forward  sum_v exp(f_v) (f_v - p_v)     by logit pi_v - exp(f_v)
-
+p is the log-prob of a token under the policy in training, f under the reference, o under the policy that sampled it;
+p_v and f_v are those of each token v of the vocabulary that could stand there. k1's gradient has mean 0 on the policy's
+own samples; k3 is GRPO's (arXiv 2402.03300, equation 4), k3_ratio unbiased also off the policy (DeepSeek-V3.2, arXiv
+2512.02556), and the full ones are for distillation (arXiv 2306.13649).
 No torch is imported here, so that `pgtk check` may read equations; tensors bring their methods.
 """
 
@@ -124,27 +116,22 @@ class Penalties:
         return -self.entropy_coefficient * self.weights
 
     @property
-    def full(self) -> bool:
-        """Whether the loss has the full KL of each row."""
-        return self.kl is not None and self.kl.full
-
-    @property
     def of_rows(self) -> list[Tensor]:
         """(T,) each: the derivatives of the loss by what of a row is not its log-prob, its entropy and its full KL."""
-        by_divergence = [self.kl.coefficient * self.weights] if self.full else []
+        by_divergence = [self.kl.coefficient * self.weights] if self.divergence is not None else []
         return [self.by_entropy, *by_divergence] if self.bonus else by_divergence
 
     def with_rows(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
         """The loss with what the entropies (T,) and the full KL of the rows add to it."""
         if self.bonus:
             loss = loss + (self.by_entropy * entropy).sum()
-        if self.full:
+        if self.divergence is not None:
             loss = loss + (self.of_rows[-1] * self.divergence.where(self.divergence.isfinite(), math.nan)).sum()
         return loss
 
     def with_kl(self, log_probs: Tensor, losses: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """(losses, their derivatives by each log-prob) of the surrogate, (T,) each, with those of the penalty added."""
-        if self.kl is None or self.full:
+        if self.kl is None or self.kl.full:
             return losses, coefficients
         log_ratio = (log_probs - self.old_log_probs).where(self.mask, 0.0)
         values, slopes = self.kl.terms(self._distance(log_probs), log_ratio)
@@ -153,7 +140,7 @@ class Penalties:
 
     def distance(self, log_probs: Tensor) -> Tensor:
         """(T,) the full KL, or k3 of the new log-probs against the reference's: the metric kl_ref is its mean."""
-        if self.full:
+        if self.divergence is not None:
             return self.divergence.double()
         return k3(self._distance(log_probs).double())
 

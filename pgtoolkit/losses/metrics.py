@@ -180,7 +180,7 @@ def with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         limited, distance = clamped(log_ratio), log_ratio.abs().double()
         means += [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
         maxima += [distance]
-    if objective.penalties.ref_log_probs is not None or objective.penalties.full:
+    if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
         kinds.append("reference")
         means += [objective.penalties.distance(log_probs)]
     factors = objective.factors if objective.off_policy is None else objective.token_terms(log_probs).factors

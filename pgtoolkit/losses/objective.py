@@ -234,7 +234,8 @@ class Objective:
         named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
         given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
         given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
-        given += ", a full KL (where the reference rules out what the policy does not)" if self.penalties.full else ""
+        if self.penalties.divergence is not None:
+            given += ", a full KL (where the reference rules out what the policy does not)"
         raise DataError(
             f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
             "outside the vocabulary; mask the position (label -1) or drop the document"

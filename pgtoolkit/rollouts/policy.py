@@ -219,12 +219,13 @@ class PolicyRollouts(Source):
             parts = [scored[i * size : (i + 1) * size] for i in range(len(prompts))]
             of_prompts = zip(prompts, tokens, parts, strict=True)
             groups = [scored_group(*of_prompt, self._rollout) for of_prompt in of_prompts]
-            return self._with_reference_prompts(prompts, groups) if self.task.reference_prompt else groups
-
-    def _with_reference_prompts(self, prompts: list[Prompt], groups: list[list[Document]]) -> list[list[Document]]:
-        read = [torch.tensor(tokens) for tokens in self.task.encode_for_reference(prompts)] if prompts else []
-        pairs = zip(groups, read, strict=True)
-        return [[replace(document, reference_prompt=one) for document in group] for group, one in pairs]
+            if self.task.reference_prompt is None or not prompts:
+                return groups
+            read = zip(groups, tokens, map(torch.tensor, self.task.encode_for_reference(prompts)), strict=True)
+            return [
+                [replace(d, reference_tokens=torch.cat([instead, d.tokens[len(prompt) :]])) for d in group]
+                for group, prompt, instead in read
+            ]
 
     def _with_old_log_probs(
         self, groups: list[list[Document]], passes: bool = True, tolerance: float | None = None

@@ -112,19 +112,14 @@ def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, r
 
 
 def _tokenized(
-    config: Config,
-    chosen: TaskConfig,
-    task: Task,
-    module: PolicyGradientModule,
-    room: int,
-    reference_prompt: str | None = None,
+    config: Config, chosen: TaskConfig, task: Task, module: PolicyGradientModule, room: int, template: str | None = None
 ) -> TokenizedTask:
     """A task as the policy's tokenizer sees it, its prompts measured against the room for a document."""
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
     vocabulary, longest = module.policy.vocabulary_size, config.rollout.max_completion_length
-    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, reference_prompt, longest)
+    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, template, longest)
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
     tokenized.check_lengths(room, longest, skip, longest_prompt, once)

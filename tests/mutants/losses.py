@@ -183,7 +183,7 @@ def the_full_kl_has_no_coefficient(right, self):
 
 @mutant("losses.kl:Penalties.distance", "test_the_full_kl_and_its_gradient_are_those_of_the_formula")
 def the_full_kl_is_half_of_what_is_shown(right, self, log_probs):
-    return right(self, log_probs) * (0.5 if self.full else 1)
+    return right(self, log_probs) * (1 if self.divergence is None else 0.5)
 
 
 @mutant("losses.objective:Objective.silent_without_advantage", "test_the_fused_head_matches_the_reference")

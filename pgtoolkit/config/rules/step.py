@@ -137,15 +137,8 @@ def penalties(c: Config, report: Report) -> None:
 
 
 def _reference_prompt(c: Config, report: Report) -> None:
-    """A template whose fields are known, and completions that are sampled, since recorded ones name no prompt."""
+    """A template whose fields are known."""
     key, template = "kl.reference_prompt", c.kl.reference_prompt
-    if c.kl.reference == "recorded" or c.rollout.name == "recorded":
-        reason = "Recorded rollouts hold tokens, and no prompt or answer."
-        report.refuse(f"{key}={template:.40}", "rollout=policy", f"rollout={c.rollout.name}", reason, f"{key}=null")
-    if (ranks := c.parallelism.sequence_data_parallel) > 1:
-        reason = "The tokens that the reference reads would lie on other ranks than the policy's."
-        needs = "parallelism.sequence_data_parallel=1"
-        report.refuse(f"{key}={template:.40}", needs, ranks, reason, needs)
     try:
         if template.format(prompt="1", answer="1") != template.format(prompt="", answer=""):
             return
