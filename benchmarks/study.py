@@ -21,20 +21,24 @@ KEPT = ("step", "time", "documents_seen", "num_tokens", "reward", "exact_match",
 """Columns of metrics.jsonl."""
 
 
-def half_shuffled(rewards: list[list[float]], **_) -> list[list[float]]:
+def half_shuffled(rewards: list[list[float]], *, lengths: list[list[int]], **_) -> list[list[float]]:
     """GRPO's advantages, of half of the groups in another order: a control that a comparison has to find."""
-    draw = random.Random(repr(rewards))
     found = [_grpo(group) for group in rewards]
-    for group in found:
+    for group, draw in zip(found, _draws(rewards, lengths), strict=True):
         if draw.random() < 0.5:
             draw.shuffle(group)
     return found
 
 
-def random_reward(rewards: list[list[float]], **_) -> list[list[float]]:
+def random_reward(rewards: list[list[float]], *, lengths: list[list[int]], **_) -> list[list[float]]:
     """GRPO's advantages of coins that were tossed: a control from which nothing can be learned."""
-    draw = random.Random(repr(rewards))
-    return [_grpo([float(draw.random() < 0.5) for _ in group]) for group in rewards]
+    pairs = zip(rewards, _draws(rewards, lengths), strict=True)
+    return [_grpo([float(draw.random() < 0.5) for _ in group]) for group, draw in pairs]
+
+
+def _draws(rewards: list[list[float]], lengths: list[list[int]]) -> list[random.Random]:
+    """A generator for each group, by what it holds: advantages may not depend on where in the batch it stands."""
+    return [random.Random(repr(pair)) for pair in zip(rewards, lengths, strict=True)]
 
 
 def _grpo(group: list[float]) -> list[float]:
