@@ -67,6 +67,8 @@ def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
     rows *= group
     rows = min(math.ceil(rows / world_size(c.parallelism)), c.sampler.max_sequences or rows)
     length = min(c.accumulation.max_tokens, prompt + completion)
+    if getattr(c.task, "max_turns", 1) > 1:  # a short conversation may go on beside a long one
+        length += completion
     prompts = min(65536, math.ceil(rows / group) * prompt) * (3 * shape.inner + 4 * shape.width) * number
     cache = rows * length * shape.layers * shape.cached * number
     return {"keys and values": cache, "prompts": prompts, "logits": 4 * rows * shape.vocabulary}

@@ -252,7 +252,7 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
 class GuessTaskConfig(GeneratedTaskConfig):
     numbers: int = key(2, 10**6, only_if=_ASKED)
     max_turns: int = key(1, 1000, only_if=_ASKED)
-    alphabet, size = "0123456789-?ehiglorw", "numbers"
+    alphabet, size = "0123456789-?eghilorw", "numbers"
 
     @property
     def longest(self) -> tuple[int, int]:

@@ -65,3 +65,11 @@ def test_the_estimate_of_a_tiny_model_is_near_what_was_measured():
     """Eight jobs of `benchmarks/sweep_throughput.py --gpu` on one H200: nearly 4 GiB in most of them."""
     overrides = [f"{key}={value}" for key, value in SMALL.items()]
     assert of_process(OmegaConf.to_object(config_of(*overrides)), GPU) / 2**30 == pytest.approx(3.99, rel=0.1)
+
+
+def test_a_short_conversation_may_be_sampled_beside_a_long_one(tmp_path):
+    """Its cache goes as far as the longest that was said, and as the longest that may still follow."""
+    room = ("rollout.max_completion_length=512", "task.max_prompt_length=100")
+    kinds = ("task=prompts", "task.path=x.jsonl"), ("task=conversation", "task.environment=my_module.Environment")
+    one, several = (plan(configuration(tmp_path, "0.5", *room, *kind)).sampling["keys and values"] for kind in kinds)
+    assert several / one == pytest.approx((100 + 2 * 512) / (100 + 512))
