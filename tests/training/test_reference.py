@@ -230,6 +230,21 @@ def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
     assert without["kl_ref"] == pytest.approx(metrics["kl_ref"], rel=1e-12)
 
 
+def test_a_teacher_s_recorded_log_probs_distil_without_rewards(tmp_path):
+    rows = [{key: x for key, x in row.items() if key not in ("reward", "advantage")} for row in rows_with_reference()]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    chosen = "experiment=distillation", "rollout=recorded", f"rollout.path={path}", "kl.reference=recorded"
+    module, loader = built("tracking=none", *chosen, "model.hidden_size=8", "model.num_heads=2")
+    step = next(iter(loader))
+    (micro_batch,) = step.micro_batches
+    new = module.log_probs(micro_batch)[micro_batch.labels >= 0].double()
+    old, ref = (torch.tensor([x, x + 0.1, x + 0.2]).double().repeat(8) for x in (-2.5, -2.8))
+    expected = ((ref - new).exp() - (ref - new) - 1) * (new - old).exp()
+    metrics = module.training_step(step, 0)["metrics"]
+    assert metrics["loss"] == pytest.approx(float(expected.mean()), rel=1e-5)
+    assert metrics["grad_norm"] > 1e-3
+
+
 def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):
     """And an entropy bonus: its last stage has the loss."""
     settings = [one for one in recorded if not one.startswith("rollout.path")]
