@@ -273,3 +273,25 @@ def only_the_worked_path_is_right(right, self, prompt, completion):
 @mutant("tasks.generated:ChainSumTask._is_right", "test_what_counts_of_a_sum_is_behind_the_last_semicolon")
 def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
     return prompt.answer[-2:] in completion
+
+
+@mutant("rollouts.turns:whole", "test_a_conversation_is_what_was_drawn_and_said")
+def the_mask_of_a_conversation_begins_a_token_late(right, one):
+    found = right(one)
+    return replace(found, drawn=found.drawn.roll(1))
+
+
+@mutant("rollouts.turns:seed_of", "test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far")
+def every_turn_is_drawn_by_the_same_numbers(right, seed, number):
+    return right(seed, number & 0xFFFFFFFF)
+
+
+@mutant("tasks.conversation:Conversation.measures", "test_a_conversation_is_what_was_drawn_and_said")
+def tokens_of_the_policy_count_as_the_environments(right, one):
+    return right(one) | {"environment_tokens": len(one.drawn)}
+
+
+@mutant("tasks.environments:Guess.score", "test_a_miss_is_worth_half_of_how_near_it_came")
+def a_miss_is_worth_how_near_it_came(right, one, messages):
+    reward, measures = right(one, messages)
+    return (reward if reward == 1 else 2 * reward), measures

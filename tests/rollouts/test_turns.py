@@ -124,11 +124,13 @@ def test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far(monkeypatch):
     assert [more for _, more in calls[:-1]] == [True] * (len(calls) - 1)
     for turn, (requests, _) in enumerate(later, 1):
         for request in requests:
-            ((group, place),) = [
+            places = [
                 (document.group, i % 4)
                 for i, document in enumerate(documents)
                 if request.seed == seed_of(seed_of(0, document.group), (turn << 32) + i % 4)
             ]
+            assert len(places) == 1
+            group, place = places[0]
             tokens = documents[4 * group + place].tokens.tolist()
             assert request.tokens == tokens[: len(request.tokens)]
             assert (request.completions, request.max_tokens) == (1, 16 - (len(request.tokens) - 2))
