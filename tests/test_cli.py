@@ -236,7 +236,7 @@ def test_resume_needs_a_run_directory(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("seed: [")
     assert main(["resume", str(tmp_path)]) == 6
     assert f"{tmp_path}/config.yaml is damaged (no YAML, line 1: " in capsys.readouterr().err
-    (tmp_path / "config.yaml").write_text("seed: 1")
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
     assert "does not fit this version" in refused(capsys, "resume", str(tmp_path))
 
 

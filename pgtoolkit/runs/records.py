@@ -39,7 +39,8 @@ def read_leaves(run_dir: Path) -> dict[str, Any]:
         groups = re.split(rb"(?m)^(?=\w+:)", path.read_bytes())
     try:
         found = [_leaves_of_group(group) for group in groups[1:]]
-        if not groups[0] and len({group.partition(b":")[0] for group in groups}) == len(groups):
+        is_whole = not groups[0] and groups[-1].endswith(b"\n")
+        if is_whole and len({group.partition(b":")[0] for group in groups}) == len(groups):
             return {key: value for pairs in found for key, value in pairs}
     except ValueError:  # what is wrong with the whole is said below
         pass
@@ -207,6 +208,8 @@ def _yaml(path: Path, kind: type) -> Any:
         if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
             raise ValueError("a line has several ${...}, and a run writes values")
         value = plain_yaml(data)
+        if not data.endswith(b"\n"):  # half of a file may be YAML, too
+            raise ValueError("its last line is torn")
         _expect(value, kind)
         return value
 

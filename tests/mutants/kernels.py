@@ -60,8 +60,8 @@ def the_full_kl_is_not_taken_off_its_gradient(right, *more, teacher=None, **keyw
 
 
 @mutant("kernels.given_logits:compared", FULL)
-def the_teacher_has_another_temperature(right, passes, logits, normalizer, kind, ref_logits, labels, temperature):
-    return right(passes, logits, normalizer, kind, ref_logits / temperature, labels, temperature)
+def the_teacher_has_another_temperature(right, passes, logits, normalizer, kind, ref_logits, *how):
+    return right(passes, logits, normalizer, kind, ref_logits / how[1], *how)
 
 
 @mutant("kernels.passes:VocabularyShard.divergence", "test_however_a_step_is_spread")
