@@ -87,7 +87,9 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
 
 
 def test_a_signal_to_a_sweep_on_ray_saves_its_jobs(tmp_path, ray_head):
-    with started(tmp_path, *RAY, "trainer.max_steps=5000", "trainer.checkpoint_every=5000", "seed=0,1,2") as launcher:
+    with started(
+        tmp_path, *RAY, "trainer.max_steps=100000", "trainer.checkpoint_every=100000", "seed=0,1,2"
+    ) as launcher:
         directory = wait_for_steps(tmp_path, "seed-0", 5)
         launcher.send_signal(signal.SIGTERM)
         status, output = ended(launcher)
