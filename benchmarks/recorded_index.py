@@ -66,7 +66,7 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 
 
 def index(path: Path) -> None:
-    from pgtoolkit.config.schema import RecordedRolloutConfig
+    from pgtoolkit.config.schema_completions import RecordedRolloutConfig
     from pgtoolkit.rollouts.estimators import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
 

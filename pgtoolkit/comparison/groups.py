@@ -25,7 +25,7 @@ from pgtoolkit.comparison.measures import (
 from pgtoolkit.comparison.notes import notes_of
 from pgtoolkit.comparison.statistics import Comparisons, Sample, margin_of, mean_and_std
 from pgtoolkit.config.keys import changes_learning, key_named, shown
-from pgtoolkit.config.schema import POSITION
+from pgtoolkit.config.schema_completions import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final

@@ -9,7 +9,8 @@ from typing import Any
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import values_of
-from pgtoolkit.config.schema import SCHEMAS, ChainSumTaskConfig, Config, ShortestPathTaskConfig, TaskConfig
+from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.schema_completions import ChainSumTaskConfig, ShortestPathTaskConfig, TaskConfig
 from pgtoolkit.system.report import text
 
 USUAL = "held_out"

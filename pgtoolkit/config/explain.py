@@ -115,7 +115,7 @@ def keys_page() -> str:
         "",
         "Every key of the configuration: its type and range (both ends included), its default, and what it means.",
         "`pgtk explain KEY` prints the same. This page is made by `python -m pgtoolkit.config.explain` from the",
-        "schema (`pgtoolkit/config/schema.py`) and the comments in [`conf/`](../conf); a test compares it.",
+        "schema (`pgtoolkit/config/schema*.py`) and the comments in [`conf/`](../conf); a test compares it.",
     ]
     group = None
     for entry in entries():

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from enum import EnumMeta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config import schema
 from pgtoolkit.config.files import config_directory, default_options, options
 from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -99,10 +98,11 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
+@functools.cache
 def names_of(key: Key) -> tuple[str, ...]:
     """The values of a key that has one of several names; none for other keys."""
-    kind = getattr(schema, key.type.partition(" | ")[0], None)
-    return tuple(kind) if isinstance(kind, EnumMeta) else ()
+    kind = get_type_hints(SCHEMAS[key.schema])[key.leaf] if key.schema else None
+    return next((tuple(one) for one in (kind, *get_args(kind)) if isinstance(one, EnumMeta)), ())
 
 
 def describe(key: Key) -> str:

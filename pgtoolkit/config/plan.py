@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.names import plain_values
-from pgtoolkit.config.schema import AccumulationConfig, Config, GeneratedTaskConfig, PolicyRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema import AccumulationConfig, Config
+from pgtoolkit.config.schema_completions import GeneratedTaskConfig, PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family

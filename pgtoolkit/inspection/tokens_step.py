@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, Step, have_old_log_probs
-from pgtoolkit.config.schema import Config, ParallelismConfig, PolicyRolloutConfig, TransformersSamplerConfig
+from pgtoolkit.config.schema import Config, ParallelismConfig
+from pgtoolkit.config.schema_completions import PolicyRolloutConfig, TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.exchange import Ranks

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema import Mixed, PolicyRolloutConfig
+from pgtoolkit.config.schema_completions import Mixed, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.completion import Completion
 from pgtoolkit.tasks.tasks import Prompt, Score

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgtoolkit.config.schema import Chat, TrainedTurns
+from pgtoolkit.config.schema_completions import Chat, TrainedTurns
 from pgtoolkit.errors import first_line
 from pgtoolkit.tasks.prompt_rows import Message, messages_of
 

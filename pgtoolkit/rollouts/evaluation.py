@@ -12,7 +12,8 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.keys import values_of
-from pgtoolkit.config.schema import Config, OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_completions import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.turns import completed

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.batch import OPTIONAL_VECTORS
-from pgtoolkit.config.schema import AdvantageEstimator, RecordedRolloutConfig
+from pgtoolkit.config.schema import AdvantageEstimator
+from pgtoolkit.config.schema_completions import RecordedRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.estimators import Attempt, Estimator
 from pgtoolkit.rollouts.recorded_index import ROW, RecordedIndex, first_parts, read_index, stamp_of

@@ -9,7 +9,7 @@ import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 
-from pgtoolkit.config.schema import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.config.schema_completions import ChainSumTaskConfig, ShortestPathTaskConfig
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import Score, Task
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pgtoolkit.config.schema import Chat, HuggingFaceModelConfig, PromptsTaskConfig, TinyModelConfig
+from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.system.report import listed, refusal

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pgtoolkit.config.evaluation import QUESTIONS
-from pgtoolkit.config.schema import (
+from pgtoolkit.config.schema_completions import (
     ConversationTaskConfig,
     GeneratedTaskConfig,
     GuessTaskConfig,

@@ -11,12 +11,8 @@ from pathlib import Path
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.schema import (
-    Config,
-    HuggingFaceModelConfig,
-    PromptsTaskConfig,
-    RecordedRolloutConfig,
-)
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig
+from pgtoolkit.config.schema_completions import PromptsTaskConfig, RecordedRolloutConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, read_index
 from pgtoolkit.runs.records import read_data, storage

@@ -16,7 +16,8 @@ from torch import nn
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
-from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, PromptsTaskConfig, TinyModelConfig
+from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, TinyModelConfig
+from pgtoolkit.config.schema_completions import PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs.directory import read_config
 from pgtoolkit.runs.find import is_run, not_a_run

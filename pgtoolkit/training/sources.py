@@ -8,7 +8,8 @@ import zlib
 from pathlib import Path
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
-from pgtoolkit.config.schema import Chat, Config, PolicyRolloutConfig, TooLong
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_completions import Chat, PolicyRolloutConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout

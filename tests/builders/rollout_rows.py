@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
-from pgtoolkit.config.schema import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
+from pgtoolkit.config.schema_completions import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
 from pgtoolkit.rollouts.estimators import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 

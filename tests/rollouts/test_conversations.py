@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.schema import Chat, TrainedTurns
+from pgtoolkit.config.schema_completions import Chat, TrainedTurns
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.rollouts.conversations import Conversations

@@ -6,7 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pgtoolkit.config.schema import Chat, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
+from pgtoolkit.config.schema_completions import (
+    Chat,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    ReverseTaskConfig,
+    TooLong,
+)
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Prompt, make_task

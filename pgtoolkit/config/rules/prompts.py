@@ -20,9 +20,8 @@ from pgtoolkit.config.evaluation import (
 from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, values_of
 from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_answer
 from pgtoolkit.config.rules.step import importable
-from pgtoolkit.config.schema import (
-    SCHEMAS,
-    Config,
+from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.schema_completions import (
     ConversationTaskConfig,
     GeneratedTaskConfig,
     PromptsTaskConfig,

@@ -15,7 +15,8 @@ from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
-from pgtoolkit.config.schema import Config, GeneratedTaskConfig, VllmSamplerConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_completions import GeneratedTaskConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text

@@ -8,7 +8,8 @@ from typing import Any
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
 from pgtoolkit.config.rules.run import existing
-from pgtoolkit.config.schema import Config, ParallelismConfig, RolloutConfig
+from pgtoolkit.config.schema import Config, ParallelismConfig
+from pgtoolkit.config.schema_completions import RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
