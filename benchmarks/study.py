@@ -1,7 +1,7 @@
 """What the study needs beside pgtk's own commands: starts that travel, runs in little space, and controls.
 
     python benchmarks/study.py start CHECKPOINT FOLDER      # its weights rounded to bfloat16, for model.path
-    python benchmarks/study.py pack FILE.tar.gz SWEEP...    # what pgtk compare reads of the finished runs
+    python benchmarks/study.py pack FILE.tar.xz SWEEP...    # what pgtk compare reads of the finished runs
 
 An unpacked sweep is compared as before, and `pgtk sweep` goes on with what it lacks. The controls are functions for
 `advantage=custom advantage.path=benchmarks.study.half_shuffled`.
@@ -9,6 +9,7 @@ An unpacked sweep is compared as before, and `pgtk sweep` goes on with what it l
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import random
@@ -19,6 +20,9 @@ from pathlib import Path
 
 KEPT = ("step", "time", "documents_seen", "num_tokens", "reward", "exact_match", "entropy", "grad_norm", "kl_new_old")
 """Columns of metrics.jsonl."""
+
+_LIBRARIES = ("torch", "triton", "transformers", "lightning", "numpy")
+"""Packages whose versions are kept."""
 
 
 def half_shuffled(rewards: list[list[float]], *, lengths: list[list[int]], **_) -> list[list[float]]:
@@ -34,6 +38,11 @@ def random_reward(rewards: list[list[float]], *, lengths: list[list[int]], **_) 
     """GRPO's advantages of coins that were tossed: a control from which nothing can be learned."""
     pairs = zip(rewards, _draws(rewards, lengths), strict=True)
     return [_grpo([float(draw.random() < 0.5) for _ in group]) for group, draw in pairs]
+
+
+def right_alone(rewards: list[list[float]], **_) -> list[list[float]]:
+    """1 for the policy's own right answers, 0 for wrong ones: supervised training on the former, without a baseline."""
+    return rewards
 
 
 def _draws(rewards: list[list[float]], lengths: list[list[int]]) -> list[random.Random]:
@@ -56,24 +65,40 @@ def start(checkpoint: Path, folder: Path) -> None:
 
 
 def pack(file: Path, sweeps: list[Path]) -> None:
-    """Of every run that is done: configuration, status, evaluations, and a few columns of its metrics."""
-    with tarfile.open(file, "w:gz") as packed:
+    """Of every run that is done, or that numbers which were not finite have ended: its configuration, where it ran,
+    status, evaluations, and a few columns of its metrics. The same runs make the same file."""
+    with tarfile.open(file, "w:xz" if file.suffix == ".xz" else "w:gz") as packed:
         for status in sorted(status for sweep in sweeps for status in sweep.rglob("status.json")):
-            if json.loads(status.read_text())["state"] != "done":
+            run, said = status.parent, json.loads(status.read_text())
+            if said["state"] != "done" and not str(said.get("reason")).startswith("NumericalError"):
                 continue
-            run = status.parent
-            for name in ("config.yaml", "overrides.yaml", "status.json", "evaluations.jsonl"):
-                packed.add(run / name)
             rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             short = [{name: _short(row[name]) for name in KEPT if name in row} for row in rows]
-            data = "".join(json.dumps(row) + "\n" for row in short).encode()
-            entry = tarfile.TarInfo(str(run / "metrics.jsonl"))
-            entry.size = len(data)
-            packed.addfile(entry, io.BytesIO(data))
+            content = {"metrics.jsonl": "".join(json.dumps(row) + "\n" for row in short)}
+            if (run / "provenance.json").exists():
+                content["provenance.json"] = json.dumps(_machine(json.loads((run / "provenance.json").read_text())))
+            for name in ("config.yaml", "overrides.yaml", "status.json", "evaluations.jsonl"):
+                content[name] = (run / name).read_text()
+            for name, text in sorted(content.items()):
+                entry = tarfile.TarInfo(str(run / name))
+                entry.size = len(data := text.encode())
+                packed.addfile(entry, io.BytesIO(data))
+
+
+def _machine(start: dict) -> dict:
+    """Of a run's provenance what tells its numbers apart: code, GPU, versions, and when it was resumed."""
+    kept = {name: start[name] for name in ("time", "python", "gpus") if name in start}
+    kept["packages"] = {name: start["packages"][name] for name in _LIBRARIES if name in start.get("packages", {})}
+    kept["git"] = [{"commit": one.get("commit"), "diff": _digest(one["diff"])} for one in start.get("git", [])]
+    return kept | ({"resumed": [_machine(one) for one in start["resumed"]]} if "resumed" in start else {})
+
+
+def _digest(diff: str) -> str:
+    return diff if len(diff) <= 8 else hashlib.sha256(diff.encode()).hexdigest()[:8]
 
 
 def _short(value: float) -> float:
-    return value if isinstance(value, int) or value > 1e6 else float(f"{value:.4g}")
+    return value if isinstance(value, int) else round(value, 1) if value > 1e6 else float(f"{value:.4g}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""What the study has beside pgtk's commands: its controls, and runs in little space."""
+
+import json
+import tarfile
+from math import sqrt
+
+import pytest
+
+from benchmarks.study import half_shuffled, pack, random_reward, right_alone
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.find import find_runs
+
+PASS = "evaluation/held_out/pass@1"
+
+
+def test_advantages_of_the_controls():
+    """One right answer of four: its advantage is 1.5 standard deviations, that of the others a third of it, below."""
+    groups, lengths = [[0.0, 1.0, 0.0, 0.0]] * 40, [[number, 5, 6, 7] for number in range(40)]
+    shuffled = half_shuffled(groups, lengths=lengths)
+    assert all(sorted(group) == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-5) for group in shuffled)
+    moved = sum(group[1] < 0 for group in shuffled)  # of the half that is drawn, three of four move
+    assert moved == pytest.approx(40 * 3 / 8, abs=3 * sqrt(40 * 3 / 8 * 5 / 8))
+    assert half_shuffled(groups[::-1], lengths=lengths[::-1]) == shuffled[::-1]
+    tossed = random_reward(groups, lengths=lengths)
+    assert sum(group[1] for group in tossed) == pytest.approx(0, abs=3 * sqrt(40))
+    assert all(sum(group) == pytest.approx(0, abs=1e-5) for group in tossed)
+    assert right_alone(groups, lengths=lengths) == groups
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """A run that is done, one that numbers which are not finite have ended, and one that was interrupted."""
+    monkeypatch.chdir(tmp_path)
+    for seed, state in enumerate(("done", "failed", "interrupted")):
+        with RunDirectory(tmp_path / "outputs" / "some" / f"seed-{seed}") as run:
+            run.write_config({"seed": seed, "loss": {"name": "grpo"}, "trainer": {"max_steps": 2}}, [])
+            for step in (1, 2):
+                row = {"time": 1795444826.8312 + step, "documents_seen": 8 * step, "num_tokens": 5, "reward": 1 / 3}
+                run.append_metrics(step, {**row, "grad_norm": 0.123456, "seconds_forward": 0.5})
+            of_all = {"time": 1.0, "set": "held_out", "prompts": 4, "avg": 0.1, "documents": 0, "seconds": 1.0}
+            rows = [{"step": step, "pass@1": 0.25 * step, **of_all} for step in (0, 1, 2)]
+            (run.path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (run.path / "provenance.json").write_text(
+                json.dumps({"host": "mine", "git": [{"path": "/home/me", "commit": "abc", "diff": "+a longer one"}]})
+            )
+            run.set_status(state, 2, reason="NumericalError: nan" if state == "failed" else None)
+    return tmp_path
+
+
+def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
+    """The interrupted one is left out; the collapsed one counts."""
+    pack(sweep / "all.tar.xz", [sweep.joinpath("outputs").relative_to(sweep)])
+    there = sweep / "there"
+    there.mkdir()
+    monkeypatch.chdir(there)
+    with tarfile.open(sweep / "all.tar.xz") as packed:
+        assert {entry.mtime for entry in packed} == {0}
+        packed.extractall(filter="data")
+    runs = find_runs(["outputs"])
+    assert [run.name for run in runs] == ["seed-0", "seed-1"]
+    [group] = compare(runs, f"area:{PASS}").groups
+    assert [one.mean for one in group.reached] == [0.25, 0.25]
+    assert runs[0].values("reward") == [0.3333, 0.3333]
+    assert runs[0].last("seconds") == 0.0  # a second passed, and one was spent on the evaluation
+    assert "seconds_forward" not in runs[0].columns
+    assert runs[0].code[0][0] == "abc"
+    assert len(runs[0].code[0][1]) == 8
+    assert "mine" not in (there / "outputs/some/seed-0/provenance.json").read_text()
+    pack(there / "again.tar.xz", [there.joinpath("outputs").relative_to(there)])
+    assert (there / "again.tar.xz").read_bytes() == (sweep / "all.tar.xz").read_bytes()
