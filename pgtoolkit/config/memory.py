@@ -62,8 +62,10 @@ def plan(c: Config, gpu: float | None = None) -> Plan | None:
 
 def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
     prompt, completion = (tokens or 1 for tokens in longest_document(c))
-    rows = getattr(c.rollout, "prompts_per_batch", c.evaluation.prompts_per_set)
-    group = getattr(c.rollout, "group_size", c.evaluation.completions_per_prompt)
+    if c.rollout.name == "policy":
+        rows, group = c.rollout.prompts_per_batch, c.rollout.group_size
+    else:  # evaluation alone samples
+        rows, group = c.evaluation.prompts_per_set, c.evaluation.completions_per_prompt
     rows *= group
     rows = min(math.ceil(rows / world_size(c.parallelism)), c.sampler.max_sequences or rows)
     length = min(c.accumulation.max_tokens, prompt + completion)

@@ -73,3 +73,12 @@ def test_a_short_conversation_may_be_sampled_beside_a_long_one(tmp_path):
     kinds = ("task=prompts", "task.path=x.jsonl"), ("task=conversation", "task.environment=my_module.Environment")
     one, several = (plan(configuration(tmp_path, "0.5", *room, *kind)).sampling["keys and values"] for kind in kinds)
     assert several / one == pytest.approx((100 + 2 * 512) / (100 + 512))
+
+
+def test_a_run_that_reads_rollouts_samples_only_to_evaluate(tmp_path):
+    """256 prompts of 4 completions take a cache of 1024 rows, whatever the file's rows are."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n')
+    sizes = ("evaluation.prompts_per_set=256", "evaluation.completions_per_prompt=4")
+    c = OmegaConf.to_object(config_of("experiment=sft", f"rollout.path={rows}", "evaluation.every=10", *sizes))
+    assert plan(c, GPU).sampling["logits"] == 4 * 1024 * 12  # float32 of a vocabulary of 12
