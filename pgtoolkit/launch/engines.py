@@ -18,7 +18,7 @@ from pgtoolkit.training.machine import visible_gpus
 
 _SECONDS_TO_CONNECT = 30
 _SECONDS_BETWEEN_CANCELS = 10
-"""Ray's cancelling is its best effort: on a busy machine one may be lost."""
+"""Ray's cancelling is its best effort: one may come before `_run_job` has its handler."""
 _SECONDS_TO_CANCEL = 60
 """SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves nothing to wait for."""
 
@@ -108,16 +108,16 @@ class _RayTask:
 
 
 def _run_job(folder: str, file: str, log: str) -> int:
-    """A job on a worker of Ray, which raises KeyboardInterrupt where it is cancelled; returns the exit status."""
+    """A job on a worker of Ray, which calls its handler of SIGINT to cancel; returns the exit status."""
+    cancelled: list[int] = []
+    # One of our own: Python has none where a script has started the cluster in the background, which ignores SIGINT.
+    signal.signal(signal.SIGINT, lambda number, _: cancelled.append(number))
     os.chdir(folder)
-    process, is_told = Forks().start(file, log), False
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            if not is_told:
-                process.stop(signal.SIGTERM)
-            is_told = True
+    process = Forks().start(file, log)
+    while not cancelled and process.poll() is None:
+        time.sleep(0.05)
+    process.stop(signal.SIGTERM)
+    return process.wait()
 
 
 class SubmititEngine:

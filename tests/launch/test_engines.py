@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import re
@@ -50,12 +51,14 @@ def assert_whole(directory, tmp_path, *overrides):
 
 @pytest.fixture(scope="module")
 def ray_head():
-    """A head of Ray on the loopback interface, and the processes it has started."""
+    """A head of Ray on the loopback interface, and the processes it has started, as a script begins it by `&`."""
     command = [PGTK.with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
     command += ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     lock = (Path(tempfile.gettempdir()) / "pgtk-tests-ray.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)  # "auto" would find the head of another worker of pytest
-    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    deaf = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    head = subprocess.Popen(command, env=ENVIRONMENT, preexec_fn=deaf, **streams)
     try:
         for line in head.stdout:
             if "Ray runtime started" in line:
