@@ -27,10 +27,12 @@ def small_llama(seed: int = 0, **changes) -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape | changes))
 
 
-def save_with_tokenizer(model: transformers.PreTrainedModel, folder: Path, chat_template: str | None = None) -> Path:
+def save_with_tokenizer(
+    model: transformers.PreTrainedModel, folder: Path, chat_template: str | None = None, alphabet: str = ALPHABET
+) -> Path:
     """The folder, with the model and a tokenizer of one token a character."""
     model.save_pretrained(folder)
-    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer = character_tokenizer(alphabet)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     return folder

@@ -20,9 +20,12 @@ from omegaconf import OmegaConf
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
+from pgtoolkit.config.schema import GuessTaskConfig
+from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.training.build import build
+from pgtoolkit.training.train import train
 
 ENDS = [11, 3]
 """The model's end-of-sequence token, and one of a digit that its generation_config.json adds."""
@@ -40,6 +43,7 @@ STARTS = {
 """The servers, and how their arguments differ; the first is as users have it, and the others start sooner."""
 _DIFFERENT = {"raw": ("rollout.stop=['zzz']",), "float32": ("model.dtype=float32",)}
 """Overrides: a text to stop at gives a server a tokenizer."""
+DIGITS = ("task.num_digits=40", f"rollout.max_completion_length={TOKENS}")
 _MEMORY = f"--kv-cache-memory-bytes={2**30}"
 """Fixed, since servers that start at once would each take the others' memory for their own."""
 
@@ -55,37 +59,38 @@ def vllm_command() -> str:
 class SharedServers:
     """Servers around one small model, each started by a sampler of this process, which the tests' samplers join.
 
-    is_vllm: whether they are vLLM's, with the model in bfloat16, and runs of `pgtk` beside them that train for ever.
-    names: of STARTS. marks: what the small ones note.
+    is_vllm: whether they are vLLM's, with the model in bfloat16.
+    names: of STARTS. save: writes the model; task: overrides of what is asked. marks: what the small ones note.
     """
 
-    def __init__(self, folder: Path, is_vllm: bool, names: list[str]):
+    def __init__(self, folder: Path, is_vllm: bool, names: list[str], save=None, task=DIGITS):
         self.is_vllm, self._folder = is_vllm, folder
         self._environment = pytest.MonkeyPatch()
         self._environment.setenv("VLLM_API_KEY", "of the tests")  # those who join need it
         self.free_memory = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-        self.model = save_llama(folder / "model")
+        self.model = (save or save_llama)(folder / "model")
         self.marks = folder / "marks"
         self.runs: dict[str, ServerCommand] = {}
         command, device = (vllm_command(), "auto") if is_vllm else (f"{COMMAND} --marks {self.marks}", "cpu")
         self._settings = (
-            *(one for one in SHORT if not one.startswith("model.")),
+            *(one for one in SHORT if not one.startswith(("model.", "task."))),
             *("sampler=vllm", "model=huggingface", f"model.path={self.model}", f"trainer.device={device}"),
             f"model.dtype={'bfloat16' if is_vllm else 'float32'}",
-            *("task.num_digits=40", f"rollout.max_completion_length={TOKENS}", "accumulation.max_tokens=256"),
+            *task,
+            "accumulation.max_tokens=256",
             *("sampler.answer_seconds=60", "sampler.start_seconds=170"),
         )
         self._own = (f"sampler.executable={command}", "sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
         self.samplers = {name: self._built(name) for name in names}
         self._started: dict[str, Future] = {}
 
+    def begin(self, name: str, *overrides: str) -> None:
+        """A run of `pgtk` with a server of its own."""
+        own = (*self._own, _arguments(*_SOONER))
+        self.runs[name] = ServerCommand(self._folder / name, *self._settings, *own, *overrides)
+
     def start(self) -> None:
         """All at once, until each is up or has failed."""
-        if self.is_vllm:
-            own = (*self._own, _arguments(*_SOONER), "task.num_digits=4")
-            endless = ("trainer.max_steps=1000000", "trainer.checkpoint_every=100000")
-            for name in ("interrupted", "killed"):
-                self.runs[name] = ServerCommand(self._folder / name, *self._settings, *own, *endless)
         with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
             patch.setattr(Proof, "log_probs", _one_at_a_time(Proof.log_probs))
             for name, (module, sampler) in self.samplers.items():
@@ -122,6 +127,13 @@ class SharedServers:
         torch.manual_seed(0)
         module, loader = build(OmegaConf.to_object(config_of(*self._settings, *overrides)), run_dir=run_dir)
         return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), loader
+
+    def train(self, run_dir: Path, *overrides: str, of: str = "first") -> Path:
+        """A run of this process, sampled by a server."""
+        config = config_of(*self._settings, f"sampler.urls=[{self.url(of)}]", *overrides)
+        assert validate(config).problems == []
+        train(config, run_dir, overrides=list(overrides))
+        return run_dir
 
     def fault(self, name: str | None, of: str = "first") -> None:
         """From now on, of a small server."""
@@ -199,3 +211,12 @@ def save_llama(folder: Path, alphabet_size: int = 12, chat_template: str | None 
     model = small_llama(vocab_size=alphabet_size, **(_SHAPE | _MORE | changes))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, ENDS[0]
     return save_with_tokenizer(model, folder, chat_template)
+
+
+def save_guesser(folder: Path, seed: int = 0) -> Path:
+    """The same for task=guess: several letters end a turn, so that turns are short, and have a number now and then."""
+    alphabet = GuessTaskConfig.alphabet
+    model = small_llama(seed, vocab_size=len(alphabet) + 1, **_SHAPE, **_MORE)
+    ends = [len(alphabet), *map(alphabet.index, "-eghw")]
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ends, ends[0]
+    return save_with_tokenizer(model, folder, alphabet=alphabet)

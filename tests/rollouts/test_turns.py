@@ -39,12 +39,13 @@ TALK = (
 )
 
 
-def documents_of(*overrides, seed_weights=20):
+def documents_of(*overrides, device="cpu"):
     """Of the first batch of small settings; larger weights, so that what was said before matters."""
     module, loader = built(*once(*KEPT, *TALK, *overrides), dtype=None)
+    module.to(device)
     with torch.no_grad():
         for weight in module.parameters():
-            weight.mul_(seed_weights if weight.ndim > 1 else 1)
+            weight.mul_(20 if weight.ndim > 1 else 1)
     try:
         return module, [loader.source.document(place) for place in range(16)]
     finally:
@@ -106,6 +107,17 @@ def test_turns_do_not_depend_on_what_is_sampled_beside_them(sampled, more):
     _, found = documents_of("rollout.old_log_probs=sampling", *more)
     assert_equal([d.tokens for d in found], [d.tokens for d in expected])
     assert_equal([d.loss_mask for d in found], [d.loss_mask for d in expected])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("static", ["true", "false"])
+def test_a_gpu_says_what_a_cpu_says(static):
+    """In float32, in a CUDA graph of each token or in `generate`, with rows that go on further than others."""
+    chosen = "rollout.old_log_probs=sampling", f"sampler.static_cache={static}", "trainer.device=cpu"
+    expected, found = (documents_of(*chosen, device=device)[1] for device in ("cpu", "cuda"))
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        torch.testing.assert_close(one.old_log_probs, other.old_log_probs, rtol=0, atol=1e-2)
 
 
 def test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far(monkeypatch):

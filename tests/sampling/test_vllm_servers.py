@@ -34,6 +34,10 @@ VLLM = pytest.param("vllm", marks=pytest.mark.gpu)
 def servers(request, tmp_path_factory):
     folder, is_vllm = tmp_path_factory.mktemp(request.param), request.param == "vllm"
     with contextlib.closing(SharedServers(folder, is_vllm, [*STARTS] if is_vllm else ["first", "raw"])) as found:
+        if is_vllm:
+            endless = ("task.num_digits=4", "trainer.max_steps=1000000", "trainer.checkpoint_every=100000")
+            for name in ("interrupted", "killed"):
+                found.begin(name, *endless)
         found.start()
         yield found
 
