@@ -12,7 +12,9 @@ from pgtoolkit.runs.series import smooth, thinned
 from pgtoolkit.system.legible import legible
 
 _COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
-_STYLES = ("solid", "dashed", "dotted")
+_LOOKS = [{"color": color, "linestyle": style} for style in ("solid", "dashed", "dotted") for color in _COLORS]
+"""Of groups by their place: from the ninth on the colours repeat, dashed."""
+
 _POINTS = 120
 
 
@@ -34,7 +36,8 @@ def mean_curve(runs: list[Run], metric: str, axis: str) -> np.ndarray:
 
 
 def picture(compared: Compared, kind: str) -> bytes:
-    """Both charts side by side with their legend; kind: png, or svg, in black and colours on no ground.
+    """The charts side by side with their legend, with --best-of a third, over the key's values; kind: png, or svg, in
+    black and colours on no ground.
 
     Bands, means and single runs are groups of the SVG named KIND-GROUP-AXIS, by the group's place.
     """
@@ -43,11 +46,17 @@ def picture(compared: Compared, kind: str) -> bytes:
 
     # Without formulas: a path may hold two dollar signs. The salt makes equal curves equal files.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pgtk", "text.parse_math": False}):
-        figure, file = Figure(figsize=(11, 4.6), layout="constrained", dpi=100), io.BytesIO()
+        panels, file = 3 if compared.best_of else 2, io.BytesIO()
+        figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained", dpi=100)
         longest = max((run.last("seconds") for group in compared.groups for run in group.runs), default=0)
         unit, seconds = ("hours", 3600) if longest > 7200 else ("minutes", 60) if longest > 300 else ("seconds", 1)
-        _draw(figure.add_subplot(1, 2, 1), compared, "documents_seen", "documents seen", 1)
-        handles = _draw(figure.add_subplot(1, 2, 2), compared, "seconds", f"time in {unit}", seconds)
+        _draw(figure.add_subplot(1, panels, 1), compared, "documents_seen", "documents seen", 1)
+        handles = _draw(figure.add_subplot(1, panels, 2), compared, "seconds", f"time in {unit}", seconds)
+        if compared.best_of:
+            _draw_tried(figure.add_subplot(1, panels, 3), compared)
+        for axes in figure.axes:
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
         if handles:
             groups = [compared.groups[place] for place in handles]
             figure.legend(
@@ -68,15 +77,12 @@ def _draw(axes, compared, axis, label, unit):
     from matplotlib.ticker import EngFormatter
 
     handles = {}
-    axes.set_xlabel(label)
-    axes.set_ylabel(legible(compared.metric))
+    axes.set(xlabel=label, ylabel=legible(compared.metric))
     if axis == "documents_seen":  # 10k; half a minute is no 500m
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     for place, group in enumerate(compared.groups):
-        # From the ninth group on the colours repeat, dashed.
-        color, style = _COLORS[place % len(_COLORS)], _STYLES[place // len(_COLORS) % len(_STYLES)]
+        look = _LOOKS[place % len(_LOOKS)]
+        color = look["color"]
         # An older run of the same seed is in the picture already, as its newer self.
         for number, run in enumerate(run for run in group.runs if run.state != "done"):
             x, y = curve(run, compared.metric, axis)
@@ -87,7 +93,7 @@ def _draw(axes, compared, axis, label, unit):
         if x.size:
             x = x / unit
             gid = f"mean-{place}-{axis}"
-            handles[place] = axes.plot(x, mean, color=color, linestyle=style, linewidth=1.8, gid=gid)[0]
+            handles[place] = axes.plot(x, mean, **look, linewidth=1.8, gid=gid)[0]
         if (low < high).any():
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0, gid=f"band-{place}-{axis}")
     if compared.goal.threshold is not None and handles:
@@ -95,3 +101,15 @@ def _draw(axes, compared, axis, label, unit):
     if not handles:
         axes.text(0.5, 0.5, "no run has recorded this", transform=axes.transAxes, ha="center")
     return handles
+
+
+def _draw_tried(axes, compared):
+    """Draw what is tested over every value of the key of which each group has its best: mean, lowest and highest."""
+    values = compared.tried
+    axes.set(xlabel=legible(compared.best_of), ylabel=legible(compared.measured))
+    axes.set_xticks(range(len(values)), [*map(legible, values)])
+    for place, group in enumerate(compared.groups):
+        x, look = sorted(map(values.index, group.tried)), _LOOKS[place % len(_LOOKS)]
+        found = [compared.tested(group.tried[values[one]]) for one in x]
+        axes.plot(x, [*map(np.mean, found)], **look, marker="o", gid=f"tried-{place}")
+        axes.fill_between(x, [*map(min, found)], [*map(max, found)], color=look["color"], alpha=0.16, linewidth=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -13,6 +13,7 @@ import numpy as np
 from pgtoolkit.comparison.measures import (
     AXES,
     DOCUMENTS,
+    MEASURES,
     Goal,
     Reached,
     chosen_metric,
@@ -29,17 +30,21 @@ from pgtoolkit.config.schema_completions import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.report import is_number, refusal, text
 
 
 @dataclass
 class Group:
-    """Runs of one configuration but for their block. counted: one per block; reached: what each of these did."""
+    """Runs of one configuration but for their block. counted: one per block; reached: what each of these did.
+
+    tried: of the best of a key, all finished groups that differ in that key alone, by its value in words.
+    """
 
     values: dict[str, object]
     runs: list[Run]
     counted: list[Run] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
+    tried: dict[str, Group] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -102,6 +107,29 @@ class Compared:
         """1 where more of what is tested is better, -1 where less is, 0 where nobody knows."""
         return -1 if self.by_documents else int(is_score(self.metric))
 
+    @property
+    def measured(self) -> str:
+        """What is tested, in words."""
+        if self.by_documents:
+            return f"Documents to {self.metric} {self.goal.threshold:g}"
+        return f"{MEASURES[self.goal.measure]} {self.metric}"
+
+    @property
+    def tried(self) -> list[str]:
+        """All values of the key of which each group has its best: numbers by their size, then the others."""
+        values = {name: group.values[self.best_of] for best in self.groups for name, group in best.tried.items()}
+        return sorted(values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name))
+
+    def arm(self, group: Group) -> str:
+        """The values of a group but for the key of which it has its best."""
+        return ", ".join(text(value) for key, value in group.values.items() if key != self.best_of)
+
+    def tested(self, group: Group) -> list[float]:
+        """What the tests are of, of each counted run: documents to the threshold, area or final value."""
+        if self.by_documents:
+            return self.spent(group, DOCUMENTS)
+        return [one.mean if self.goal.measure == "area" else one.final for one in group.reached]
+
     def spent(self, group: Group, axis: str) -> list[float]:
         """What each counted run spent until it reached the threshold, the limit where it did not within it."""
         return [min(one.to.get(axis, inf), self.limits[axis]) for one in group.reached]
@@ -143,7 +171,7 @@ def compare(
         measure, metric = parse_metric(metric)
     _refuse_unknown(readable, metric, option)
     keys, following, common = _varying([run.config for run in readable], over.split(",") if over else ())
-    blocks = _keys("--over", over.split(",") if over else (), keys)
+    blocks = _keys("--over", over.split(",") if over else (), keys, common)
     keys = [key for key in keys if key not in blocks]
     by_values: dict[tuple, Group] = {}
     for run in readable:
@@ -171,12 +199,12 @@ def compare(
     return compared
 
 
-def _keys(option: str, named: Sequence[str], keys: list[str]) -> list[str]:
-    """The varying keys of these names, as they are typed. Raises ConfigError for one that does not vary."""
-    known = {shown(key): key for key in keys}
+def _keys(option: str, named: Sequence[str], keys: list[str], besides: Collection[str] = ()) -> list[str]:
+    """The keys of these names, as they are typed. Raises ConfigError for one that neither varies nor is in besides."""
+    known = {shown(key): key for key in (*keys, *besides)}
     for name in named:
         if name not in known:
-            names = ", ".join(known) or "none"
+            names = ", ".join(map(shown, keys)) or "none"
             raise ConfigError(f"{option}={name} needs a key that tells the runs apart. These are {names}. Use another.")
     return [known[name] for name in named]
 
@@ -238,15 +266,13 @@ def _rank(compared, group):
 
 
 def _sample(compared, group, varying, blocks=()):
-    values = [one.mean if compared.goal.measure == "area" else one.final for one in group.reached]
-    if compared.by_documents:
-        values = compared.spent(group, DOCUMENTS)
     config, prompts = group.runs[0].config, {}
     for name in varying:
         declared = key_named(name, config) if name in config else None
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(run.config.get(name)) for run in group.counted})
-    return Sample(dict(zip((_block(run, blocks) for run in group.counted), values, strict=True)), prompts)
+    found = [_block(run, blocks) for run in group.counted]
+    return Sample(dict(zip(found, compared.tested(group), strict=True)), prompts)
 
 
 def _block(run, blocks):
@@ -259,18 +285,11 @@ def _keep_best(compared, best_of):
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
-        if chosen.setdefault(arm, group) is not group:
-            why = f"{best_of}={text(group.values[best_of])} is not the best"
-            compared.left_out += [(run, why) for run in group.counted]
-    compared.groups, goal = list(chosen.values()), compared.goal
+        best = chosen.setdefault(arm, group)
+        best.tried |= {text(group.values[best_of]): group} if group.counted else {}
+    compared.groups = list(chosen.values())
     _, following, _ = _varying([run.config for group in compared.groups for run in group.runs])
     compared.following = [name for name in map(shown, following) if name not in compared.keys]
-    fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
-    compared.notes.append(
-        f"of each configuration the {best_of} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by "
-        "the same runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
-        "further seeds of the chosen ones tell"
-    )
 
 
 def _varying(configs, first=()):

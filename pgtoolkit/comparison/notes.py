@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pgtoolkit.runs.find import HELD_OUT
+from pgtoolkit.system.report import is_number, text
 
 if TYPE_CHECKING:
     from pgtoolkit.comparison.groups import Compared
@@ -31,7 +32,26 @@ def notes_of(compared: Compared) -> list[str]:
                 f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
                 "settings, or at other steps"
             )
-    return notes + _scale_notes(compared.groups)
+    return notes + _best_of_notes(compared) + _scale_notes(compared.groups)
+
+
+def _best_of_notes(compared):
+    """What a choice by the same runs is worth, and where more values may be better than the best."""
+    goal, key = compared.goal, compared.best_of
+    if key is None:
+        return []
+    fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
+    notes = [
+        f"of each configuration the {key} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by the "
+        "same runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
+        "further seeds of the chosen ones tell"
+    ]
+    for group in compared.groups:
+        best, values = group.values[key], [one.values[key] for one in group.tried.values()]
+        if len(values) > 1 and all(map(is_number, values)) and best in (min(values), max(values)):
+            end = f"{key}={text(best)} is the {'lowest' if best == min(values) else 'highest'} tried"
+            notes.append(f"{compared.arm(group)}: {end}, and one beyond may be better")
+    return notes
 
 
 def _scale_notes(groups):

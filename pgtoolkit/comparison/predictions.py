@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from pgtoolkit.comparison.groups import Compared, Group
+from pgtoolkit.comparison.groups import Compared
 from pgtoolkit.comparison.statistics import Comparison
 from pgtoolkit.comparison.terminal import planned, verdict
 from pgtoolkit.errors import ConfigError
@@ -59,23 +59,18 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
     return expected
 
 
-def contrast(compared: Compared, group: Group) -> str:
-    """The values of a group but for the key of which it has its best."""
-    return ", ".join(text(value) for key, value in group.values.items() if key != compared.best_of)
-
-
 def judged(compared: Compared, expected: dict[str, str | float]) -> list[str]:
-    """A line for each planned contrast that something was expected of. ConfigError for one that was not compared."""
-    pairs = {contrast(compared, compared.groups[pair.second]): pair for pairs in planned(compared) for pair in pairs}
-    if missing := [name for name in expected if name not in pairs]:
-        names = "; ".join(pairs) or "none"
+    """A line for each contrast that something was expected of. ConfigError where none of them was compared."""
+    pairs = {compared.arm(compared.groups[pair.second]): pair for pairs in planned(compared) for pair in pairs}
+    names = "; ".join(pairs) or "none"
+    if expected and not expected.keys() & pairs:
         raise ConfigError(
-            f"a prediction of {missing[0]} needs runs of it (got contrasts {names}). Nothing answers it. Name its runs."
+            f"a prediction of {next(iter(expected))} needs runs of it (got contrasts {names}). Nothing answers it. "
+            "Name its runs."
         )
-    return [
-        f"Predicted: {name} {text(value)}: {_judgement(compared, pairs[name], value)}"
-        for name, value in expected.items()
-    ]
+    answers = {name: _judgement(compared, pairs[name], value) for name, value in expected.items() if name in pairs}
+    none = f"undecided (no runs of it; there are {names})"
+    return [f"Predicted: {name} {text(value)}: {answers.get(name, none)}" for name, value in expected.items()]
 
 
 def _judgement(compared: Compared, pair: Comparison, value: str | float) -> str:

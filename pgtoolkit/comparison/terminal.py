@@ -10,7 +10,7 @@ import numpy as np
 
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import Compared, Group
-from pgtoolkit.comparison.measures import AXES, DOCUMENTS, MEASURES, is_score, is_share
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import (
     LEVEL,
     MOST_SEEDS,
@@ -33,6 +33,9 @@ def render_comparison(compared: Compared) -> str:
     """The comparison for the terminal, at most WIDTH columns wide."""
     lines = [*folded(heading(compared)), "", *_groups_with_curves(compared)]
     lines += [line for sentence in definitions(compared) for line in folded(sentence, "", "  ")]
+    if rows := tried_rows(compared):
+        lines += ["", *folded(f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:")]
+        lines += [f"  {row}"[:WIDTH] for row in aligned(rows, WIDTH - 2)]
     lines += ["", *folded(question(compared))]
     shown = planned(compared)
     for pairs in shown:
@@ -109,15 +112,30 @@ def question(compared: Compared) -> str:
     """What the verdicts answer, and by which test."""
     if not compared.comparisons:
         return "Nothing to compare: one configuration has finished runs. Name more runs to compare it with."
-    goal, found = compared.goal, compared.comparisons
+    found = compared.comparisons
     kinds = sorted(f"paired by {compared.blocks}" if paired else "Welch's" for paired in found.paired)
     equal = "" if found.margin is None else f", and two one-sided ones for equality within {found.margin}"
     which = "pairs" if found.primary is None else "planned pairs"
     adjusted = f", p adjusted for {found.tested} {which} (Holm)" if found.tested > 1 else ""
-    measure = f"{MEASURES[goal.measure]} {goal.metric}"
-    if compared.by_documents:
-        measure = f"Documents to {goal.metric} {goal.threshold:g}"
-    return f"More than seed noise? {measure}, t-test, {' or '.join(kinds)}, two-sided{equal}{adjusted}:"
+    return f"More than seed noise? {compared.measured}, t-test, {' or '.join(kinds)}, two-sided{equal}{adjusted}:"
+
+
+def tried_rows(compared: Compared) -> list[list[str]]:
+    """The header and a row per group: what is tested with every value of the key of which it has its best, if any."""
+    key, values, write = compared.best_of, compared.tried, number_format(compared)
+
+    def cell(group: Group) -> str:
+        return (
+            spent(compared, group, DOCUMENTS)
+            if compared.by_documents
+            else write(mean_and_std(compared.tested(group))[0])
+        )
+
+    rows = [[*(name for name in compared.keys if name != key), *values]]
+    for group in compared.groups:
+        names = [text(value) for name, value in group.values.items() if name != key]
+        rows.append([*names, *(cell(group.tried[value]) if value in group.tried else "-" for value in values)])
+    return rows if key else []
 
 
 def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:

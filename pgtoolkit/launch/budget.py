@@ -94,7 +94,7 @@ def _contrasts(checked: Checked, args: Namespace) -> list[str]:
         runs.append(Run("", "", "done", config=dict(leaves(plain_values(run.values))), columns=columns))
     compared = compare(runs, args.metric, args.best_of, over=args.over, against=args.against)
     pairs = [pair for pairs in predictions.planned(compared) for pair in pairs] if args.against else []
-    return sorted({predictions.contrast(compared, compared.groups[pair.second]) for pair in pairs})
+    return sorted({compared.arm(compared.groups[pair.second]) for pair in pairs})
 
 
 def _deviation_and_margin(args: Namespace) -> tuple[float | None, float | None]:

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.charts import mean_curve
+from pgtoolkit.comparison.charts import mean_curve, picture
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.terminal import whole
+from pgtoolkit.comparison.terminal import tried_rows, whole
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final
@@ -291,13 +291,26 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     assert shown == [("grpo", 1e-4), ("gspo", 1e-3)]
     assert [group.final[0] for group in compared.groups] == pytest.approx([0.705, 0.605])  # and 0.63 is to be reached
     assert len(compared.comparisons) == 1
-    assert [run.name for run, why in compared.left_out] == ["2-0", "2-1", "1-0", "1-1"]
+    assert compared.left_out == []
+    assert [group.tried["0.001"].final[0] for group in compared.groups] == pytest.approx([0.205, 0.605])
     said = " ".join(page(capsys, tmp_path, "--best-of=optimizer.learning_rate").split())
-    assert "2-0: optimizer.learning_rate=0.0001 is not the best" in said
+    assert "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds: loss 0.0001 0.001 grpo" in said
+    assert "gspo: optimizer.learning_rate=0.001 is the highest tried, and one beyond may be better" in said
+    assert "grpo: optimizer.learning_rate=0.0001 is the lowest tried" in said
     assert "chosen by the same runs that are compared" in said
     assert said.startswith(
         "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
     )
+    against = compare(find_runs([str(tmp_path)]), "final:reward", "optimizer.learning_rate", against="loss=gspo")
+    assert [group.values["loss"] for group in against.groups] == ["gspo", "grpo"]
+    assert tried_rows(against) == [
+        ["loss", "0.0001", "0.001"],
+        ["gspo", "0.305", "0.605"],
+        ["grpo", "0.705", "0.205"],
+    ]
+    drawn = picture(against, "svg").decode()
+    assert "tried-0" in drawn
+    assert "tried-1" in drawn
     said = " ".join(page(capsys, tmp_path, "--best-of=loss").split())  # both times a loss and its rate
     assert said.startswith(
         "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"

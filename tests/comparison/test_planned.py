@@ -182,6 +182,7 @@ def test_a_planned_comparison_with_its_predictions(study, capsys):
         ([], "against: loss=grpo\nexpected: {gspo: null}", "gspo: null"),
         ([], "expected: {gspo: better}", "needs the key against (got none)"),
         ([], "against: loss=grpo\nexpected: {dppo: better}", "a prediction of dppo needs runs of it"),
+        (["--over", "los"], None, "--over=los needs a key that tells the runs apart. These are loss. Use"),
         ([], "expected:", "YAML with the key expected"),
         ([], "folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),
         (
@@ -200,6 +201,19 @@ def test_bad_input_is_one_message(study, capsys, arguments, content, expected):
     said = capsys.readouterr().err
     assert expected in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_study_that_is_not_complete_is_compared_as_far_as_it_went(study, capsys):
+    """One length of runs, which was to be a part of each block, and a loss that was predicted and has not run."""
+    (study / "p.yaml").write_text(
+        f"metric: final:{PASS}\nagainst: loss=grpo\nmargin: 0.02\nover: trainer.max_steps\n"
+        "expected:\n  gspo: equal\n  sapo: better\n"
+    )
+    assert main(["compare", str(study), "--predictions", str(study / "p.yaml")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "paired by trainer.max_steps and seed" in said
+    assert "Predicted: gspo equal: right (equal within 0.02)" in said
+    assert "Predicted: sapo better: undecided (no runs of it; there are cispo; gspo; reinforce)" in said
 
 
 def test_a_page_has_the_exploratory_pairs(study, capsys):
