@@ -1,11 +1,13 @@
-"""What the study has beside pgtk's commands: its controls, and runs in little space."""
+"""What the study has beside pgtk's commands: its controls, runs in little space, and the page made of them."""
 
 import json
+import re
 import tarfile
 from math import sqrt
 
 import pytest
 
+from benchmarks import study_page
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.runs.directory import RunDirectory
@@ -69,3 +71,17 @@ def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
     assert "mine" not in (there / "outputs/some/seed-0/provenance.json").read_text()
     pack(there / "again.tar.xz", [there.joinpath("outputs").relative_to(there)])
     assert (there / "again.tar.xz").read_bytes() == (sweep / "all.tar.xz").read_bytes()
+
+
+def test_the_page_is_what_its_command_writes(tmp_path):
+    page = study_page.PAGE.read_text()
+    assert study_page.filled(page, study_page.unpack(tmp_path), draw=False) == page
+    assert page.count("<!-- end -->") == page.count("<!-- compare ") + page.count("<!-- runs ") == 9
+    for picture in re.findall(r"\]\((images/study\S+)\)", page):
+        assert (study_page.PAGE.parent / picture).stat().st_size > 10_000
+
+
+def test_packed_runs_take_little_space():
+    files = [*study_page.DATA.glob("*.tar.xz")]
+    assert sum(file.stat().st_size for file in files) < 5e6
+    assert {file.name.removesuffix(".tar.xz") for file in files} <= {*study_page.SWEEPS}

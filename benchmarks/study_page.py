@@ -1,0 +1,134 @@
+"""Every table and picture of docs/study.md, made again from packed runs by pgtk's own comparison.
+
+    python benchmarks/study_page.py
+
+unpacks benchmarks/data/study/*.tar.xz into a temporary folder, and fills what stands in the page between a line such as
+`<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study.png -->` and `<!-- end -->`
+with what `pgtk compare` says, in tables; `<!-- runs -->` is filled with what was run, from the runs' own files.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import tempfile
+from argparse import Namespace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from pgtoolkit.comparison import predictions, terminal
+from pgtoolkit.comparison.groups import Compared, compare
+from pgtoolkit.comparison.measures import needed_for, parse_metric
+from pgtoolkit.comparison.reports import write
+from pgtoolkit.runs.find import Run, find_runs
+from pgtoolkit.runs.records import TIME, known_provenance, read_evaluations
+from pgtoolkit.system.report import text
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "study.md"
+DATA = ROOT / "benchmarks" / "data" / "study"
+SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_aggregation", "study_lag")
+_PART = re.compile(r"(?s)(<!-- (compare|runs)([^>]*) -->\n).*?(<!-- end -->)")
+_NONE = "Not run.\n\n"
+
+
+def unpack(folder: Path) -> Path:
+    """The folder of the sweeps' folders, unpacked below this one."""
+    for file in sorted(DATA.glob("*.tar.xz")):
+        with tarfile.open(file) as packed:
+            packed.extractall(folder, filter="data")
+    return folder / "outputs" / "sweeps"
+
+
+def filled(page: str, sweeps: Path, draw: bool = True) -> str:
+    """The page with all its tables; draw: whether to write its pictures, too."""
+
+    def part(found: re.Match) -> str:
+        words = found[3].split()
+        content = _compared(sweeps, words, draw) if found[2] == "compare" else _ran(sweeps)
+        return f"{found[1]}{content}{found[4]}"
+
+    return _PART.sub(part, page)
+
+
+def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
+    """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE."""
+    names = [word for word in words if not word.startswith("--")]
+    options = {
+        name.replace("-", "_"): value for name, _, value in (w[2:].partition("=") for w in words if w[:2] == "--")
+    }
+    picture, file = options.pop("png", None), options.pop("predictions", None)
+    args = Namespace(**dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")) | options)
+    expected = predictions.take(ROOT / file, args) if file else {}
+    if not all((sweeps / name).exists() for name in names):
+        return _NONE + "".join(f"* Predicted: {name} {text(value)}\n" for name, value in expected.items())
+    metric = parse_metric(args.metric)[1] if args.metric else args.reach.rpartition("=")[0]
+    runs = find_runs([str(sweeps / name) for name in names], needed_for(metric))
+    compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
+    if picture and draw:
+        write(compared, "png", ROOT / picture, "")
+    shown = f"\n![{compared.measured}]({Path(picture).relative_to('docs')})\n" if picture else ""
+    return "\n".join(_parts(compared, expected)) + shown
+
+
+def _parts(compared: Compared, expected: dict) -> list[str]:
+    """Tables and sentences, each a paragraph."""
+    parts = [_table(terminal.group_rows(compared))]
+    if rows := terminal.tried_rows(compared):
+        parts += [f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n", _table(rows)]
+    for pairs in terminal.planned(compared) if compared.comparisons.primary else ():  # of tuning runs nothing is tested
+        base = compared.groups[pairs[0].first]
+        parts += [f"Against {base.label}:\n", _table(terminal.difference_rows(compared, pairs))]
+    said = predictions.judged(compared, expected)
+    said += [f"Not counted: {line}" for line in terminal.left_out(compared)]
+    said += [f"Note: {note}." for note in compared.notes]
+    return [*parts, "".join(f"* {line}\n" for line in said)] if said else parts
+
+
+def _ran(sweeps: Path) -> str:
+    """A row per sweep, from the configurations, the evaluations and the times of its runs."""
+    rows = [["sweep", "runs", "minutes", *_FACTS]]
+    for name in SWEEPS:
+        if not (sweeps / name).exists():
+            rows.append([f"`{name}`", "not run", *[""] * (len(rows[0]) - 2)])
+            continue
+        runs = find_runs([str(sweeps / name)], {"reward"})
+        facts = [", ".join(dict.fromkeys(map(str, values))) for values in zip(*map(_facts, runs), strict=True)]
+        rows.append([f"`{name}`", str(len(runs)), f"{_minutes(runs):.1f}", *facts])
+    return _table(rows)
+
+
+_FACTS = ("starts", "pass@1 before", "seeds", "batches", "completions each", "steps", "held out", "with")
+
+
+def _facts(run: Run) -> list[object]:
+    """What a run was: see _FACTS."""
+    c, starts = run.config, known_provenance(run.path)
+    batch, steps = c["rollout.prompts_per_batch"] * c["rollout.group_size"], c["trainer.max_steps"]
+    before = [f"{row['pass@1']:.3f}" for row in read_evaluations(run.path) if row["step"] == 0]
+    held_out = f"{c['evaluation.prompts_per_set']} x {c['evaluation.completions_per_prompt']}"
+    machine = [gpu["name"] for gpu in starts.get("gpus", [])] or ["CPU"]
+    batches = steps * c["accumulation.docs_per_step"] // batch
+    return [Path(c["model.path"]).name, *before[:1], c["seed"], batches, batch, steps, held_out, machine[0]]
+
+
+def _minutes(runs: list[Run]) -> float:
+    """Of the clock, while any of the runs was going on: starts and steps that are less than a minute apart."""
+    times = [time for run in runs for time in run.columns["time"] if time == time]
+    for start in (known_provenance(run.path) for run in runs):
+        times += [datetime.strptime(one["time"], TIME).timestamp() for one in (start, *start.get("resumed", ())) if one]
+    gaps = np.diff(np.sort(times))
+    return float(gaps[gaps < 60].sum()) / 60
+
+
+def _table(rows: list[list[str]]) -> str:
+    """In Markdown; the first row is the header."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        PAGE.write_text(filled(PAGE.read_text(), unpack(Path(folder))))
