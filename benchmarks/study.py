@@ -66,7 +66,8 @@ def start(checkpoint: Path, folder: Path) -> None:
 
 def pack(file: Path, sweeps: list[Path]) -> None:
     """Of every run that is done, or that numbers which were not finite have ended: its configuration, where it ran,
-    status, evaluations, and a few columns of its metrics. The same runs make the same file."""
+    status, evaluations, and a few columns of its metrics. Paths are relative to the current directory, which is where
+    an unpacked sweep goes on. The same runs make the same file."""
     with tarfile.open(file, "w:xz" if file.suffix == ".xz" else "w:gz") as packed:
         for status in sorted(status for sweep in sweeps for status in sweep.rglob("status.json")):
             run, said = status.parent, json.loads(status.read_text())
@@ -78,7 +79,7 @@ def pack(file: Path, sweeps: list[Path]) -> None:
             if (run / "provenance.json").exists():
                 content["provenance.json"] = json.dumps(_machine(json.loads((run / "provenance.json").read_text())))
             for name in ("config.yaml", "overrides.yaml", "status.json", "evaluations.jsonl"):
-                content[name] = (run / name).read_text()
+                content[name] = (run / name).read_text().replace(f"{Path.cwd()}/", "")
             for name, text in sorted(content.items()):
                 entry = tarfile.TarInfo(str(run / name))
                 entry.size = len(data := text.encode())

@@ -10,8 +10,11 @@ import pytest
 from benchmarks import study_page
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
 from pgtoolkit.comparison.groups import compare
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
+from pgtoolkit.runs.records import read_resolved
 
 PASS = "evaluation/held_out/pass@1"
 
@@ -36,7 +39,8 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for seed, state in enumerate(("done", "failed", "interrupted")):
         with RunDirectory(tmp_path / "outputs" / "some" / f"seed-{seed}") as run:
-            run.write_config({"seed": seed, "loss": {"name": "grpo"}, "trainer": {"max_steps": 2}}, [])
+            start = {"path": str(tmp_path / "outputs" / "start")}
+            run.write_config({"seed": seed, "loss": {"name": "grpo"}, "trainer": {"max_steps": 2}, "model": start}, [])
             for step in (1, 2):
                 row = {"time": 1795444826.8312 + step, "documents_seen": 8 * step, "num_tokens": 5, "reward": 1 / 3}
                 run.append_metrics(step, {**row, "grad_norm": 0.123456, "seconds_forward": 0.5})
@@ -69,6 +73,10 @@ def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
     assert runs[0].code[0][0] == "abc"
     assert len(runs[0].code[0][1]) == 8
     assert "mine" not in (there / "outputs/some/seed-0/provenance.json").read_text()
+    config = {**read_resolved(runs[0].path), "model": {"path": str(there / "outputs" / "start")}}
+    refuse_another(runs[0].path, config)  # the same, seen from this directory
+    with pytest.raises(ConfigError, match=r"got one with model\.path=outputs/start"):
+        refuse_another(runs[0].path, config | {"model": {"path": "elsewhere"}})
     pack(there / "again.tar.xz", [there.joinpath("outputs").relative_to(there)])
     assert (there / "again.tar.xz").read_bytes() == (sweep / "all.tar.xz").read_bytes()
 

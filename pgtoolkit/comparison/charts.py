@@ -13,8 +13,7 @@ from pgtoolkit.system.legible import legible
 
 _COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
 _LOOKS = [{"color": color, "linestyle": style} for style in ("solid", "dashed", "dotted") for color in _COLORS]
-"""Of groups by their place: from the ninth on the colours repeat, dashed."""
-
+_PLAIN = {"axes.grid": True, "grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
 _POINTS = 120
 
 
@@ -36,8 +35,7 @@ def mean_curve(runs: list[Run], metric: str, axis: str) -> np.ndarray:
 
 
 def picture(compared: Compared, kind: str) -> bytes:
-    """The charts side by side with their legend, with --best-of a third, over the key's values; kind: png, or svg, in
-    black and colours on no ground.
+    """The charts, with --best-of a third, and their legend; kind: png, or svg, in black and colours on no ground.
 
     Bands, means and single runs are groups of the SVG named KIND-GROUP-AXIS, by the group's place.
     """
@@ -45,7 +43,7 @@ def picture(compared: Compared, kind: str) -> bytes:
     from matplotlib.figure import Figure
 
     # Without formulas: a path may hold two dollar signs. The salt makes equal curves equal files.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pgtk", "text.parse_math": False}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pgtk", "text.parse_math": False, **_PLAIN}):
         panels, file = 3 if compared.best_of else 2, io.BytesIO()
         figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained", dpi=100)
         longest = max((run.last("seconds") for group in compared.groups for run in group.runs), default=0)
@@ -54,9 +52,6 @@ def picture(compared: Compared, kind: str) -> bytes:
         handles = _draw(figure.add_subplot(1, panels, 2), compared, "seconds", f"time in {unit}", seconds)
         if compared.best_of:
             _draw_tried(figure.add_subplot(1, panels, 3), compared)
-        for axes in figure.axes:
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
         if handles:
             groups = [compared.groups[place] for place in handles]
             figure.legend(

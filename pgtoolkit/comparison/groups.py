@@ -35,10 +35,8 @@ from pgtoolkit.system.report import is_number, refusal, text
 
 @dataclass
 class Group:
-    """Runs of one configuration but for their block. counted: one per block; reached: what each of these did.
-
-    tried: of the best of a key, all finished groups that differ in that key alone, by its value in words.
-    """
+    """Runs of one configuration but for their block. counted: one per block; reached: what each of these did;
+    tried: of the best of a key, all finished groups that differ in that key alone, by its value in words."""
 
     values: dict[str, object]
     runs: list[Run]

@@ -36,7 +36,6 @@ def notes_of(compared: Compared) -> list[str]:
 
 
 def _best_of_notes(compared):
-    """What a choice by the same runs is worth, and where more values may be better than the best."""
     goal, key = compared.goal, compared.best_of
     if key is None:
         return []
@@ -47,10 +46,10 @@ def _best_of_notes(compared):
         "further seeds of the chosen ones tell"
     ]
     for group in compared.groups:
-        best, values = group.values[key], [one.values[key] for one in group.tried.values()]
-        if len(values) > 1 and all(map(is_number, values)) and best in (min(values), max(values)):
-            end = f"{key}={text(best)} is the {'lowest' if best == min(values) else 'highest'} tried"
-            notes.append(f"{compared.arm(group)}: {end}, and one beyond may be better")
+        ran, best = [value for value in compared.tried if value in group.tried], text(group.values[key])
+        if len(ran) > 1 and is_number(group.values[key]) and best in (ran[0], ran[-1]):
+            end = "lowest" if best == ran[0] else "highest"
+            notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
     return notes
 
 

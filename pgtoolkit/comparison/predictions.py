@@ -64,10 +64,7 @@ def judged(compared: Compared, expected: dict[str, str | float]) -> list[str]:
     pairs = {compared.arm(compared.groups[pair.second]): pair for pairs in planned(compared) for pair in pairs}
     names = "; ".join(pairs) or "none"
     if expected and not expected.keys() & pairs:
-        raise ConfigError(
-            f"a prediction of {next(iter(expected))} needs runs of it (got contrasts {names}). Nothing answers it. "
-            "Name its runs."
-        )
+        raise ConfigError(f"predictions need runs of {', '.join(expected)} (got contrasts {names}). Name their runs.")
     answers = {name: _judgement(compared, pairs[name], value) for name, value in expected.items() if name in pairs}
     none = f"undecided (no runs of it; there are {names})"
     return [f"Predicted: {name} {text(value)}: {answers.get(name, none)}" for name, value in expected.items()]

@@ -81,10 +81,10 @@ class Job:
 
 
 def refuse_another(directory: Path, config: dict) -> None:
-    """ConfigError if a run of another configuration has begun in the directory of a job."""
-    saved = read_config(directory)[0]
-    if differing := changed(saved, config):
-        key, (before, now) = next(iter(differing.items()))
+    """ConfigError if a run of another configuration has begun in a job's directory. Relative paths start here."""
+    for key, (before, now) in changed(read_config(directory)[0], config).items():
+        if isinstance(before, str) and str(Path.cwd() / before) == now:
+            continue
         raise ConfigError(
             f"{directory} needs to be free for this run (got one with {key}={text(before)}, not {text(now)}). "
             f"A run is continued as it was. Use another directory, or pgtk resume {shell_path(directory)} {key}=... to "

@@ -295,8 +295,8 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     assert [group.tried["0.001"].final[0] for group in compared.groups] == pytest.approx([0.205, 0.605])
     said = " ".join(page(capsys, tmp_path, "--best-of=optimizer.learning_rate").split())
     assert "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds: loss 0.0001 0.001 grpo" in said
-    assert "gspo: optimizer.learning_rate=0.001 is the highest tried, and one beyond may be better" in said
-    assert "grpo: optimizer.learning_rate=0.0001 is the lowest tried" in said
+    assert "gspo, 0.001: this is the highest optimizer.learning_rate tried, and one beyond may be better" in said
+    assert "grpo, 0.0001: this is the lowest" in said
     assert "chosen by the same runs that are compared" in said
     assert said.startswith(
         "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"

@@ -181,7 +181,11 @@ def test_a_planned_comparison_with_its_predictions(study, capsys):
         (["--metric", "area:rewrd"], None, "Use --metric=reward."),
         ([], "against: loss=grpo\nexpected: {gspo: null}", "gspo: null"),
         ([], "expected: {gspo: better}", "needs the key against (got none)"),
-        ([], "against: loss=grpo\nexpected: {dppo: better}", "a prediction of dppo needs runs of it"),
+        (
+            [],
+            "against: loss=grpo\nexpected: {dppo: better}",
+            "predictions need runs of dppo (got contrasts cispo; gspo; reinforce)",
+        ),
         (["--over", "los"], None, "--over=los needs a key that tells the runs apart. These are loss. Use"),
         ([], "expected:", "YAML with the key expected"),
         ([], "folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),

@@ -40,6 +40,8 @@ def test_seeds_and_pairs_that_fit(timed, capsys):
     assert not (timed / "predictions.yaml").exists()
     said = said_by(capsys, "clip_range", "--budget=400s", "--over=loss.epsilon_low")
     assert "400s: 4 runs, 1 seed of each of 4 configurations. 4 pairs show a difference of 2.1" in said
+    said = said_by(capsys, "clip_range", "--budget=800s", "--over=task.num_digits")  # of which there is one
+    assert "2 seeds of each of 4 configurations. 2 pairs show" in said
 
 
 def test_predictions_are_written_for_the_contrasts_that_compare_will_name(timed, capsys):
