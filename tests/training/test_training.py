@@ -190,7 +190,7 @@ def test_it_learns(tmp_path, loss):
     """A smaller main job: the reward of three digits rises from chance to three times that in a few seconds."""
     batches = ("rollout.prompts_per_batch=32", "rollout.group_size=8", "accumulation.docs_per_step=64")
     sizes = ("model.hidden_size=64", "accumulation.max_tokens=1024")
-    steps = ("trainer.max_steps=120", "trainer.checkpoint_every=1000")
+    steps = ("trainer.max_steps=80", "trainer.checkpoint_every=1000")
     rows = metrics_of(run(tmp_path / "run", f"loss={loss}", *batches, *sizes, *steps))
     first = sum(row["reward"] for row in rows[:8]) / 8
     last = sum(row["reward"] for row in rows[-8:]) / 8
