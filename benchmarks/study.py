@@ -78,7 +78,8 @@ def pack(file: Path, sweeps: list[Path]) -> None:
             content = {"metrics.jsonl": "".join(json.dumps(row) + "\n" for row in short)}
             if (run / "provenance.json").exists():
                 content["provenance.json"] = json.dumps(_machine(json.loads((run / "provenance.json").read_text())))
-            for name in ("config.yaml", "overrides.yaml", "status.json", "evaluations.jsonl"):
+            content["status.json"] = json.dumps({name: said[name] for name in said if name not in ("host", "pid")})
+            for name in ("config.yaml", "overrides.yaml", "evaluations.jsonl"):
                 content[name] = (run / name).read_text().replace(f"{Path.cwd()}/", "")
             for name, text in sorted(content.items()):
                 entry = tarfile.TarInfo(str(run / name))

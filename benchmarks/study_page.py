@@ -22,6 +22,7 @@ from pgtoolkit.comparison import predictions, terminal
 from pgtoolkit.comparison.groups import Compared, compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.reports import write
+from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.runs.find import Run, find_runs
 from pgtoolkit.runs.records import TIME, known_provenance, read_evaluations
 from pgtoolkit.system.report import text
@@ -75,14 +76,20 @@ def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
 
 def _parts(compared: Compared, expected: dict) -> list[str]:
     """Tables and sentences, each a paragraph."""
-    parts = [_table(terminal.group_rows(compared))]
+    parts, judged = [_table(terminal.group_rows(compared))], predictions.judged(compared, expected)
     if rows := terminal.tried_rows(compared):
         parts += [f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n", _table(rows)]
     for pairs in terminal.planned(compared) if compared.comparisons.primary else ():  # of tuning runs nothing is tested
         base = compared.groups[pairs[0].first]
         parts += [f"Against {base.label}:\n", _table(terminal.difference_rows(compared, pairs))]
-    said = predictions.judged(compared, expected)
-    said += [f"Not counted: {line}" for line in terminal.left_out(compared)]
+    if compared.over and expected:
+        found = compared.comparisons
+        starts = [Sample({name: seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
+        compared.comparisons = Comparisons(starts, found.margin, found.primary)
+        for pairs in terminal.planned(compared):
+            table = _table(terminal.difference_rows(compared, pairs))
+            parts += ["The same with one value for each start, the mean of its seeds:\n", table]
+    said = judged + [f"Not counted: {line}" for line in terminal.left_out(compared)]
     said += [f"Note: {note}." for note in compared.notes]
     return [*parts, "".join(f"* {line}\n" for line in said)] if said else parts
 
@@ -97,6 +104,8 @@ def _ran(sweeps: Path) -> str:
         runs = find_runs([str(sweeps / name)], {"reward"})
         facts = [", ".join(dict.fromkeys(map(str, values))) for values in zip(*map(_facts, runs), strict=True)]
         rows.append([f"`{name}`", str(len(runs)), f"{_minutes(runs):.1f}", *facts])
+    if every := find_runs([str(sweeps)], {"reward"}) if sweeps.exists() else []:
+        rows.append(["all", str(len({run.name for run in every})), f"{_minutes(every):.1f}", *[""] * len(_FACTS)])
     return _table(rows)
 
 

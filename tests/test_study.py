@@ -93,3 +93,13 @@ def test_packed_runs_take_little_space():
     files = [*study_page.DATA.glob("*.tar.xz")]
     assert sum(file.stat().st_size for file in files) < 5e6
     assert {file.name.removesuffix(".tar.xz") for file in files} <= {*study_page.SWEEPS}
+
+
+def test_what_is_said_of_the_study_are_numbers_of_its_tables():
+    page, readme = study_page.PAGE.read_text(), (study_page.ROOT / "README.md").read_text()
+    tables = " ".join(re.findall(r"(?s)<!-- compare .*?<!-- end -->", page))
+    said = page[page.index("## Results") : page.index("## Controls")]
+    said += readme[readme.index("[The study]") : readme.index("Three promises")]
+    numbers = re.findall(r"[-+]\d\.\d{3}\b", said)
+    assert len(numbers) == 24
+    assert [number for number in numbers if number not in tables] == []
