@@ -96,9 +96,11 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
 
     step: continue from the checkpoint of this step, as a run of its own in hydra.run.dir, which is then among them.
     """
-    folder = run_dir
+    folder, places = run_dir, [override for override in overrides if key_of(override) == "hydra.run.dir"]
+    if step is None and places:
+        reason, use = "A run goes on where it lies.", f"pgtk resume {shell_path(run_dir)} --step N {places[0]}"
+        raise ConfigError(refusal(places[0], "--step N, which makes a run of its own", "none", reason, use))
     if step is not None:
-        places = [override for override in overrides if key_of(override) == "hydra.run.dir"]
         if len(places) != 1:
             needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
             use = f"pgtk resume {shell_path(run_dir)} --step {step} hydra.run.dir=outputs/NEW"

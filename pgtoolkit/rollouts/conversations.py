@@ -48,7 +48,9 @@ class Conversations:
             return self._of_chat(messages_of(messages), 0)
         if prompt is None or completion is None:
             raise ValueError("needs a prompt and its completion")
-        if not (isinstance(prompt, str) and isinstance(completion, str)):
+        if isinstance(prompt, str) != isinstance(completion, str):
+            raise ValueError("needs to be what its prompt is: a text, or a list of chat messages")
+        if not isinstance(prompt, str):
             before = messages_of(prompt)
             return self._of_chat([*before, *messages_of(completion)], len(before))
         if self._template is None:

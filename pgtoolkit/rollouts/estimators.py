@@ -91,7 +91,7 @@ class Estimator:
             found = self.function(rewards, lengths=lengths, measures=measures)
         try:
             numbers = [[float(one) for one in group] for group in found]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             numbers, got = None, f"{found!r:.60}"
         else:
             sizes, wanted = [len(group) for group in numbers], [len(group) for group in groups]

@@ -42,7 +42,8 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
         raise ConfigError(refusal(setting, f"a {kind} that can be imported", got, reason, use)) from error
     function = getattr(imported, name, None)
     if not callable(function):
-        names = [other for other, value in vars(imported).items() if getattr(value, "__module__", None) == module]
+        own = {other: value for other, value in vars(imported).items() if getattr(value, "__module__", None) == module}
+        names = [other for other, value in own.items() if callable(value)]
         got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
         reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
         (near,) = difflib.get_close_matches(name, names, n=1) or [kind]

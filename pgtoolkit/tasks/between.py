@@ -75,4 +75,8 @@ class Between:
             raise ValueError(f"it says {first_line(error)}") from error
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        try:
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        except Exception as error:  # the tokenizers library raises it for a character that it has no token for
+            said = f"what stands between two turns, {text!r:.200}, cannot be encoded by the model's tokenizer"
+            raise DataError(f"{said}: {first_line(error)}.") from error

@@ -16,7 +16,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
 from pgtoolkit.tasks.tasks import PromptRows, Score, Task
-from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Processes
+from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Processes, as_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,8 +132,10 @@ class ConversationTask(Task):
         """
         messages = []
         for one, message in zip(conversations, self._ask("reply", conversations), strict=True):
-            if one.end is None and not (message is None or _is_message(message)):
-                raise self._odd("reply", message, "{'role': TEXT, 'content': TEXT} or None", one)
+            of_another = message is None or (_is_message(message) and message["role"] != "assistant")
+            if one.end is None and not of_another:
+                needs = "{'role': TEXT, 'content': TEXT}, which no assistant says, or None"
+                raise self._odd("reply", message, needs, one)
             last = ENVIRONMENT if message is None else MAX_TURNS if one.turns == self.max_turns else None
             one.end = one.end or last
             messages.append(message if one.end is None else None)
@@ -201,14 +203,17 @@ class ConversationTask(Task):
         reward, own = 0.0, {}
         if one.end not in (TIMEOUT, CRASH):
             is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
-            if not is_pair or not all(map(_is_number, (value[0], *value[1].values()))):
+            reward, *numbers = map(as_number, (value[0], *value[1].values())) if is_pair else [math.nan]
+            if not all(map(math.isfinite, (reward, *numbers))):
                 raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)
-            reward, names = float(value[0]), value[1].keys()
-            self._measures = self._measures or frozenset(names)
-            if names != self._measures or not all(re.fullmatch(r"[A-Za-z]\w{0,39}", str(name)) for name in names):
-                needs = f"measures of the same names each time, of letters, such as {sorted(map(str, self._measures))}"
+            names = value[1].keys()
+            if odd := [name for name in names if not re.fullmatch(r"[A-Za-z]\w{0,39}", str(name))]:
+                raise self._odd("score", odd[0], "names of measures of letters, digits and underscores", one)
+            self._measures = frozenset(names) if self._measures is None else self._measures
+            if names != self._measures:
+                needs = f"measures of the same names each time, here {sorted(self._measures)}"
                 raise self._odd("score", value, needs, one)
-            own = {f"environment/{name}": float(number) for name, number in value[1].items()}
+            own = {f"environment/{name}": number for name, number in zip(names, numbers, strict=True)}
         if self._processes is not None:
             own |= {f"environment_{kind}_fraction": float(one.end == kind) for kind in (TIMEOUT, CRASH)}
         return Score(reward, reward >= 1, one.measures() | own)
@@ -231,7 +236,3 @@ def _of(prompt: Prompt) -> str:
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

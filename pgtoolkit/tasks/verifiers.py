@@ -276,16 +276,20 @@ def _math_verify() -> Verifier:
     return equal
 
 
+def as_number(value: object) -> float:
+    """What code of the user's gave, such as a bool or a scalar of NumPy; NaN for what is no number."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return math.nan
+
+
 def _imported(key: str, path: str) -> Verifier:
     function = import_function(key, path, ("completion", "answer"))
 
     def verify(completion: str, answer: str) -> float:
         reward = function(completion, answer)
-        try:
-            number = math.nan if isinstance(reward, str) else float(reward)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not math.isfinite(number):
+        if not math.isfinite(number := as_number(reward)):
             raise DataError(f"{key}={path} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number")
         return number
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_drift, read_resolved, storage
+from pgtoolkit.system.report import refusal
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.export import refuse_occupied, saved_state
 
@@ -28,6 +30,10 @@ def branch(parent: Path, step: int, folder: Path) -> None:
     is damaged.
     """
     checkpoint = saved_state(parent, f"pgtk resume {shell_path(parent)}", step)["path"]
+    if folder.resolve().is_relative_to(parent.resolve()):
+        place = f"hydra.run.dir={shell_path(parent)}-{step}"
+        reason = "A run in another would be taken for a part of it."
+        raise ConfigError(refusal(f"hydra.run.dir={folder}", f"a folder outside {parent}", folder, reason, place))
     refuse_occupied(f"hydra.run.dir={folder}", folder)
     with storage(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -143,7 +143,7 @@ def test_texts_without_a_template(chat):
         (CHATML, "all", {"messages": TALK[:2]}, "no message of the assistant"),
         (CHATML, "all", {"messages": TALK, "completion": "42"}, "needs to stand alone"),
         (CHATML, "all", {"prompt": "6"}, "needs a prompt and its completion"),
-        (CHATML, "all", {"prompt": "6", "completion": TALK[2:3]}, "needs a list of chat messages .got '6'"),
+        (CHATML, "all", {"prompt": "6", "completion": TALK[2:3]}, "needs to be what its prompt is: a text, or a list"),
         (CHATML, "all", {"messages": [{"role": "user"}]}, "role and content are texts"),
         (
             MARKED.replace("m['role'] == 'assistant'", "loop.index == 3"),

@@ -43,6 +43,9 @@ def of_the_first(rewards, **others):
 def drawn(rewards, **others):
     return [[random.random() for one in group] for group in rewards]
 
+def endless(rewards, **others):
+    return [[10**400 for one in group] for group in rewards]
+
 def failing(rewards, **others):
     raise KeyError("format")
 """
@@ -96,6 +99,7 @@ def test_it_gets_recorded_rollouts_with_each_attempt_once(functions, tmp_path):
         ("flat", "needs a finite number within -1e+12 and 1e+12 for each completion of each group (got [0.0, 0.25,"),
         ("one_per_group", "(got [1, 1, 1] numbers where there are [4, 4, 4] completions)"),
         ("normalised", "(got [nan])"),
+        ("endless", "for each completion of each group (got [[1000"),
         ("of_the_first", "needs the same advantages in whichever order the groups come"),
         ("drawn", "needs the same advantages in whichever order the groups come"),
         ("failing", "raised KeyError on 3 groups, the first with the rewards [0.0, 0.25, 0.5, 0.0]:"),

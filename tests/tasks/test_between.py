@@ -4,6 +4,7 @@ import pytest
 from tasks.test_chat import CHATML, LLAMA, tokenizer_of
 
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.between import Between
 from pgtoolkit.tasks.prompts import ChatTemplate
 
@@ -92,3 +93,9 @@ def test_a_role_that_the_template_lacks_names_the_message():
     between.check(START)
     with pytest.raises(DataError, match=r"cannot write .*'role': 'tool'.*it says no tools here.*Use roles that it has"):
         between.tokens({"role": "tool", "content": "x"}, 0)
+
+
+def test_a_character_without_a_token_is_named():
+    between = Between(character_tokenizer("0123456789=?"), [12], None)
+    with pytest.raises(DataError, match=r"two turns, '4\xe9', cannot be encoded by the model's tokenizer: WordLevel"):
+        between.tokens({"role": "user", "content": "4\xe9"}, 0)

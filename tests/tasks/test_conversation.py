@@ -3,6 +3,7 @@
 import contextlib
 import json
 
+import numpy as np
 import pytest
 import torch
 from builders.runs import config_of
@@ -98,9 +99,13 @@ def test_an_error_says_which_prompt_and_which_method(method, more):
         ("start: []", r"start .* must return a list of .* \(got \[\]\), in the conversation on prompt 0"),
         ("start: [{role: user}]", r"start .* a list of \{'role': TEXT, 'content': TEXT\}"),
         ("start: [{role: assistant, content: x}]", "start .* of which the policy answers the last"),
-        ("reply: [1]", r"reply .* \{'role': TEXT, 'content': TEXT\} or None"),
+        ("reply: [1]", r"reply .* \{'role': TEXT, 'content': TEXT\}, which no assistant says, or None"),
+        ("reply: {role: assistant, content: x}", r"which no assistant says, or None \(got \{'role': 'assistant'"),
         ("score: 1", r"score .* \(reward, \{NAME: NUMBER\}\)"),
         ("score: [.nan, {}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        ("score: [0, {a: none}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        (f"score: [1{400 * '0'}, {{}}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
+        ("score: [1, {a b: 1}]", r"score .* letters, digits and underscores \(got 'a b'\)"),
     ],
 )
 def test_what_is_returned_has_its_form(values, needs):
@@ -112,15 +117,15 @@ def test_what_is_returned_has_its_form(values, needs):
 def test_measures_have_the_same_names_each_time():
     task = task_of(environment="tasks.environments_for_tests.Odd")
     one = talk(task, ["a"])
-    one.environment.values["score"] = (0, {"a": 1})
-    assert task.judged([one])[0].measures["environment/a"] == 1
-    with pytest.raises(
-        DataError, match=r"score .* the same names each time, of letters, such as \['a'\] \(got \(1, \{\}\)\)"
-    ):
+    one.environment.values["score"] = (np.float32(0.5), {"a": np.int64(1)})
+    score = task.judged([one])[0]
+    assert (score.reward, score.measures["environment/a"]) == (0.5, 1)
+    with pytest.raises(DataError, match=r"score .* the same names each time, here \['a'\] \(got \(1, \{\}\)\)"):
         task.judged([talk(task, ["a"])])
-    one.environment.values["score"] = (0, {"a b": 1})
-    with pytest.raises(DataError, match="names each time, of letters"):
-        task.judged([one])
+    other = task_of(environment="tasks.environments_for_tests.Odd")
+    other.judged([talk(other, ["a"])])
+    with pytest.raises(DataError, match=r"the same names each time, here \[\] "):
+        other.judged([one])
 
 
 def test_a_group_answers_one_prompt():
@@ -133,6 +138,7 @@ def test_a_group_answers_one_prompt():
     [
         ("tasks.environments_for_tests.Mute", "{}", "methods start, reply, score .got none named reply, score."),
         ("tasks.environments_for_tests.Nothing", "{}", "a class in the module tasks.environments_for_tests"),
+        ("tasks.environments_for_tests.INSTANCE", "{}", r"Unpicklable, Mute\. Use task.environment=.*\.class\."),
         (COUNTING, "{turns: 3}", r"Use task\.options that fit Counting\(rounds=2"),
     ],
 )

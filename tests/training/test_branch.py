@@ -103,3 +103,18 @@ def test_recorded_batches_of_the_parent_are_not_written_over(tmp_path, capsys):
     assert main([*words, f"rollout.save_path={tmp_path / 'others'}"]) == 0
     assert files_of(folder) == before
     assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
+
+
+@pytest.mark.parametrize("place", ["inner", "."])
+def test_a_run_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, place):
+    before = files_of(copied)
+    assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={copied / place}"]) == 2
+    assert f"needs a folder outside {copied}" in capsys.readouterr().err
+    assert files_of(copied) == before
+
+
+def test_another_folder_without_a_step_is_refused(copied, tmp_path, capsys):
+    assert main(["resume", str(copied), f"hydra.run.dir={tmp_path / 'new'}"]) == 2
+    said = capsys.readouterr().err
+    assert "needs --step N, which makes a run of its own (got none)" in said
+    assert f"Use pgtk resume {copied} --step N hydra.run.dir={tmp_path / 'new'}." in said
