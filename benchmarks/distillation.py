@@ -8,7 +8,6 @@ of loss and gradients against float64 on fewer tokens; without a GPU all is smal
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.measure import peak_bytes, seconds
+from benchmarks.kernels.measure import peak_bytes, seconds, setup
 from benchmarks.terms import problem
 from pgtoolkit import kl, linear_policy_loss
 from pgtoolkit.kernels.chunks import _cuts, default_logits_memory_mb, rows_within
@@ -27,14 +26,9 @@ KINDS = {"full_reverse": 1.0, "full_forward": 0.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.distillation", description=__doc__.partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
-    repetitions = parser.parse_args().repetitions
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    large, small = ((8192, 4096, 151936), (512, 1024, 151936)) if device == "cuda" else ((256, 64, 4096),) * 2
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU, a small version"
+    repetitions, device, large, small, machine = setup("distillation", __doc__)
     trl = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "none"
-    print(f"{machine}; torch {torch.__version__}; TRL {trl}")
+    print(f"{machine}; TRL {trl}")
     print(f"{large[0]} tokens, both models of width {large[1]}, vocabulary {large[2]}")
     print(f"{'':14}{'':34}{'ms':>9}{'of products':>13}{'MiB':>8}{'loss error':>12}{'gradient error':>16}")
     few, many = step(*small, device), step(*large, device)

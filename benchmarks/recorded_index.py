@@ -67,7 +67,7 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 
 def index(path: Path) -> None:
     from pgtoolkit.config.schema_completions import RecordedRolloutConfig
-    from pgtoolkit.rollouts.estimators import Estimator
+    from pgtoolkit.rollouts.advantages import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
 
     config = RecordedRolloutConfig(

@@ -7,11 +7,9 @@ Errors are those of the gradient against float64 on fewer tokens; without a GPU 
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
-from benchmarks.kernels.measure import peak_bytes, seconds
+from benchmarks.kernels.measure import peak_bytes, seconds, setup
 from benchmarks.kernels.workloads import Workload, document_lengths, head_matrices, make_workload
 from pgtoolkit import corrections, kl, linear_policy_loss, policy_loss
 from pgtoolkit.kernels.given_logits import choose_implementation
@@ -31,13 +29,8 @@ TERMS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.terms", description=__doc__.partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
-    repetitions = parser.parse_args().repetitions
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    large, small = ((8192, 4096, 151936), (512, 1024, 151936)) if device == "cuda" else ((256, 64, 4096),) * 2
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU, a small version"
-    print(f"{machine}; torch {torch.__version__}; {large[0]} tokens, width {large[1]}, vocabulary {large[2]}")
+    repetitions, device, large, small, machine = setup("terms", __doc__)
+    print(f"{machine}; {large[0]} tokens, width {large[1]}, vocabulary {large[2]}")
     print(f"{'':18}{'metrics':9}{'':20}{'ms':>9}{'of none':>9}{'MiB':>8}{'error':>10}")
     states, head, workload = problem(*large, device)
     few = problem(*small, device)

@@ -111,8 +111,7 @@ def policy_loss(
         arguments.check_tensor("ref_logits", ref_logits, logits, shape, f"the shape of logits, {shape}")
     arguments.check_ranks(ranks, impl, num_documents)
     vectors = labels, old_log_probs, advantages, document_index, sampling_log_probs, ref_log_probs
-    indices = group_index, trajectory_index
-    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, indices, totals)
+    tokens = arguments.tokens_of("logits", logits, vectors, num_documents, (group_index, trajectory_index), totals)
     method = Computation(impl, check_finite, overwrite_logits=overwrite_logits)
     return loss_of_logits(logits, tokens, totals, definition, ranks, method, ref_logits)
 

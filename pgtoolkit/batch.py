@@ -112,7 +112,7 @@ class Tokens:
     factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside any correction.
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
     trajectory_index: the same of its trajectory; None where each document is one by itself.
-    left_out: (documents,) bool, True where each w_t is 0, though everything else counts the document's tokens; or None.
+    truncated: (documents,) bool, True where a completion is known to be cut off; or None.
     counts: of the documents, where they are known on the host.
     """
 
@@ -122,7 +122,7 @@ class Tokens:
     num_documents: int
     group_index: Tensor | None = None
     trajectory_index: Tensor | None = None
-    left_out: Tensor | None = None
+    truncated: Tensor | None = None
     counts: DocumentCounts | None = None
     old_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
@@ -225,18 +225,11 @@ def trajectories_of(documents: list[Document]) -> list[tuple[bool, int]]:
     return [(name is None, place if name is None else name) for place, name in enumerate(names)]
 
 
-def pack(
-    documents: list[Document],
-    group_numbers: list[int],
-    known: tuple[str, ...] | None = None,
-    trajectory_numbers: list[int] | None = None,
-    masks_truncated: bool = False,
-) -> MicroBatch:
-    """One micro-batch of the documents in their order; group_numbers: each one's group as numbered within the step.
+def pack(documents: list[Document], known: tuple[str, ...] | None = None, has_trajectories: bool = False) -> MicroBatch:
+    """One micro-batch of the documents in their order, whose groups and trajectories are numbered within the step.
 
     known: the optional vectors that all documents of the step have; None: those that these documents have.
-    trajectory_numbers: as of the groups; None where the step's documents name none. masks_truncated: truncated
-    documents are left_out.
+    has_trajectories: whether the step's documents name any.
 
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that token's old log-prob
     and advantage; the last position of a document predicts nothing. No documents give a micro-batch of length 0.
@@ -249,6 +242,9 @@ def pack(
         """(T,) from the values of the trained tokens: each stands where its token is predicted, one place earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
+    def numbers(name: str) -> Tensor:
+        return torch.tensor([getattr(document, name) for document in documents], dtype=torch.int64)
+
     vectors = {}
     if not any(document.on_policy for document in documents):
         # Zeros where nobody knows them: the loss then does not read them, and no metric of them is given.
@@ -260,7 +256,7 @@ def pack(
         vectors[name] = labelled(values, 0.0)
     for_reference = places = None
     if documents and documents[0].reference_tokens is not None:
-        for_reference = pack([document.as_the_reference_reads_it() for document in documents], group_numbers, ())
+        for_reference = pack([document.as_the_reference_reads_it() for document in documents], ())
         places = labelled((for_reference.labels >= 0).nonzero().squeeze(1), 0)
     return MicroBatch(
         tokens=tokens,
@@ -269,9 +265,9 @@ def pack(
         document_index=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)),
         **vectors,
         num_documents=len(documents),
-        group_index=torch.tensor(group_numbers, dtype=torch.int64),
-        trajectory_index=None if trajectory_numbers is None else torch.tensor(trajectory_numbers, dtype=torch.int64),
-        left_out=torch.tensor([bool(document.truncated) for document in documents]) if masks_truncated else None,
+        group_index=numbers("group"),
+        trajectory_index=numbers("trajectory") if has_trajectories else None,
+        truncated=torch.tensor([bool(document.truncated) for document in documents]),
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
         for_reference=for_reference,

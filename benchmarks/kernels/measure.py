@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import time
@@ -12,6 +13,20 @@ import torch
 _HEAD_START = 10_000_000
 """Clock cycles (5 ms) that the GPU idles before each measurement, in which the CPU queues the call: what is measured
 is the GPU's time, as in a training step, whose queue is never empty. A synchronisation inside the call counts."""
+
+
+def setup(name: str, purpose: str) -> tuple[int, str, tuple[int, int, int], tuple[int, int, int], str]:
+    """What `python -m benchmarks.NAME` is to do: (repetitions, device, shape to time, shape for errors, the machine).
+
+    A shape is (tokens, width, vocabulary). purpose: the module's docstring.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=purpose.partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
+    repetitions = parser.parse_args().repetitions
+    if not torch.cuda.is_available():
+        return repetitions, "cpu", (256, 64, 4096), (256, 64, 4096), f"CPU, a small version; torch {torch.__version__}"
+    machine = f"{torch.cuda.get_device_name()}; torch {torch.__version__}"
+    return repetitions, "cuda", (8192, 4096, 151936), (512, 1024, 151936), machine
 
 
 def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[str, float]:

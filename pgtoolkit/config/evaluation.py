@@ -63,7 +63,7 @@ def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
     """A copy of the configured task, or the defaults of another kind, with the keys of a set."""
     kind = given.get("task", c.task.name)
     values = vars(c.task) if kind == c.task.name else values_of("task", kind)
-    if "path" in given and kind == "prompts":
+    if "path" in given and "split" in values:  # which is that of the other files
         values = values | {"split": None}
     if "verifier" in given and kind == "prompts":
         values = values | {"pattern": None, "verifiers": {}}

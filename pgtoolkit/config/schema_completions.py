@@ -103,6 +103,9 @@ class GuessTaskConfig(GeneratedTaskConfig):
     numbers: int = key(2, 10**6, only_if=ASKED)
     max_turns: int = key(1, 1000, only_if=ASKED)
     alphabet, size = "0123456789-?eghilorw", "numbers"
+    # What other conversations choose; none of these is a key.
+    environment, path, environment_processes, environment_seconds = "pgtoolkit.tasks.environments.Guess", None, 0, None
+    options = property(lambda self: {"numbers": self.numbers})
 
     @property
     def longest(self) -> tuple[int, int]:

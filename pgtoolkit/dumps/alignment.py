@@ -121,5 +121,5 @@ class SamplingPolicy:
                 f"{document.name} needs token ids of the model's vocabulary, below {self.vocabulary_size} (got "
                 f"{largest}). Another model wrote it. Use model.path of the policy that sampled."
             )
-        micro_batch = pack([document], [0]).counted().to(self._module.device)
+        micro_batch = pack([document]).counted().to(self._module.device)
         return self._module.log_probs(micro_batch)[micro_batch.labels >= 0].double().cpu().numpy()

@@ -175,7 +175,7 @@ def _denominators(loss: Loss, trained: np.ndarray, group: np.ndarray, first: np.
 def _outside(loss: Loss, document: Document, new: np.ndarray, old: np.ndarray) -> float:
     """The share of a document's tokens whose ratios of these log-probs, (N,), lie outside of the family's clip."""
     measured = Loss(loss.family, aggregation_of("token_mean"), loss.temperature, "basic")
-    micro_batch = pack([replace(document, old_log_probs=torch.from_numpy(old).float())], [0])
+    micro_batch = pack([replace(document, old_log_probs=torch.from_numpy(old).float())])
     log_probs = torch.zeros(len(micro_batch.labels), dtype=torch.float64)
     log_probs[micro_batch.labels >= 0] = torch.from_numpy(new)
     piece = loss_of_log_probs(log_probs, micro_batch, None, measured, Ranks(), False)

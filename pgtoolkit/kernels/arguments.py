@@ -61,16 +61,14 @@ def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, *
     """
     if kl is not None and not isinstance(kl, KL):
         raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
-    given = [name for name, tensor in of_rows.items() if tensor is not None]
+    given, full = [name for name, tensor in of_rows.items() if tensor is not None], kl is not None and kl.full
     needed = [name for name in of_rows if name != "ref_bias"]
-    if kl is not None and kl.full:
-        if not {*needed} <= {*given} or ref_log_probs is not None:
-            others = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
-            raise ValueError(f"kl={kl.kind!r} needs {others} (got {', '.join(given) or None})")
-        return
-    if given:
+    if full and (not {*needed} <= {*given} or ref_log_probs is not None):
+        others = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
+        raise ValueError(f"kl={kl.kind!r} needs {others} (got {', '.join(given) or None})")
+    if given and not full:
         raise ValueError(f"{given[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})")
-    if kl is not None and ref_log_probs is None:
+    if kl is not None and not full and ref_log_probs is None:
         raise ValueError("kl needs ref_log_probs, the log-probs of the labels under the reference (got None)")
     if kl is None and ref_log_probs is not None and metrics == "none":
         raise ValueError("ref_log_probs has no effect without kl and with metrics='none'; they give the metric kl_ref")

@@ -19,7 +19,7 @@ from pgtoolkit.losses.kl import KINDS
 from pgtoolkit.losses.metrics import MetricSums, measure
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
-from pgtoolkit.losses.reference_corrections import correction_names
+from pgtoolkit.losses.reference_terms import correction_names
 
 
 @dataclass(frozen=True)

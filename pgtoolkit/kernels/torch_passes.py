@@ -121,33 +121,29 @@ def backward(
     out: written and returned if given; may be `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
-    coefficients, *by_entropy = torch.atleast_2d(coefficients).unbind()
-    by_divergence = None if teacher is None else by_entropy.pop()
+    coefficients = torch.atleast_2d(coefficients)
     for rows in _row_blocks(logits):
-        scale = (coefficients[rows] / temperature).unsqueeze(-1)
+        scale, *others = (coefficients[:, rows] / temperature).unsqueeze(-1)
         own = _log_softmax(logits[rows], normalizer[:2, rows], temperature)
-        probabilities = own.exp()
-        block = -scale * probabilities
-        active = coefficients[rows] != 0
-        if by_entropy:
+        probabilities, terms = own.exp(), []
+        if len(normalizer) == 3:
             # A token of probability 0 adds nothing, also where its logit is -inf.
-            information = own.clamp(min=-1000.0) + normalizer[2, rows].unsqueeze(-1)
-            block -= (by_entropy[0][rows] / temperature).unsqueeze(-1) * probabilities * information
-            active = active | (by_entropy[0][rows] != 0)
+            terms.append(-probabilities * (own.clamp(min=-1000.0) + normalizer[2, rows].unsqueeze(-1)))
         if teacher is not None:
             its = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
             if teacher.kind == "full_forward":
-                more = probabilities - its.exp()
+                terms.append(probabilities - its.exp())
             else:
                 more = probabilities * (own - its - teacher.divergence[rows].unsqueeze(-1))
-                more = torch.where(own > -torch.inf, more, 0.0)
-            block += (by_divergence[rows] / temperature).unsqueeze(-1) * more
-            active = active | (by_divergence[rows] != 0)
+                terms.append(torch.where(own > -torch.inf, more, 0.0))
+        block = -scale * probabilities
+        for factor, term in zip(others, terms, strict=True):
+            block += factor * term
         local = (labels[rows] - vocabulary_start).unsqueeze(-1)
         inside = (local >= 0) & (local < logits.shape[1])
         block.scatter_add_(-1, torch.where(inside, local, 0), torch.where(inside, scale, 0.0))
         # Selected, not multiplied: an untrained row may hold NaN or infinity.
-        active = ((labels[rows] >= 0) & active).unsqueeze(-1)
+        active = ((labels[rows] >= 0) & (coefficients[:, rows] != 0).any(0)).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
 

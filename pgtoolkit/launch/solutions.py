@@ -10,7 +10,6 @@ from pathlib import Path
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import default
 from pgtoolkit.config.rules.prompts import prompts
-from pgtoolkit.config.schema_completions import PromptsTaskConfig
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import replacing
@@ -40,7 +39,7 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     if report.problems:
         raise refused(report.problems)
     task = config.task
-    made = make_task(scored_by_nobody(task) if isinstance(task, PromptsTaskConfig) else task, config.seed)
+    made = make_task(scored_by_nobody(task), config.seed)
     count, different = min(count, made.num_prompts or count), set()
     with replacing(out) as file:
         for prompt in map(made.prompt, range(count)):

@@ -122,7 +122,7 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             run.config.tracking.run_name = None  # that of its folder
         if (rank := joined()) is None or rank.number == 0:
             try:
-                from pgtoolkit.training.branch import branch  # which loads torch
+                from pgtoolkit.training.export import branch  # which loads torch
 
                 branch(run_dir, step, folder)
             except PgtoolkitError as error:

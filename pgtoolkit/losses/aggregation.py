@@ -43,18 +43,12 @@ class Aggregation:
     needs_groups: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
 
-    def weights(
-        self,
-        totals: StepTotals,
-        documents: DocumentSums,
-        mask: Tensor,
-        group_index: Tensor | None,
-        trajectory_index: Tensor | None = None,
-    ) -> Tensor:
+    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None) -> Tensor:
         """w_t: (T,) float64, 0 where mask is False.
 
-        group_index, trajectory_index: (documents,) as numbered in totals.tokens_per_group, .tokens_per_trajectory.
+        indices: of groups and of trajectories, (documents,) each as the totals number them, or None.
         """
+        group_index, trajectory_index = indices
         counts = documents.counts
         if trajectory_index is not None:
             counts = totals.tokens_per_trajectory.to(counts.device)[trajectory_index]
@@ -149,17 +143,11 @@ class Custom(Aggregation):
     name: ClassVar[str] = "custom"
     equal_within_documents: ClassVar[bool] = False
 
-    def weights(
-        self,
-        totals: StepTotals,
-        documents: DocumentSums,
-        mask: Tensor,
-        group_index: Tensor | None,
-        trajectory_index: Tensor | None = None,
-    ) -> Tensor:
-        index, counts = documents.index, documents.counts
-        options = {"document_index": index, "tokens_per_document": counts, "group_index": group_index}
-        options |= {} if trajectory_index is None else {"trajectory_index": trajectory_index}
+    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None) -> Tensor:
+        options = {"document_index": documents.index, "tokens_per_document": documents.counts}
+        options |= zip(("group_index", "trajectory_index"), indices, strict=True)
+        if options["trajectory_index"] is None:
+            del options["trajectory_index"]
         weights = self.reducer(totals, mask=mask, **options)
         if getattr(weights, "shape", None) != mask.shape:
             got = tuple(weights.shape) if hasattr(weights, "shape") else type(weights).__name__

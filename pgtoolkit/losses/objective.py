@@ -26,6 +26,7 @@ class Loss:
     temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
     entropy_coefficient: of the entropy bonus, minus so much times the sum of w_t times the entropy of the softmax.
     kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither.
+    masks_truncated: each w_t is 0 in documents that were cut off, though everything else counts their tokens.
     """
 
     family: Family
@@ -35,6 +36,7 @@ class Loss:
     correction: Correction | None = None
     entropy_coefficient: float = 0.0
     kl: KL | None = None
+    masks_truncated: bool = False
 
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)

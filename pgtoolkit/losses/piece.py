@@ -54,8 +54,8 @@ def make_objective(
             totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
         weights = aggregation.weights(totals, documents, mask, *of_documents)
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    if tokens.left_out is not None:
-        weights = torch.where(documents.broadcast(tokens.left_out.to(dtype)) > 0, 0.0, weights)
+    if loss.masks_truncated:
+        weights = torch.where(documents.broadcast(tokens.truncated.to(dtype)) > 0, 0.0, weights)
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None
     if sampling_log_probs is not None and old_log_probs is not None:

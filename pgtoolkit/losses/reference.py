@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pgtoolkit.losses.reference_corrections import factors, mismatch
-from pgtoolkit.losses.reference_corrections import metrics as metrics_of_sampling
-from pgtoolkit.losses.reference_kl import OF_ROW, OF_TOKEN, k3, log_softmax
+from pgtoolkit.losses.reference_terms import OF_ROW, OF_TOKEN, factors, k3, log_softmax, mismatch
+from pgtoolkit.losses.reference_terms import metrics as metrics_of_sampling
 
 
 @dataclass(frozen=True)

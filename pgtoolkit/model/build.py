@@ -189,10 +189,10 @@ def keeps_documents_apart(policy: Policy, path: str) -> bool:
         # From within the vocabulary: tokens at its ends may have had no training, and be alike.
         first, second = _document(size // 7, size // 5, size // 3), _document(size // 2)
         hidden, plain = _handed_to_head(policy, first.tokens)
-        rows = policy.in_rows(pack([first, second], [0, 0]))
-        one_row = policy.in_one_row(pack([first, second, second], [0, 0, 0]))
+        rows = policy.in_rows(pack([first, second]))
+        one_row = policy.in_one_row(pack([first, second, second]))
         apart = _same(one_row[3:], rows[[3, 3]], _TO_PACK)
-        causal = apart or _same(policy.hidden_states(pack([second], [0])), rows[3:])
+        causal = apart or _same(policy.hidden_states(pack([second])), rows[3:])
     if not plain:
         needs, got = "a plain linear LM head", f"{type(policy.head).__name__} whose output is not the logits"
         reason = (
@@ -224,7 +224,7 @@ def _handed_to_head(policy: Policy, tokens: Tensor) -> tuple[Tensor, bool]:
         return made[1]
 
     if type(policy.head) is not nn.Linear:
-        return policy.hidden_states(pack([_document(*tokens.tolist())], [0])), False
+        return policy.hidden_states(pack([_document(*tokens.tolist())])), False
     handle = policy.head.register_forward_hook(replaced)
     try:
         logits = policy.model(input_ids=tokens[None], use_cache=False).logits

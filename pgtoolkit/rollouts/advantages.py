@@ -1,19 +1,24 @@
-"""From scored completions to documents with advantages; what lengths take off, which prompts teach."""
+"""Advantages: from the rewards of a batch, by the estimator that a configuration describes."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_completions import Mixed, PolicyRolloutConfig
-from pgtoolkit.errors import DataError
-from pgtoolkit.tasks.completion import Completion
-from pgtoolkit.tasks.tasks import Prompt, Score
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.system.functions import ADVANTAGE_KEYWORDS, blaming, import_function
+from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.tasks import Prompt
 
 EPSILON = 1e-6
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "opo", "none")
@@ -126,76 +131,105 @@ def _deviation(rewards: list[float]) -> float:
     return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
 
 
-def overlong_penalty(length: int, longest: int, buffer: int | None, most: float) -> float:
-    """What DAPO adds to the reward of a completion of `length` tokens, its end included (2503.14476, eq. 13).
+class Attempt(NamedTuple):
+    """What an advantage is made of. length: trained tokens. measures: as of a document."""
 
-    0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`; buffer: None for none.
+    reward: float
+    length: int
+    measures: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """`advantage=` of a configuration.
+
+    name: one of ESTIMATORS, gdpo, custom, or given, which computes none. weights: of gdpo, by the measure that holds
+    the verifier's score. path, function: of custom: function(rewards, lengths=, measures=), each a list with a list for
+    each group, returns such a list of advantages.
     """
-    beyond = 0 if buffer is None else max(0, min(length, longest) - (longest - buffer))
-    return -most * beyond / buffer if beyond else 0.0
+
+    name: str
+    weights: Mapping[str, float] = field(default_factory=dict)
+    path: str | None = None
+    function: Callable[..., Any] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, c: Config) -> Estimator:
+        """Raises ConfigError for a function that cannot be imported, or does not make advantages of a few numbers."""
+        name, path, verifiers = c.advantage.estimator.value, c.advantage.path, getattr(c.task, "verifiers", {})
+        weights = {f"reward/{name}": float(one.get("weight", 1)) for name, one in verifiers.items()}
+        if name != "custom":
+            return cls(name, weights if name == "gdpo" else {})
+        estimator = cls(name, {}, path, import_function("advantage.path", path, ("rewards",), ADVANTAGE_KEYWORDS))
+        estimator._try(min(c.rollout.group_size or 4, 64), weights)
+        return estimator
+
+    def advantages(self, groups: Iterable[Sequence[Attempt]], refuse: Callable[[int, str], None]) -> list[list[float]]:
+        """Of each attempt of a batch, in float64. refuse: told of each group, by its place, that has none, and why."""
+        parts, rewards, kept = [], [], []
+        for number, group in enumerate(groups):
+            rewards.append([one.reward for one in group])
+            try:
+                parts.append(self._of_group(rewards[-1], group))
+            except DataError as error:
+                refuse(number, str(error))
+                parts.append([0.0] * len(group))
+            if self.function is not None:
+                kept.append(group)
+        return over_batch(self.name, parts, rewards) if self.function is None else self._called(kept, DataError)
+
+    def _of_group(self, rewards: list[float], group: Sequence[Attempt]) -> list[float]:
+        if self.name in ESTIMATORS:
+            return group_advantages(self.name, rewards, [one.length for one in group])
+        check_rewards(rewards)
+        scores = [[one.measures[name] for one in group] for name in self.weights]
+        return gdpo(scores, [*self.weights.values()]) if self.name == "gdpo" else rewards
+
+    def _called(self, groups: Sequence[Sequence[Attempt]], kind: type[PgtoolkitError]) -> list[list[float]]:
+        """What the function makes of a batch; an error of it, or what are no advantages, becomes one of this kind."""
+        rewards, lengths, measures = ([[one[i] for one in group] for group in groups] for i in range(3))
+        setting, on = f"advantage.path={self.path}", f"{len(groups)} groups, the first with the rewards {rewards[0]}"
+        with blaming(setting, kind, on):
+            found = self.function(rewards, lengths=lengths, measures=measures)
+        wanted, got = [len(group) for group in groups], f"{found!r:.60}"
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            numbers = [[float(one) for one in group] for group in found]
+            sizes, wrong = [*map(len, numbers)], [*filter(reward_problem, itertools.chain.from_iterable(numbers))]
+            if sizes == wanted and not wrong:
+                return numbers
+            got = str(wrong[:1]) if sizes == wanted else f"{sizes} numbers where there are {wanted} completions"
+        needs = f"a finite number within -{MAX_REWARD:g} and {MAX_REWARD:g} for each completion of each group"
+        use = "return [[... for one in group] for group in rewards]"
+        raise kind(refusal(setting, needs, got, f"It was called on {on}.", use))
+
+    def _try(self, size: int, names: Iterable[str]) -> None:
+        """On three groups, one of them of equal rewards, in one order and in the other."""
+        groups = []
+        for factor in (1, 0, 2):
+            rewards = [factor * (i % 3) / 4 for i in range(size)]
+            measures = [defaultdict(lambda: 0.5, dict.fromkeys(names, reward)) for reward in rewards]
+            lengths = [3 + i + i % 2 for i in range(size)]
+            groups.append([Attempt(*one) for one in zip(rewards, lengths, measures, strict=True)])
+        found, other = (self._called(x, ConfigError) for x in (groups, groups[::-1]))
+        for one, two in zip(found, other[::-1], strict=True):
+            if not all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9) for x, y in zip(one, two, strict=True)):
+                needs, reason = "the same advantages in whichever order the groups come", "A batch has no first prompt."
+                setting, use = f"advantage.path={self.path}", "neither state nor random numbers"
+                raise ConfigError(refusal(setting, needs, f"{one} and {two}", reason, use))
 
 
-def scored_group(
-    prompt: Prompt,
-    start: list[int],
-    scored: list[tuple[Completion, Score]],
-    rollout: PolicyRolloutConfig,
+def with_advantages(
+    groups: list[list[Document]], estimator: Estimator, prompt_of: Callable[[Document], Prompt]
 ) -> list[Document]:
-    """The documents of a prompt, whose tokens are `start`, with its completions and their scores; advantages are 0."""
-    penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
-    rewards = [score.reward + overlong_penalty(len(one.tokens), *penalty) for one, score in scored]
-    documents = []
-    for i, (completion, score) in enumerate(scored):
-        tokens = torch.cat([torch.tensor(start), completion.tokens])
-        drawn = torch.ones(len(completion.tokens), dtype=torch.bool) if completion.drawn is None else completion.drawn
-        documents.append(
-            Document(
-                tokens=tokens,
-                loss_mask=torch.cat([torch.zeros(len(start), dtype=torch.bool), drawn]),
-                old_log_probs=completion.log_probs,
-                advantages=torch.zeros(len(completion.log_probs)),
-                group=prompt.index,
-                name=f"prompt {prompt.index}, completion {i}",
-                reward=rewards[i],
-                exact_match=score.exact_match,
-                truncated=completion.finish_reason == "length",
-                model_version=completion.model_version,
-                measures=score.measures,
-                task_reward=None if rollout.overlong_buffer is None else score.reward,
-            )
-        )
-    return documents
+    """The documents of a batch, an attempt each, with advantages. Raises DataError with the prompt that has none."""
 
+    def refuse(place: int, problem: str) -> None:
+        prompt = prompt_of(groups[place][0])
+        raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {problem}")
 
-def fill(
-    groups: list[list[Document]],
-    sample: Callable[[int], list[list[Document]]],
-    rounds: int,
-    mixed: Mixed = Mixed.reward,
-) -> list[list[Document]]:
-    """DAPO's dynamic sampling (2503.14476, eq. 11): groups that teach nothing replaced as long as the rounds last.
-
-    groups: of the first round, in the order of their prompts, as is what is returned. sample: (number) -> the groups
-    of so many further prompts. rounds: how often is sampled at most, the first time included; with 1 nothing is
-    dropped. mixed: by what a group teaches. Where they do not suffice, the earliest groups that teach nothing stay.
-
-    Every decision follows from the groups alone, so that ranks that hold the same groups take the same.
-    """
-    if rounds == 1:
-        return groups
-    wanted, number = len(groups), 1
-    while (missing := wanted - sum(teaches(group, mixed) for group in groups)) and number < rounds:
-        groups = groups + sample(missing)
-        number += 1
-    without = [place for place, group in enumerate(groups) if not teaches(group, mixed)]
-    dropped = set(without[max(0, missing) :])
-    share = len(dropped) / len(groups)
-    kept = [group for place, group in enumerate(groups) if place not in dropped]
-    return [[replace(document, dropped_prompt_fraction=share) for document in group] for group in kept]
-
-
-def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
-    """Whether the task scores the completions differently, or finds only some right; without what lengths take off."""
-    if mixed == Mixed.exact_match:
-        return len({document.exact_match for document in group}) > 1
-    return len({d.reward if d.task_reward is None else d.task_reward for d in group}) > 1
+    attempts = ([Attempt(d.reward, d.num_trained, d.measures) for d in group] for group in groups)
+    advantages = itertools.chain.from_iterable(estimator.advantages(attempts, refuse))
+    return [
+        replace(document, advantages=torch.full((document.num_trained,), advantage))
+        for document, advantage in zip(itertools.chain.from_iterable(groups), advantages, strict=True)
+    ]

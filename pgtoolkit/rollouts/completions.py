@@ -42,7 +42,8 @@ class KeptCompletions:
             self._path, self._rows = path, []
         prompts = {document.group: self._prompt_of(document) for document in documents}
         kept = chosen(documents, {group: prompt.place for group, prompt in prompts.items()}, self._count)
-        self._rows += redacted([self._row(step, document, prompts[document.group]) for document in kept])
+        rows = [row_of(step, d, prompts[d.group], self._tokenizer, float(d.advantages[0])) for d in kept]
+        self._rows += redacted(rows)
         if time.monotonic() > self._last_write + _SECONDS_BETWEEN_WRITES:
             self.write()
 
@@ -56,22 +57,23 @@ class KeptCompletions:
         first = step - (step - 1) % STEPS_PER_FILE
         return self._folder / f"steps_{first:06d}-{first + STEPS_PER_FILE - 1:06d}.parquet"
 
-    def _row(self, step: int, document: Document, prompt: Prompt) -> CompletionRow:
-        rewards = {k.removeprefix("reward/"): x for k, x in document.measures.items() if k.startswith("reward/")}
-        first = int(document.loss_mask.int().argmax())  # of a conversation the completion is all that follows
-        return CompletionRow(
-            step=step,
-            name=prompt.place,
-            prompt=self._tokenizer.decode(document.tokens[:first]),
-            completion=self._tokenizer.decode(document.tokens[first:]),
-            reward=document.reward,
-            rewards=rewards,
-            advantage=float(document.advantages[0]),
-            tokens=document.num_trained,
-            finish_reason="length" if document.truncated else "stop",
-            version=document.model_version,
-            answer=prompt.answer,
-        )
+
+def row_of(step: int, document: Document, prompt: Prompt, tokenizer, advantage: float | None = None) -> CompletionRow:
+    """A document as it is kept."""
+    first = int(document.loss_mask.int().argmax())  # of a conversation the completion is all that follows
+    return CompletionRow(
+        step=step,
+        name=prompt.place,
+        prompt=tokenizer.decode(document.tokens[:first]),
+        completion=tokenizer.decode(document.tokens[first:]),
+        reward=document.reward,
+        rewards={k.removeprefix("reward/"): x for k, x in document.measures.items() if k.startswith("reward/")},
+        advantage=advantage,
+        tokens=document.num_trained,
+        finish_reason="length" if document.truncated else "stop",
+        version=document.model_version,
+        answer=prompt.answer,
+    )
 
 
 def chosen(documents: list[Document], names: dict[int, str], count: int) -> list[Document]:

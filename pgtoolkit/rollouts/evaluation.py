@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.batch import Document
 from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.keys import values_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_completions import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.turns import completed
+from pgtoolkit.rollouts.completions import row_of
+from pgtoolkit.rollouts.groups import scored_groups
+from pgtoolkit.rollouts.turns import completed, requests_of
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
-from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Prompt, Score, Task
@@ -43,13 +45,14 @@ class Evaluator:
     """Completes and scores sets of prompts with the weights as they are, on all ranks together.
 
     sampler: of these completions alone, or one that shares its servers with the one of training. trained: a
-    `PolicyInTraining`. folder: the run directory, where the completions are written.
+    `PolicyInTraining`. rollout: how they are sampled, as `as_evaluated` has it. folder: the run directory, where the
+    completions are written.
     """
 
     sets: list[PromptSet]
     sampler: Sampler
     trained: Any
-    completions: int
+    rollout: PolicyRolloutConfig
     layout: Layout
     folder: Path
 
@@ -79,31 +82,18 @@ class Evaluator:
 
     def _answers(self, prompt_set: PromptSet, prompts: list[Prompt], step: int) -> list[list[_Answer]]:
         """Of each prompt its answers."""
-        count, tokens = self.completions, prompt_set.task.encode(prompts) if prompts else []
+        task, rollout, policy = prompt_set.task, self.rollout, self.trained.policy
         seeds = [seed_of(prompt_set.seed, prompt.index + (step << 32)) for prompt in prompts]
-        requests = [Request(ids, count, seed) for ids, seed in zip(tokens, seeds, strict=True)]
-        self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
-        completions = completed(prompt_set.task, self.sampler, prompts, requests, self.layout)
-        asked = [prompt for prompt in prompts for _ in range(count)]
-        scores = prompt_set.task.scores(asked, completions)
-        decode, answers = self.trained.policy.tokenizer.decode, []
-        texts = [text for text in map(decode, tokens) for _ in range(count)]
-        for prompt, text, completion, score in zip(asked, texts, completions, scores, strict=True):
-            rewards = {k.removeprefix("reward/"): x for k, x in score.measures.items() if k.startswith("reward/")}
-            row = CompletionRow(
-                step=step,
-                name=prompt.place,
-                prompt=text,
-                completion=decode(completion.tokens),
-                reward=score.reward,
-                rewards=rewards,
-                tokens=len(completion.log_probs),
-                finish_reason=completion.finish_reason,
-                version=completion.model_version,
-                answer=prompt.answer,
-            )
-            answers.append((row, score))
-        return [answers[i : i + count] for i in range(0, len(answers), count)]
+        requests = requests_of(task, prompts, rollout.group_size, seeds)
+        self.sampler.publish(policy.weights, self.trained.num_updates)
+        completions = completed(task, self.sampler, requests, self.layout)
+        groups = scored_groups(task, requests, completions, rollout)
+
+        def answer(document: Document, prompt: Prompt) -> _Answer:
+            row = row_of(step, document, prompt, policy.tokenizer)
+            return row, Score(document.reward, document.exact_match, document.measures)
+
+        return [[answer(document, prompt) for document in group] for group, prompt in zip(groups, prompts, strict=True)]
 
 
 def _numbers(groups: list[list[_Answer]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pgtoolkit.batch import OPTIONAL_VECTORS
 from pgtoolkit.config.schema import AdvantageEstimator
 from pgtoolkit.config.schema_completions import RecordedRolloutConfig
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.estimators import Attempt, Estimator
+from pgtoolkit.rollouts.advantages import Attempt, Estimator
 from pgtoolkit.rollouts.recorded_index import ROW, RecordedIndex, first_parts, read_index, stamp_of
 from pgtoolkit.rollouts.rows import Row, Rules, has_texts, parse_row, parse_rows
 from pgtoolkit.system.report import refusal

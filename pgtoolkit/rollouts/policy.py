@@ -23,15 +23,14 @@ from pgtoolkit.config.schema_completions import OldLogProbs
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.advantages import fill, scored_group
-from pgtoolkit.rollouts.estimators import Estimator, with_advantages
+from pgtoolkit.rollouts.advantages import Estimator, with_advantages
+from pgtoolkit.rollouts.groups import fill, in_groups, scored_groups
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
-from pgtoolkit.rollouts.turns import completed
+from pgtoolkit.rollouts.turns import completed, requests_of
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background
-from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Prompt
@@ -146,9 +145,8 @@ class PolicyRollouts(Source):
             self._finish()
         batches = {later: batch for later, batch in self._batches.items() if later >= number}
         if self._ahead > 0 and self._rollout.old_log_probs == OldLogProbs.proximal:
-            size = self._rollout.group_size
-            groups = [batches[number][start : start + size] for start in range(0, self.batch_size, size)]
-            batches[number] = [document for group in self._with_old_log_probs(groups) for document in group]
+            anchored = self._with_old_log_probs(in_groups(batches[number], self._rollout.group_size))
+            batches[number] = [document for group in anchored for document in group]
         self._batches, self._number = batches, number
         if self.folder is not None:
             write_batch(self.folder, number, self._batches[number])
@@ -166,21 +164,23 @@ class PolicyRollouts(Source):
         numbers, size = range(first + self.layout.rank, first + count, self.layout.world_size), self.layout.world_size
         with failing_together(self.layout):
             prompts = [self.task.prompt(number) for number in numbers]
-            tokens = self.task.encode(prompts) if prompts else []
             seeds = [seed_of(self.config.seed, number) for number in numbers]
-            requests = [Request(o, self._rollout.group_size, seed) for o, seed in zip(tokens, seeds, strict=True)]
+            requests = requests_of(self.task, prompts, self._rollout.group_size, seeds)
             with self._timed("sampling"):
                 self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
             beside = self._rollout.max_staleness is not None
             together = ONE_PROCESS if beside else self.layout  # a thread beside training waits for no rank
-            complete = partial(completed, self.task, self.sampler, prompts, requests, together)
+            complete = partial(completed, self.task, self.sampler, requests, together)
             if beside:
                 self._background = in_background(complete)
                 complete = self._background.result
 
         def groups() -> list[list[Document]]:
             with failing_together(self.layout):
-                made = self._groups(prompts, tokens, complete)
+                with self._timed("sampling"):
+                    completions = complete()
+                with self._timed("scoring"):
+                    made = scored_groups(self.task, requests, completions, self._rollout)
             shares = gather_objects(made, self.layout.world_group)
             made = [shares[i % size][i // size] for i in range(count)]
             old = self._rollout.old_log_probs
@@ -206,27 +206,6 @@ class PolicyRollouts(Source):
         documents = with_advantages(groups, self._estimator, self.prompt)
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
         self._batches[number], self._next_prompt = documents, next_prompt
-
-    def _groups(
-        self, prompts: list[Prompt], tokens: list[list[int]], complete: Callable[[], list[Completion]]
-    ) -> list[list[Document]]:
-        """The documents of each of these prompts, whose tokens these are."""
-        size = self._rollout.group_size
-        with self._timed("sampling"):
-            completions = complete()
-        with self._timed("scoring"):
-            scores = self.task.scores([prompt for prompt in prompts for _ in range(size)], completions)
-            scored = list(zip(completions, scores, strict=True))
-            parts = [scored[i * size : (i + 1) * size] for i in range(len(prompts))]
-            of_prompts = zip(prompts, tokens, parts, strict=True)
-            groups = [scored_group(*of_prompt, self._rollout) for of_prompt in of_prompts]
-            if self.task.reference_prompt is None or not prompts:
-                return groups
-            read = zip(groups, tokens, map(torch.tensor, self.task.encode_for_reference(prompts)), strict=True)
-            return [
-                [replace(d, reference_tokens=torch.cat([instead, d.tokens[len(prompt) :]])) for d in group]
-                for group, prompt, instead in read
-            ]
 
     def _with_old_log_probs(
         self, groups: list[list[Document]], passes: bool = True, tolerance: float | None = None
@@ -288,7 +267,7 @@ class PolicyRollouts(Source):
         documents[:docs] = [
             replace(d, on_policy=True, anchor_version=version, sampling_log_probs=_sampled(d)) for d in documents[:docs]
         ]
-        return [documents[i : i + rollout.group_size] for i in range(0, len(documents), rollout.group_size)]
+        return in_groups(documents, rollout.group_size)
 
     def _some(self, documents: list[Document]) -> list[Document]:
         """Every so many-th, as many as fit a micro-batch: enough to check what wrote them."""
@@ -302,7 +281,7 @@ class PolicyRollouts(Source):
         """
         result = []
         for part in parts + [[]] * (passes - len(parts)):
-            micro_batch = pack(part, [0] * len(part))
+            micro_batch = pack(part)
             log_probs = self.trained.log_probs(micro_batch).cpu()[micro_batch.labels >= 0]
             by_document = log_probs.split([document.num_trained for document in part])
             result += [

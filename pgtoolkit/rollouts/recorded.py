@@ -19,8 +19,8 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
+from pgtoolkit.rollouts.advantages import Estimator
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
-from pgtoolkit.rollouts.estimators import Estimator
 from pgtoolkit.rollouts.indexing import Indexing
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
 from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
@@ -171,7 +171,7 @@ def recorded_rollouts(
         "group_id": AGGREGATIONS[config.aggregation.mode].needs_groups,
         "sampling_log_probs": loss.needs_sampling_log_probs,
         "ref_log_probs": config.kl.reference == "recorded",
-        "truncated": config.rollout.truncated == "mask",
+        "truncated": loss.masks_truncated,
     }
     needs = tuple(name for name, is_asked in asked.items() if is_asked)
     options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir, tokenizer

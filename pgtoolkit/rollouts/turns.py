@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,10 +16,14 @@ from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 
 
-def completed(
-    task: TokenizedTask, sampler: Sampler, prompts: Sequence[Prompt], requests: list[Request], layout: Layout
-) -> list[Completion]:
-    """The completions of each prompt's request; of a task of several turns a whole conversation is one.
+def requests_of(task: TokenizedTask, prompts: Sequence[Prompt], count: int, seeds: Iterable[int]) -> list[Request]:
+    """So many completions of each prompt, each by its seed."""
+    asked = zip(task.encode(prompts), seeds, prompts, strict=True)
+    return [Request(tokens, count, seed, prompt=prompt) for tokens, seed, prompt in asked]
+
+
+def completed(task: TokenizedTask, sampler: Sampler, requests: list[Request], layout: Layout) -> list[Completion]:
+    """The completions of each request; of a task of several turns a whole conversation is one.
 
     The next request of a conversation is all of its tokens, as they were drawn and said, under a seed that depends on
     that of its prompt, its place among the prompt's completions, and the turn alone. A message that leaves no room for
@@ -27,20 +31,17 @@ def completed(
     """
     if not isinstance(task.task, ConversationTask):
         return sampler.complete(requests)
-    asked = zip(prompts, requests, strict=True)
-    firsts = [(prompt, one, place) for prompt, one in asked for place in range(one.completions)]
+    firsts = [(request, place) for request in requests for place in range(request.completions)]
     with failing_together(layout):
-        conversations = task.task.begin([prompt for prompt, _, _ in firsts])
-    going = [*range(len(firsts))]
+        conversations = task.task.begin([request.prompt for request, _ in firsts])
+    going = [*zip(conversations, firsts, strict=True)]
     while largest(len(going), layout):
         with failing_together(layout):
-            for number, written in zip(going, sampler.complete(requests, more=True), strict=True):
-                conversations[number].add_turn(written, task.answer(written)[0])
-            going = [number for number in going if conversations[number].end is None]
-            messages = task.task.reply([conversations[number] for number in going])
+            for (one, _), written in zip(going, sampler.complete(requests, more=True), strict=True):
+                one.add_turn(written, task.answer(written)[0])
+            going = [pair for pair in going if pair[0].end is None]
             requests = []
-            for number, message in zip(going, messages, strict=True):
-                one, (_, first, place) = conversations[number], firsts[number]
+            for (one, (first, place)), message in zip(going, task.task.reply([one for one, _ in going]), strict=True):
                 between = [] if message is None else task.between.tokens(message, one.tokens[-1])
                 room = task.longest - len(one.tokens) - len(between)
                 if message is not None and room > 0:
@@ -48,7 +49,7 @@ def completed(
                     seed = seed_of(first.seed, (one.turns << 32) + place)
                     requests.append(Request(first.tokens + one.tokens, 1, seed, room))
                 one.end = one.end or (None if room > 0 else LENGTH)
-            going = [number for number in going if conversations[number].end is None]
+            going = [pair for pair in going if pair[0].end is None]
     sampler.complete([])  # what was kept for more is given back
     return list(map(whole, conversations))
 

@@ -83,7 +83,7 @@ class Proof:
             group=0,
             name="the proof of a version",
         )
-        micro_batch = pack([document], [0])
+        micro_batch = pack([document])
         return self._trained.log_probs(micro_batch, 1.0).cpu()[micro_batch.labels >= 0].double()
 
 

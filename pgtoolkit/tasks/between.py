@@ -12,9 +12,8 @@ from pgtoolkit.tasks.prompt_rows import Message
 if TYPE_CHECKING:
     from pgtoolkit.tasks.prompts import ChatTemplate
 
-_ANSWER = "the answer of a model"
-_ANSWERED = {"role": "assistant", "content": _ANSWER}
-"""An answer to see what a template writes after it."""
+QUESTION, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "the answer of a model"}
+"""Messages to see what a template makes of them."""
 
 
 class Between:
@@ -38,7 +37,7 @@ class Between:
             tokens = self._encode(self._after(message))
             start = min(tokens.index(end) for end in self._ends if end in tokens)
         except ValueError as error:
-            said = f"the chat template cannot write the environment's message {message!r:.200}: {error}"
+            said = f"the chat template cannot write the environment's message {message!r:.200}: it is {error}"
             raise DataError(f"{said}. Use roles that it has, or task.chat=never.") from error
         return tokens[start + (last in self._ends) :]
 
@@ -47,32 +46,26 @@ class Between:
         if self._chat is None:
             return
         try:
-            before, more = [*self._chat.under_system(start), _ANSWERED, start[-1]], {"role": "user", "content": "more"}
-            after, whole = self._after(more), self._show([*before, _ANSWERED, more])
-            if whole.startswith(self._show(before, False)) and whole.endswith(after):
+            before, more = self._chat.under_system([*start, ANSWER, start[-1]]), {"role": "user", "content": "more"}
+            after, whole = self._after(more), self._chat.text([*before, ANSWER, more], True)
+            got = "one that writes messages in another way when more is said"
+            if whole.startswith(self._chat.text(before)) and whole.endswith(after):
                 if self._ends & {*self._encode(after)}:
                     return
                 got = "one that ends an answer with none of eos_token_id in generation_config.json"
-            else:
-                got = "one that writes messages in another way when more is said"
         except ValueError as error:
-            got = f"one of which this is true: {error}"
+            got = str(error)
         reason = "Messages become tokens once, behind those that were drawn."
         use = "task.chat=never, with which contents follow each other as they are, or another chat template"
         raise ConfigError(refusal("a task of several turns", "a chat template that adds to its end", got, reason, use))
 
     def _after(self, message: Message) -> str:
         """What follows an answer, its end first. ValueError for a template that leaves something out."""
-        after = self._show([*self._chat.usual(), _ANSWERED, message]).partition(_ANSWER)[2]
+        shown = self._chat.text(self._chat.under_system([QUESTION, ANSWER, message]), True)
+        after = shown.partition(ANSWER["content"])[2]
         if message["content"].strip() not in after:  # templates strip white space around a message
-            raise ValueError("it leaves out an answer, or the message after it")
+            raise ValueError("one that leaves out an answer, or the message after it")
         return after
-
-    def _show(self, messages: Sequence[Message], goes_on: bool = True) -> str:
-        try:
-            return self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=goes_on)
-        except Exception as error:  # a template raises what it likes
-            raise ValueError(f"it says {first_line(error)}") from error
 
     def _encode(self, text: str) -> list[int]:
         try:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from pgtoolkit.tasks.prompt_rows import Prompt
+
 
 @dataclass(frozen=True)
 class Request:
@@ -15,12 +17,14 @@ class Request:
     tokens: the prompt's token ids. completions: how many completions of it are wanted.
     seed: of this prompt in this run, below 2^32: with the number of a completion it decides all that is drawn for it.
     max_tokens: of a completion, where that is less than the sampler's own number; None: that.
+    prompt: whose tokens these are, for whoever scores the completions.
     """
 
     tokens: list[int]
     completions: int
     seed: int
     max_tokens: int | None = None
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pgtoolkit.config.schema_completions import ConversationTaskConfig, GuessTas
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
-from pgtoolkit.tasks.tasks import PromptRows, Score, Task
+from pgtoolkit.tasks.tasks import PromptRows, Score, Seeds, Task
 from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Processes, as_number
 
 if TYPE_CHECKING:
@@ -75,54 +75,49 @@ class ConversationTask(Task):
     has an environment of its own. A reward of 1 or more is an exact match.
     """
 
-    alphabet = None
-
     def __init__(
         self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]
     ):
-        self.max_turns, self._seed = config.max_turns, seed
-        self._rows, self._processes, self._measures = None, None, None
-        if isinstance(config, GuessTaskConfig):
-            self.alphabet, self._path = config.alphabet, "pgtoolkit.tasks.environments.Guess"
-            options: dict[str, Any] = {"numbers": config.numbers}
-        else:
-            self._rows = None if config.path is None else PromptRows(config, seed, once)
-            self._path, options = config.environment, config.options
-            if config.environment_processes:
-                told, limit = (self._path, options, True), ("task.environment_seconds", config.environment_seconds)
-                how = f"task.environment={self._path}", config.environment_processes, limit, self._without_answer
-                self._processes = Processes(Environments, told, *how)
-        # Not before it is asked: it runs code of the user's.
-        self._here = functools.cache(lambda: Environments(self._path, options))
-        # A prompt begins the same whenever it comes again; those of files are all looked at as a run starts.
-        self._start = functools.lru_cache(maxsize=1024 if self._rows is None else None)(
-            lambda number: self._started([self._asked(number)])[0][1]
+        self.max_turns, self._seed, self._measures = config.max_turns, seed, None
+        self.alphabet = getattr(config, "alphabet", None)
+        self._rows = Seeds() if config.path is None else PromptRows(config, seed, once)
+        self._setting, processes = f"task.environment={config.environment}", config.environment_processes
+        self._environments = Processes(
+            kind=Environments,
+            told=(config.environment, config.options, processes > 0),
+            what="environment",
+            setting=self._setting,
+            processes=processes,
+            seconds=config.environment_seconds,
+            who=lambda asked: f"{asked.method} of {self._setting}",
+            cost="The conversation ends there with the reward 0",
         )
+        # A prompt begins the same whenever it comes again; those of files are all looked at as a run starts.
+        kept = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
+        self._prompt = kept(lambda row: self._started([row])[0][1])
 
     @property
     def num_prompts(self) -> int | None:
-        return None if self._rows is None else self._rows.num_prompts
+        return self._rows.num_prompts
 
     def rows(self) -> Iterator[Prompt]:
-        if self._rows is None:
-            return map(self.prompt, range(64))
-        return (self._begun(row.index, row.index) for row in self._rows.rows())
+        return (self._prompt(prompt.index) for prompt in self._rows.rows())
 
     def drop(self, rows: set[int]) -> None:
         self._rows.drop(rows)
 
     def prompt(self, index: int) -> Prompt:
-        return self._begun(self._number(index), index)
+        return dataclasses.replace(self._prompt(self._rows.row(index)), index=index)
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Conversation]:
         """A conversation on each of them. Raises DataError where one begins otherwise than its prompt did."""
         begun = []
-        started = self._started([self._asked(self._number(prompt.index)) for prompt in prompts])
-        for prompt, (environment, messages) in zip(prompts, started, strict=True):
-            if messages != prompt.messages:
+        started = self._started([self._rows.row(prompt.index) for prompt in prompts])
+        for prompt, (environment, found) in zip(prompts, started, strict=True):
+            if found.messages != prompt.messages:
                 needs = f"{prompt.messages!r:.200} as before, since a group answers one prompt: draw by prompt.seed"
-                raise self._odd("start", messages, needs, _of(prompt))
-            begun.append(Conversation(prompt, environment, [dict(message) for message in messages]))
+                raise self._odd("start", found.messages, needs, _of(prompt))
+            begun.append(Conversation(prompt, environment, [dict(message) for message in found.messages]))
         return begun
 
     def reply(self, conversations: Sequence[Conversation]) -> list[Message | None]:
@@ -148,8 +143,7 @@ class ConversationTask(Task):
         return [self._score(one, values.get(id(one))) for one in conversations]
 
     def close(self) -> None:
-        if self._processes is not None:
-            self._processes.close()
+        self._environments.close()
 
     def _ask(self, method: str, conversations: Sequence[Conversation]) -> list[Any]:
         """What each environment returns; None where there is no answer, which ends the conversation.
@@ -158,36 +152,19 @@ class ConversationTask(Task):
         """
         asked = [Ask(one.environment, method, copy.deepcopy(one.messages), str(one)) for one in conversations]
         values = []
-        for one, answer in zip(conversations, self._answers(asked), strict=True):
+        for one, answer in zip(conversations, self._environments.answers(asked), strict=True):
             if answer in (TIMEOUT, CRASH):
                 one.end, answer = answer, (None, None)
             one.environment, value = answer
             values.append(value)
         return values
 
-    def _answers(self, asked: Sequence[Ask]) -> list[Any]:
-        return (self._processes or self._here()).answers(asked)
-
-    def _number(self, index: int) -> int:
-        """Of the row, or of the endless prompt, that a prompt is."""
-        return index if self._rows is None else self._rows.row(index)
-
-    def _asked(self, number: int) -> Prompt:
-        """What `start` is given."""
+    def _started(self, rows: Sequence[int]) -> list[tuple[Any, Prompt]]:
+        """Of each row a new environment, and the prompt that it begins with."""
         from pgtoolkit.tasks.shuffle import seed_of  # not above: `pgtk check` does without NumPy
 
-        prompt = Prompt("", "", number, f"prompt {number}") if self._rows is None else self._rows.of_row(number)
-        return dataclasses.replace(prompt, seed=seed_of(self._seed, number))
-
-    def _begun(self, number: int, index: int) -> Prompt:
-        messages = self._start(number)
-        text = "".join(message["content"] for message in messages)
-        return dataclasses.replace(self._asked(number), index=index, text=text, messages=messages)
-
-    def _started(self, prompts: Sequence[Prompt]) -> list[tuple[Any, tuple[Message, ...]]]:
-        """A new environment of each, and its first messages."""
-        started = []
-        answers = self._answers([Ask(None, "start", prompt, _of(prompt)) for prompt in prompts])
+        prompts = [dataclasses.replace(self._rows.of_row(row), seed=seed_of(self._seed, row)) for row in rows]
+        answers, started = self._environments.answers([Ask(None, "start", one, _of(one)) for one in prompts]), []
         for prompt, answer in zip(prompts, answers, strict=True):
             if answer in (TIMEOUT, CRASH):
                 raise self._odd("start", answer, "in time: let reply begin what is slow", _of(prompt))
@@ -196,7 +173,8 @@ class ConversationTask(Task):
             if not is_list or messages[-1]["role"] == "assistant":
                 needs = "a list of {'role': TEXT, 'content': TEXT}, of which the policy answers the last"
                 raise self._odd("start", messages, needs, _of(prompt))
-            started.append((environment, tuple(messages)))
+            text = "".join(message["content"] for message in messages)
+            started.append((environment, dataclasses.replace(prompt, text=text, messages=tuple(messages))))
         return started
 
     def _score(self, one: Conversation, value: Any) -> Score:
@@ -214,20 +192,10 @@ class ConversationTask(Task):
                 needs = f"measures of the same names each time, here {sorted(self._measures)}"
                 raise self._odd("score", value, needs, one)
             own = {f"environment/{name}": number for name, number in zip(names, numbers, strict=True)}
-        if self._processes is not None:
-            own |= {f"environment_{kind}_fraction": float(one.end == kind) for kind in (TIMEOUT, CRASH)}
-        return Score(reward, reward >= 1, one.measures() | own)
+        return Score(reward, reward >= 1, one.measures() | own | self._environments.measures([one.end]))
 
     def _odd(self, method: str, value: Any, needs: str, where: Any) -> DataError:
-        return DataError(
-            f"{method} of task.environment={self._path} must return {needs} (got {value!r:.200}), in {where}."
-        )
-
-    def _without_answer(self, kind: str, ask: Ask, happened: str) -> str:
-        return (
-            f"{ask.method} of task.environment={self._path} {happened} in {ask.on}. The conversation ends there with "
-            f"the reward 0, and the run goes on. Said once; the metric environment_{kind}_fraction counts them."
-        )
+        return DataError(f"{method} of {self._setting} must return {needs} (got {value!r:.200}), in {where}.")
 
 
 def _of(prompt: Prompt) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,19 +46,13 @@ class Environments:
     def answer(self, ask: Ask) -> tuple[Any, Any]:
         """The environment after the call, and what it returned; DataError where it fails."""
         with blaming(f"{ask.method} of task.environment={self._path}", DataError, ask.on):
-            if ask.environment is None:
-                environment = self._make()
-            else:
-                environment = pickle.loads(ask.environment) if self._pickled else ask.environment
+            known = pickle.loads(ask.environment) if self._pickled and ask.environment else ask.environment
+            environment = self._make() if known is None else known
             value = getattr(environment, ask.method)(ask.argument)
         with blaming(
             f"pickling task.environment={self._path} (not with task.environment_processes=0)", DataError, ask.on
         ):
             return pickle.dumps(environment) if self._pickled else environment, value
-
-    def answers(self, asked: Sequence[Ask]) -> list[tuple[Any, Any]]:
-        """Of each, in their order."""
-        return [self.answer(ask) for ask in asked]
 
 
 class Guess:

@@ -7,6 +7,7 @@ import itertools
 import random
 import re
 import string
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from pgtoolkit.config.schema_completions import ChainSumTaskConfig, ShortestPathTaskConfig
@@ -35,8 +36,6 @@ class DividedTask(Task):
     A prompt's answer is a worked one, of which a completion need not have more than the verifier looks at.
     """
 
-    num_prompts = None
-
     def __init__(self, config: ChainSumTaskConfig | ShortestPathTaskConfig, seed: int, held_out: bool):
         self.alphabet = config.alphabet
         self._config, self._seed, self._held_out = config, seed, held_out
@@ -56,12 +55,13 @@ class DividedTask(Task):
         right = finished and self._is_right(prompt, completion)
         return Score(float(right), right)
 
+    @abstractmethod
     def _drawn(self, draw: Draw) -> tuple[str, str]:
         """A problem, and its worked answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_right(self, prompt: Prompt, completion: str) -> bool:
-        raise NotImplementedError
+        """Of a completion that has ended by itself."""
 
 
 class ChainSumTask(DividedTask):

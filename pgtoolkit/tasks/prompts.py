@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
-from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig
+from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.system.report import listed, refusal
-from pgtoolkit.tasks.between import Between
+from pgtoolkit.tasks.between import ANSWER, QUESTION, Between
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Prompt, Score, Task, TaskConfig, make_task
+from pgtoolkit.tasks.tasks import Prompt, Score, Task, make_task
 
 if TYPE_CHECKING:
     from pgtoolkit.tasks.completion import Completion
@@ -43,30 +43,25 @@ def tiny_tokenizer(alphabet: str | None):
     return tokenizer
 
 
-_WORD = "example"
-"""A message to see what a template makes of it."""
-
-
 class ChatTemplate:
     """The chat template of a tokenizer, under the system message of a run; system_prompt: None for none of its own."""
 
     def __init__(self, tokenizer, system_prompt: str | None = None):
         self._tokenizer = tokenizer
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        self._keeps_system = False  # until it was seen
-
-    def messages(self, prompt: Prompt) -> list[dict]:
-        """The conversation that the model is to continue. ValueError for two system messages."""
-        return self.under_system(prompt.messages or ({"role": "user", "content": prompt.text},))
 
     def under_system(self, messages: Sequence[dict]) -> list[dict]:
+        """Messages under the run's own. ValueError for two of the system."""
         if self._system and messages[0]["role"] == "system":
             raise ValueError("it has a system message of its own beside task.system_prompt")
         return [*self._system, *messages]
 
-    def usual(self) -> list[dict]:
-        """The shortest conversation that a model may continue."""
-        return [*self._system, {"role": "user", "content": _WORD}]
+    def text(self, messages: Sequence[dict], goes_on: bool = False) -> str:
+        """What the template writes; goes_on: with the beginning of an answer. ValueError says why it writes nothing."""
+        try:
+            return self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=goes_on)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"one that says: {first_line(error)}") from error
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
@@ -74,33 +69,30 @@ class ChatTemplate:
         What the template writes is all there is: the tokenizer adds no token of the beginning to the template's own.
         ValueError for a system message that it leaves out.
         """
-        conversations = [self.messages(prompt) for prompt in prompts]
-        first = next((messages[0] for messages in conversations if messages[0]["role"] == "system"), None)
-        if first is not None and not self._keeps_system:
-            if got := self.problem([first]):
-                raise ValueError(f"it has a system message, and the chat template is {got}")
-            self._keeps_system = True
+        conversations = [self.under_system(one.messages or [QUESTION | {"content": one.text}]) for one in prompts]
+        first = next((messages[:1] for messages in conversations if messages[0]["role"] == "system"), None)
+        if first and (got := self.problem(first)):
+            raise ValueError(f"it has a system message, and the chat template is {got}")
         return self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True)["input_ids"]
 
     def problem(self, system: list[dict] | None = None) -> str | None:
         """Why the template leaves a system message out, if it does; None: that of the run."""
         system = self._system if system is None else system
         try:
-            shown = self._tokenizer.apply_chat_template([*system, {"role": "user", "content": _WORD}], tokenize=False)
-        except Exception as error:  # a template raises what it likes
-            return f"one that says: {first_line(error)}"
+            shown = self.text([*system, QUESTION])
+        except ValueError as error:
+            return str(error)
         # Templates strip white space around a message.
         return None if not system or system[0]["content"].strip() in shown else "one that leaves it out"
 
     def notes(self, ends: Sequence[int]) -> list[str]:
         """What may surprise of the template; ends: ids of the end-of-sequence tokens."""
         notes = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
-        answer = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WORD}]
         try:
-            shown = self._tokenizer.apply_chat_template(answer, tokenize=False)
-        except Exception:  # it has no place for answers, so that it ends none
+            shown = self.text([QUESTION, ANSWER])
+        except ValueError:  # it has no place for answers, so that it ends none
             shown = ""
-        after = self._tokenizer(shown.rpartition(_WORD)[2], add_special_tokens=False)["input_ids"]
+        after = self._tokenizer(shown.rpartition(ANSWER["content"])[2], add_special_tokens=False)["input_ids"]
         if after and not set(after) & set(ends):
             names = " ".join(self._tokenizer.convert_ids_to_tokens(after)[:3])
             notes.append(
@@ -162,7 +154,7 @@ class TokenizedTask:
         that the tokenizer or the model has no tokens for, or a chat without a template.
         """
         try:
-            tokens = self._tokens(prompts)
+            tokens = self._tokens(prompts) if prompts else []
             if self.vocabulary and (foreign := [token for row in tokens for token in row if token >= self.vocabulary]):
                 raise ValueError(f"it gives token {foreign[0]}, and the model has weights of {self.vocabulary} tokens")
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
@@ -269,9 +261,10 @@ class TokenizedTask:
         return total, bad
 
 
-def scored_by_nobody(task: PromptsTaskConfig) -> PromptsTaskConfig:
+def scored_by_nobody(task: TaskConfig) -> TaskConfig:
     """The same prompts where nothing is scored, without a verifier of the user's, whose code would run."""
-    return dataclasses.replace(task, verifier="exact_match", pattern=None, verifiers={}, verifier_processes=0)
+    nobody = {"verifier": "exact_match", "pattern": None, "verifiers": {}, "verifier_processes": 0}
+    return dataclasses.replace(task, **nobody) if isinstance(task, PromptsTaskConfig) else task
 
 
 def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
@@ -279,7 +272,7 @@ def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, s
 
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
-    prompts = make_task(scored_by_nobody(task) if isinstance(task, PromptsTaskConfig) else task, seed)
+    prompts = make_task(scored_by_nobody(task), seed)
     prompt = prompts.prompt(0)
     text = repr(prompt.text)
     lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]

@@ -13,17 +13,16 @@ from typing import Any, Protocol
 from pgtoolkit.config.evaluation import QUESTIONS
 from pgtoolkit.config.schema_completions import (
     ConversationTaskConfig,
-    GeneratedTaskConfig,
-    GuessTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
+    TaskConfig,
 )
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.functions import blaming
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
-from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Named, Question, VerifierProcesses, Verifiers
+from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,17 @@ class Task(Protocol):
     alphabet: the characters of prompts and answers; None: unknown, expect any printable ASCII.
     """
 
-    num_prompts: int | None
-    alphabet: str | None
+    num_prompts: int | None = None
+    alphabet: str | None = None
 
     def prompt(self, index: int) -> Prompt: ...
 
     def rows(self) -> Iterator[Prompt]:
-        """Each different prompt once, by the number of its row; where they never end a few of the longest."""
-        ...
+        """Each different prompt once, by the number of its row; where they never end a few, some of the longest."""
+        return map(self.prompt, range(64))
 
     def drop(self, rows: set[int]) -> None:
         """Never ask these again; not of a task without end."""
-        ...
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         """finished: whether the completion ended by itself, with the end of the sequence or a stop string."""
@@ -68,9 +66,6 @@ class Task(Protocol):
 
     def close(self) -> None:
         """End what scoring has started."""
-
-
-TaskConfig = GeneratedTaskConfig | ReasoningGymTaskConfig | PromptsTaskConfig | ConversationTaskConfig | GuessTaskConfig
 
 
 def make_task(
@@ -104,7 +99,6 @@ class ReverseTask(Task):
     exactly n characters. So a policy without any skill gets some reward, and every position is learnt by itself.
     """
 
-    num_prompts = None
     alphabet = ReverseTaskConfig.alphabet
 
     def __init__(self, config: ReverseTaskConfig, seed: int):
@@ -115,9 +109,6 @@ class ReverseTask(Task):
         digits = "".join(str(self._digit(index, place)) for place in range(self._num_digits))
         return Prompt(digits + "=", digits[::-1], index, f"prompt {index}")
 
-    def rows(self) -> Iterator[Prompt]:
-        return map(self.prompt, range(64))
-
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         right = sum(given == wanted for given, wanted in zip(completion, prompt.answer, strict=False))
         ends = finished and len(completion) == len(prompt.answer)
@@ -126,6 +117,18 @@ class ReverseTask(Task):
     def _digit(self, index: int, place: int) -> int:
         # A hash, not a generator of random numbers: the same in every version of every library.
         return int.from_bytes(hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()[:8], "little") % 10
+
+
+class Seeds(Task):
+    """Endless prompts without words, for whoever makes some of their numbers."""
+
+    def of_row(self, row: int) -> Prompt:
+        return Prompt("", "", row, f"prompt {row}")
+
+    prompt = of_row
+
+    def row(self, index: int) -> int:
+        return index
 
 
 class _NumberedRows(Task):
@@ -158,8 +161,6 @@ class ReasoningGymTask(_NumberedRows):
     The package's score, 0 to 1, is the reward; the completion is stripped of white space around it first.
     `options` are the data set's own, among them `size`, the number of different questions.
     """
-
-    alphabet = None
 
     def __init__(self, config: ReasoningGymTaskConfig, seed: int):
         from reasoning_gym import create_dataset
@@ -226,11 +227,7 @@ class PromptsTask(PromptRows):
             Named(f"task.verifiers.{name}.verifier" if name else "task.verifier", one["verifier"], one.get("pattern"))
             for name, one in chosen.items()
         ]
-        self._in_processes = config.verifier_processes > 0
-        if self._in_processes:
-            self._verifiers = VerifierProcesses(named, config.verifier_processes, config.verifier_seconds)
-        else:
-            self._verifiers = Verifiers(named)
+        self._verifiers = verifiers_of(named, config.verifier_processes, config.verifier_seconds)
         super().__init__(config, seed, once)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
@@ -247,17 +244,14 @@ class PromptsTask(PromptRows):
         return [self._score(scores[i : i + count]) for i in range(0, len(scores), count)]
 
     def close(self) -> None:
-        if self._in_processes:
-            self._verifiers.close()
+        self._verifiers.close()
 
     def _score(self, outcomes: list[float | str]) -> Score:
         """Of the scores of one completion, by verifier; one without an answer counts 0."""
         scores = [0.0 if isinstance(outcome, str) else outcome for outcome in outcomes]
         reward = sum(weight * score for weight, score in zip(self._weights.values(), scores, strict=True))
         measures = {f"reward/{name}": score for name, score in zip(self._weights, scores, strict=True) if name}
-        if self._in_processes:
-            measures |= {f"verifier_{kind}_fraction": float(kind in outcomes) for kind in (TIMEOUT, CRASH)}
-        return Score(reward, scores[0] >= 1, measures)
+        return Score(reward, scores[0] >= 1, measures | self._verifiers.measures(outcomes))
 
 
 def _called_on(completion: str, prompt: Prompt) -> str:

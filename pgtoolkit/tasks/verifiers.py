@@ -1,13 +1,15 @@
 """Verifiers: whether a completion answers its prompt; in this process, or in some of their own with a time limit.
 
-Of a process of its own, questions go in and answers come out over a socket. It ends with the one that trains, however
-that ends and whatever code of the user's is doing then. Both sides are here; nothing large is imported.
+Environments of conversations are asked by the same processes. Questions go in and answers come out over a socket. A
+process ends with the one that trains, however that ends and whatever code of the user's is doing then. Both sides are
+here; nothing large is imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -20,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -48,6 +51,9 @@ class Named(NamedTuple):
     name: str
     pattern: str | None = None
 
+    def __str__(self) -> str:
+        return f"{self.key}={self.name}"
+
 
 class Question(NamedTuple):
     """What a verifier is asked. number: of the verifier, among those of the run. on: the rest in words, for errors."""
@@ -59,7 +65,7 @@ class Question(NamedTuple):
 
 
 class Verifiers:
-    """The verifiers of a run in this process. Raises ConfigError for one that cannot be imported."""
+    """The verifiers of a run. Raises ConfigError for one that cannot be imported."""
 
     def __init__(self, named: Sequence[Named]):
         self._named = named
@@ -67,46 +73,56 @@ class Verifiers:
 
     def answer(self, question: Question) -> float:
         """Raises DataError where a function of the user's fails."""
-        named = self._named[question.number]
-        with blaming(f"{named.key}={named.name}", DataError, question.on):
+        with blaming(str(self._named[question.number]), DataError, question.on):
             return float(self._functions[question.number](question.completion, question.answer))
 
-    def answers(self, questions: Sequence[Question]) -> list[float]:
-        """The score of each question, in their order."""
-        return [self.answer(question) for question in questions]
 
-
+@dataclass(eq=False)
 class Processes:
     """At most so many processes, started when they are first needed, which answer questions, from any thread.
 
-    kind, told: each of them makes `kind(*told)`, and asks that. setting: what names it in the configuration. limit: the
-    key of the most seconds that one answer may take, and these. note: says of TIMEOUT or CRASH, a question and what
-    happened what becomes of it.
+    kind, told: each of them makes `kind(*told)`, and asks that; where there are to be none, this process does. what:
+    they are, in the names of keys and metrics. setting: what names it in the configuration. seconds: the most that one
+    answer may take. who: is asked by a question, in words. cost: of a question without an answer.
     """
 
-    def __init__(
-        self, kind: type, told: tuple, setting: str, processes: int, limit: tuple[str, float], note: Callable[..., str]
-    ):
-        self._limit, self._note, self._lock = limit, note, threading.Lock()
-        self._workers = [_Worker((kind, told), setting) for _ in range(processes)]
-        self._said: set[str] = set()
+    kind: type
+    told: tuple
+    what: str
+    setting: str
+    processes: int
+    seconds: float | None
+    who: Callable[[Any], str]
+    cost: str
+
+    def __post_init__(self):
+        self._lock, self._said = threading.Lock(), set()
+        self._here = functools.cache(lambda: self.kind(*self.told))  # once it is asked: this runs code of the user's
+        self._workers = [_Worker((self.kind, self.told), self.setting) for _ in range(self.processes)]
 
     def answers(self, questions: Sequence[Any]) -> list[Any]:
-        """The answer to each question, in their order; TIMEOUT or CRASH where there was none.
+        """The answer to each question, in their order; TIMEOUT or CRASH where a process gave none.
 
         Raises DataError where a function of the user's fails, for the first such question, and ConfigError where a
         process cannot be started.
         """
+        if not self._workers:
+            return [self._here().answer(question) for question in questions]
         with self._lock:
             return self._answers(questions)
 
+    def measures(self, outcomes: Sequence[Any]) -> dict[str, float]:
+        """By metric, whether one of these was without an answer, where that may be."""
+        kinds = (TIMEOUT, CRASH) if self._workers else ()
+        return {f"{self.what}_{kind}_fraction": float(kind in outcomes) for kind in kinds}
+
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
-        idle, (limit, seconds) = [*self._workers], self._limit
+        idle = [*self._workers]
 
         def outcome(question: Any) -> tuple[str, Any]:
             worker = idle.pop()  # of those that nobody else asks, the one that was asked last
             try:
-                return worker.outcome(question, seconds)
+                return worker.outcome(question, self.seconds)
             finally:
                 idle.append(worker)
 
@@ -123,9 +139,12 @@ class Processes:
                 raise DataError(value)
             if kind != "answer" and kind not in self._said:
                 self._said.add(kind)
-                late = f"gave no answer within {limit}={seconds:g}"
-                note = self._note(kind, question, late if kind == TIMEOUT else f"ended its process: {value}")
-                log.warning(f"note: {note}")
+                late = f"gave no answer within task.{self.what}_seconds={self.seconds:g}"
+                log.warning(
+                    f"note: {self.who(question)} {late if kind == TIMEOUT else f'ended its process: {value}'} on "
+                    f"{question.on}. {self.cost}, and the run goes on. "
+                    f"Said once; the metric {self.what}_{kind}_fraction counts them."
+                )
         return [value if kind == "answer" else kind for kind, value in outcomes]
 
     def close(self) -> None:
@@ -135,20 +154,12 @@ class Processes:
                 worker.end(worker.process)
 
 
-class VerifierProcesses(Processes):
-    """The verifiers of a run in at most `processes` processes; seconds: the most that one answer may take."""
-
-    def __init__(self, named: Sequence[Named], processes: int, seconds: float):
-        self._named, setting = named, ", ".join(f"{one.key}={one.name}" for one in named)
-        limit = "task.verifier_seconds", seconds
-        super().__init__(Verifiers, ([*named],), setting, processes, limit, self._without_answer)
-
-    def _without_answer(self, kind: str, question: Question, happened: str) -> str:
-        named = self._named[question.number]
-        return (
-            f"{named.key}={named.name} {happened} on {question.on}. The score is 0, and the run goes on. "
-            f"Said once; the metric verifier_{kind}_fraction counts such completions."
-        )
+def verifiers_of(named: Sequence[Named], processes: int = 0, seconds: float | None = None) -> Processes:
+    """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this process asks it."""
+    if not processes:
+        Verifiers(named)
+    setting, who = ", ".join(map(str, named)), lambda question: str(named[question.number])
+    return Processes(Verifiers, ([*named],), "verifier", setting, processes, seconds, who, "The score is 0")
 
 
 class _Worker:

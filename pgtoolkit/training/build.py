@@ -75,8 +75,8 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
 
 def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:
     """The steps that a run of this configuration makes of the documents of a source."""
-    closes_on_groups, masks = AGGREGATIONS[config.aggregation.mode].needs_groups, config.rollout.truncated == "mask"
-    return StepLoader(source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout, masks)
+    closes_on_groups = AGGREGATIONS[config.aggregation.mode].needs_groups
+    return StepLoader(source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout)
 
 
 def begin(config: Config) -> None:

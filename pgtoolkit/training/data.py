@@ -12,7 +12,7 @@ from pathlib import Path
 from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig
-from pgtoolkit.config.schema_completions import PromptsTaskConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema_completions import RecordedRolloutConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, read_index
 from pgtoolkit.runs.records import read_data, storage
@@ -88,11 +88,11 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
     return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 
-def _prompts(config: Config) -> dict[str, PromptsTaskConfig]:
+def _prompts(config: Config) -> dict[str, TaskConfig]:
     """By the key of their path: the tasks that read prompts from files."""
     held_out = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
     tasks = {"task.path": config.task} | {f"evaluation.sets.{chosen.name}.path": chosen.task for chosen in held_out}
-    return {key: task for key, task in tasks.items() if isinstance(task, PromptsTaskConfig)}
+    return {key: task for key, task in tasks.items() if getattr(task, "path", None) is not None}
 
 
 def _digests(paths: list[Path], sampled: bool, index: RecordedIndex | None = None) -> dict[str, dict]:

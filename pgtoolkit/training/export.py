@@ -1,11 +1,15 @@
-"""`pgtk export`: a run's newest or best checkpoint as a Hugging Face folder, with a card on how it came about."""
+"""A checkpoint in a folder of its own: as a Hugging Face model with a card on how it came about (`pgtk export`), or as
+a run that goes on from there (`pgtk resume --step`)."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -17,11 +21,10 @@ from torch import nn
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, TinyModelConfig
-from pgtoolkit.config.schema_completions import PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
-from pgtoolkit.runs.directory import read_config
+from pgtoolkit.runs.directory import RunDirectory, read_config
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.records import best_checkpoint, read_resolved
+from pgtoolkit.runs.records import best_checkpoint, read_drift, read_resolved, storage
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal
@@ -37,6 +40,9 @@ from pgtoolkit.training.checkpoint import (
     settings_of,
     step_of,
 )
+
+_OWN = ("checkpoints", "status.json", "curves.png", "*.log", ".lock", ".hydra")
+"""What a run has for itself alone."""
 
 
 def export(run_dir: Path, folder: Path, best: bool = False) -> int:
@@ -55,21 +61,54 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
     refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)
     config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
-    if isinstance(config.task, PromptsTaskConfig):
-        config.task = scored_by_nobody(config.task)
-    try:
+    config.task = scored_by_nobody(config.task)
+    with _whole(folder) as whole:
+        whole.mkdir()
+        _write_model(config, state, whole)
+        (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
+        for file in whole.iterdir():
+            file.chmod(0o644)  # what safetensors writes is its owner's alone
+    return state["step"]
+
+
+def branch(parent: Path, step: int, folder: Path) -> None:
+    """Make `folder` a run that stands where the parent stood after this step, which `train` can resume.
+
+    It has the parent's checkpoint, history and configuration as of that step (a resume takes away the rows of later
+    ones), and names the parent in status.json. The parent is only read. All or nothing is written. Raises ConfigError
+    for a step without a checkpoint or a folder that has files, StorageError where the disk refuses, or the checkpoint
+    is damaged.
+    """
+    checkpoint = saved_state(parent, f"pgtk resume {shell_path(parent)}", step)["path"]
+    if folder.resolve().is_relative_to(parent.resolve()):
+        place = f"hydra.run.dir={shell_path(parent)}-{step}"
+        reason = "A run in another would be taken for a part of it."
+        raise ConfigError(refusal(f"hydra.run.dir={folder}", f"a folder outside {parent}", folder, reason, place))
+    refuse_occupied(f"hydra.run.dir={folder}", folder)
+    with _whole(folder) as whole:
+        shutil.copytree(parent, whole, ignore=shutil.ignore_patterns(*_OWN))
+        shutil.copytree(checkpoint, whole / "checkpoints" / checkpoint.name)
+        drift, config = read_drift(parent), OmegaConf.create(read_resolved(parent))
+        for entry in reversed(drift):
+            for key, (before, _) in entry["changes"].items() if entry["step"] > step else ():
+                OmegaConf.update(config, key, before, force_add=True)
+        earlier = [json.dumps(entry) + "\n" for entry in drift if entry["step"] <= step]
+        (whole / "drift.jsonl").write_text("".join(earlier))
+        (whole / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        with RunDirectory(whole) as run:
+            place = f"{parent.resolve()}, step {step}"
+            run.set_status("interrupted", step, f"made of {place}", saved=step, parent=place)
+
+
+@contextlib.contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """Where to make what becomes `folder`, new or empty, once it is whole. StorageError where the disk refuses."""
+    with storage(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
             whole = Path(temporary) / "whole"
-            whole.mkdir()
-            _write_model(config, state, whole)
-            (whole / "README.md").write_text(card(config, run_dir, state["step"]), encoding="utf-8")
-            for file in whole.iterdir():
-                file.chmod(0o644)  # what safetensors writes is its owner's alone
-            os.replace(whole, folder)  # takes the place of an empty folder, too
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror or error}") from error
-    return state["step"]
+            yield whole
+            os.replace(whole, folder)
 
 
 def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = False) -> dict:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.schema import Config, KLKind
+from pgtoolkit.config.schema_completions import Truncated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS
@@ -31,7 +32,8 @@ def loss_of(config: Config) -> Loss:
     correction = configured(config.correction, CORRECTIONS)
     penalty = None if config.kl.kind == KLKind.none else KL(config.kl.kind.value, config.kl.coefficient)
     temperature, level = config.rollout.temperature, config.metrics.level.value
-    return Loss(family, aggregation, temperature, level, correction, config.entropy.coefficient, penalty)
+    terms = correction, config.entropy.coefficient, penalty
+    return Loss(family, aggregation, temperature, level, *terms, config.rollout.truncated == Truncated.mask)
 
 
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:

@@ -52,7 +52,7 @@ def check_machine(c: Config, report: Report) -> None:
     _models(c, report)
     _prompts(c, report)
     if c.advantage.path is not None:
-        from pgtoolkit.rollouts.estimators import Estimator
+        from pgtoolkit.rollouts.advantages import Estimator
 
         with _added_to(report):
             Estimator.of(c)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_completions import Chat, PolicyRolloutConfig, TooLong
+from pgtoolkit.config.schema_completions import Chat, PolicyRolloutConfig, TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
@@ -26,7 +26,7 @@ from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
-from pgtoolkit.tasks.tasks import Task, TaskConfig, make_task
+from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.training.data import record_rollouts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings
@@ -81,7 +81,8 @@ def evaluator_of(
         room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
         sets = [_prompt_set(evaluated, prompt_set, module, room) for prompt_set in held_out_sets(config)]
-        for prompt_set, task in sets:
+        for prompt_set in sets:
+            task = prompt_set.task.task
             if trained is not None and (count := asked_by_both(trained, task, prompt_set.count)):
                 log.warning(
                     f"note: {count} of the {prompt_set.count} prompts of evaluation set {prompt_set.name} are also "
@@ -91,17 +92,16 @@ def evaluator_of(
                 continue
             if count := prompt_set.count - len(different(map(task.prompt, range(prompt_set.count)))):
                 log.warning(f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat one before.")
-    for prompt_set, task in sets:
-        _check_prompts(module.layout, f"evaluation set {prompt_set.name}", task)
+    for prompt_set in sets:
+        _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
     if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler):
         sampler = source.sampler.sampling_otherwise(evaluated.rollout, source.state_dict)
     else:
-        sampler = _sampler(evaluated, module, sets[0][0].task, room, run_dir)
-    each = config.evaluation.completions_per_prompt
-    return Evaluator([prompt_set for prompt_set, _ in sets], sampler, module, each, module.layout, run_dir)
+        sampler = _sampler(evaluated, module, sets[0].task, room, run_dir)
+    return Evaluator(sets, sampler, module, evaluated.rollout, module.layout, run_dir)
 
 
-def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> tuple[PromptSet, Task]:
+def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> PromptSet:
     place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
     try:
         task = make_task(chosen.task, chosen.seed, functools.partial(read_once, module.layout), held_out=True)
@@ -109,7 +109,7 @@ def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, r
     except (ConfigError, DataError) as error:
         problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
         raise type(error)(f"evaluation set {chosen.name}: {problem}") from error
-    return PromptSet(chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed), task
+    return PromptSet(chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed)
 
 
 def _tokenized(

@@ -21,7 +21,7 @@ from pgtoolkit.losses.families import Cispo, Grpo, family_of
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS, KL
 from pgtoolkit.losses.objective import Loss, Objective
 from pgtoolkit.losses.piece import make_objective
-from pgtoolkit.losses.reference_corrections import correction_names
+from pgtoolkit.losses.reference_terms import correction_names
 
 IMPLEMENTATIONS = {"torch": torch_passes, "triton": triton_passes}
 # What rounding the gradient to the dtype costs; the arithmetic is float32 throughout.

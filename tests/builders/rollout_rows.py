@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
 from pgtoolkit.config.schema_completions import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
-from pgtoolkit.rollouts.estimators import Estimator
+from pgtoolkit.rollouts.advantages import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 VOCABULARY_SIZE = 100

@@ -38,6 +38,15 @@ def test_sets_are_what_differs_from_the_task():
     assert next(evaluations(values)) == "every 7 steps, before the first and after the last: 3 times"
 
 
+def test_other_files_have_no_split_of_the_task():
+    talk = "task=conversation task.environment=my_module.Environment"
+    for task in ("task=prompts task.verifier=exact_match", talk):
+        sets = "evaluation.sets={same: {prompts: 3}, other: {path: test.jsonl}}"
+        values, _, _ = checked(*task.split(), "task.path=data", "task.split=train", ON, sets)
+        found = held_out_sets(values)
+        assert [(one.task.path, one.task.split) for one in found] == [("data", "train"), ("test.jsonl", None)]
+
+
 def test_runs_with_and_without_evaluation_are_of_one_configuration():
     on = [ON, "evaluation.prompts_per_set=7"]
     without, evaluated, goal = (plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"]))

@@ -16,7 +16,7 @@ from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import Reinforce, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
-from pgtoolkit.losses.reference_corrections import correction_names
+from pgtoolkit.losses.reference_terms import correction_names
 from pgtoolkit.rollouts.steps import make_step
 
 VOCABULARY, LENGTHS, GROUPS = 7, (6, 3, 9, 4), (0, 0, 1, 1)

@@ -234,7 +234,7 @@ def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
     totals, mask = totals_of(case), case.labels >= 0
     chosen = aggregation_of(aggregation, 5.0 if aggregation == "constant" else None)
     documents = DocumentSums.of_tokens(case.document_index, mask, case.num_documents, None)
-    weights = chosen.weights(totals, documents, mask, case.group_index)
+    weights = chosen.weights(totals, documents, mask, case.group_index, None)
     assert chosen.weight_sum(totals) == pytest.approx(float(weights.abs().sum()), rel=1e-12)
     expected = {"sample_mean": 5 / 6, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 30}
     assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation])

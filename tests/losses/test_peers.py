@@ -187,7 +187,7 @@ def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configur
 def test_old_log_probs_and_advantages_are_shifted_with_their_labels():
     tokens, mask = torch.tensor([5, 6, 7, 8]), torch.tensor([False, True, False, True])
     numbers = torch.tensor([0.25, 0.75])
-    batch = pack([Document(tokens, mask, -numbers, 1 + numbers, 0, "a")], [0])
+    batch = pack([Document(tokens, mask, -numbers, 1 + numbers, 0, "a")])
     trained = batch.labels >= 0
     assert batch.labels[trained].tolist() == [6, 8]
     assert batch.old_log_probs[trained].tolist() == [-0.25, -0.75]

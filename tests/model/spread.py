@@ -59,7 +59,7 @@ def totals(documents: list[Document]) -> StepTotals:
 
 
 def packed(documents: list[Document], known: tuple[str, ...] | None = None) -> MicroBatch:
-    return pack(documents, [document.group for document in documents], known)
+    return pack(documents, known)
 
 
 def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[MicroBatch]:

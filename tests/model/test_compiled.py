@@ -36,7 +36,7 @@ def packed(lengths):
         )
         for n in lengths
     ]
-    return pack(documents, [0] * len(documents))
+    return pack(documents)
 
 
 def states_and_gradient(policy, lengths):

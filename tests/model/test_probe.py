@@ -49,7 +49,7 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
     folder = folder_of(name, tmp_path)
     policy = build_policy(model_config(folder), None, False)
     assert policy.packs == (name in ("Qwen3", "Mixtral", "Phi3"))
-    found = policy.head(policy.hidden_states(pack([document(n) for n in lengths], [0] * len(lengths))))
+    found = policy.head(policy.hidden_states(pack([document(n) for n in lengths])))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     alone = [model(input_ids=document(n).tokens[None], use_cache=False).logits[0] for n in lengths]
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-4)
@@ -64,7 +64,7 @@ def test_documents_are_rows_unless_one_row_costs_less(lengths, shape, tmp_path):
     """With 16 hidden units 40 rows of 20 take 800 (96 + 20), their 480 tokens in one row 480 (96 + 480)."""
     policy, seen = build_policy(model_config(folder_of("Qwen3", tmp_path)), None, False), []
     policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
-    policy.hidden_states(pack([document(n) for n in lengths], [0] * len(lengths)))
+    policy.hidden_states(pack([document(n) for n in lengths]))
     assert seen == [shape]
 
 

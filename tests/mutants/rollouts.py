@@ -46,7 +46,7 @@ def gdpo_adds_up_before_it_normalises(right, scores, weights):
 
 @mutant("batch:pack", "test_every_count_stays_and_every_weight_is_zero")
 def what_was_cut_off_is_trained(right, *arguments, **keywords):
-    return replace(right(*arguments, **keywords), left_out=None)
+    return replace(right(*arguments, **keywords), truncated=torch.zeros(len(arguments[0]), dtype=torch.bool))
 
 
 @mutant("rollouts.steps:make_step", "test_every_count_stays_and_every_weight_is_zero")
@@ -56,17 +56,17 @@ def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords)
     return replace(step, totals=replace(step.totals, num_tokens=kept.num_tokens, num_documents=kept.num_documents))
 
 
-@mutant("rollouts.advantages:teaches", "test_with_exact_match_a_prompt_that_nobody_answered_is_dropped")
+@mutant("rollouts.groups:teaches", "test_with_exact_match_a_prompt_that_nobody_answered_is_dropped")
 def dynamic_sampling_always_looks_at_rewards(right, group, mixed):
     return right(group)
 
 
-@mutant("rollouts.advantages:overlong_penalty", "test_the_punishment_is_that_of_the_paper")
+@mutant("rollouts.groups:overlong_penalty", "test_the_punishment_is_that_of_the_paper")
 def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
     return right(length - 1, longest, buffer, most)
 
 
-@mutant("rollouts.advantages:teaches", "test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping")
+@mutant("rollouts.groups:teaches", "test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping")
 def a_group_of_other_lengths_teaches(right, group, mixed="reward"):
     return len({document.reward for document in group}) > 1
 

@@ -16,8 +16,8 @@ from pgtoolkit.cli import main
 from pgtoolkit.config.schema_completions import Chat, TrainedTurns
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.rollouts.advantages import Estimator
 from pgtoolkit.rollouts.conversations import Conversations
-from pgtoolkit.rollouts.estimators import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 TALK = [

@@ -9,8 +9,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.advantages import gdpo, over_batch
-from pgtoolkit.rollouts.estimators import Attempt, Estimator
+from pgtoolkit.rollouts.advantages import Attempt, Estimator, gdpo, over_batch
 
 FUNCTIONS = """
 import random

@@ -37,7 +37,7 @@ DOCUMENTS = st.lists(
 @given(DOCUMENTS)
 def test_every_position_predicts_the_next_token_of_its_document(documents):
     groups = [i // 2 for i in range(len(documents))]
-    batch = pack(documents, groups)
+    batch = pack([dataclasses.replace(d, group=group) for d, group in zip(documents, groups, strict=True)])
     place = 0
     for number, d in enumerate(documents):
         for t in range(d.num_tokens):
@@ -72,7 +72,7 @@ def test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step(name):
     for rank in range(3):
         [micro_batch] = make_step([own, own], 2, None, rank, 3).micro_batches
         assert getattr(micro_batch, name).shape == ((2,) if rank < 2 else (0,))
-    assert getattr(pack([], []), name) is None
+    assert getattr(pack([]), name) is None
 
 
 @given(DOCUMENTS, st.integers(9, 20))

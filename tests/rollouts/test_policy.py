@@ -66,8 +66,10 @@ def test_every_prompt_is_sampled_with_the_weights_of_now():
         weights, requests = sampler.calls
         assert weights().keys() == dict(module.model.named_parameters()).keys()
         assert all(torch.equal(weights()[name], weight) for name, weight in module.model.named_parameters())
-        prompts = [tokenizer(task.prompt(4 * number + i).text).input_ids for i in range(4)]
-        assert requests == [Request(prompt, 4, seed_of(0, 4 * number + i)) for i, prompt in enumerate(prompts)]
+        prompts = [task.prompt(4 * number + i) for i in range(4)]
+        assert requests == [
+            Request(tokenizer(prompt.text).input_ids, 4, seed_of(0, prompt.index), prompt=prompt) for prompt in prompts
+        ]
         assert {document.model_version for document in documents} == {updates}
         assert [document.group for document in documents] == [4 * number + i // 4 for i in range(16)]
         for place, document in enumerate(documents):

@@ -63,7 +63,7 @@ def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
     loader.source.close()
     module.reference = None  # the documents bring its log-probs
     loss, gradients = by_loops(module, mode, family)
-    step = make_step(documents(), 24, {}, masks_truncated=True)
+    step = make_step(documents(), 24, {})
     metrics = module.training_step(step, 0)["metrics"]
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
     for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
@@ -75,14 +75,14 @@ def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
 @pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
 def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
     """As a piece of the step without these documents, under the totals of all, has it."""
-    chosen = f"kl={kind}", "kl.coefficient=0.3", "kl.reference=initial", "loss=gspo", f"kernel={kernel}"
-    module, loader = built(*once(*SHORT, *chosen))
+    chosen = f"kl={kind}", "kl.coefficient=0.3", "kl.reference=initial", "loss=gspo", "rollout.truncated=mask"
+    module, loader = built(*once(*SHORT, *chosen, f"kernel={kernel}"))
     loader.source.close()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in module.reference.model.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    whole = make_step(documents(), 1000, {}, masks_truncated=True)
+    whole = make_step(documents(), 1000, {})
     kept = [document for document in documents() if not document.truncated]
     found = []
     for micro_batch in (whole.micro_batches[0], make_step(kept, 1000, {}).micro_batches[0]):
@@ -127,9 +127,10 @@ def test_recorded_rows_have_to_say_it_and_are_left_out(tmp_path):
     rows = [good_row(i, i // 2, token_ids=[1, 2, 3, 4, 5], truncated=i == 1) for i in range(4)]
     chosen = ["tracking=none", "trainer.device=cpu", "rollout=recorded", "rollout.truncated=mask"]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    _, loader = built(*chosen, f"rollout.path={path}", "accumulation.docs_per_step=4")
+    module, loader = built(*chosen, f"rollout.path={path}", "accumulation.docs_per_step=4")
     (micro_batch,) = next(iter(loader)).micro_batches
-    assert micro_batch.left_out.tolist() == [False, True, False, False]
+    assert micro_batch.truncated.tolist() == [False, True, False, False]
+    assert module.loss.masks_truncated
     del rows[2]["truncated"]
     with pytest.raises(DataError, match=r"rows.jsonl:3:truncated: is missing"):
         built(*chosen, f"rollout.path={write_jsonl(tmp_path / 'rows.jsonl', rows)}")

@@ -85,7 +85,7 @@ def test_a_conversation_is_one_document(sampled):
 
 def test_each_token_has_the_log_prob_that_it_was_drawn_with(sampled):
     module, documents = sampled
-    batch = pack(documents, [0] * len(documents))
+    batch = pack(documents)
     found = module.log_probs(batch).cpu()[batch.labels >= 0]
     torch.testing.assert_close(found, torch.cat([d.old_log_probs for d in documents]), rtol=1e-4, atol=1e-4)
 

@@ -78,7 +78,7 @@ NO_ANSWERS = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content']
         (COUNTED, "writes messages in another way when more is said"),
         (HOISTED, "writes messages in another way when more is said"),
         (BARE, "ends an answer with none of eos_token_id in generation_config.json"),
-        (NO_ANSWERS, "it leaves out an answer, or the message after it"),
+        (NO_ANSWERS, "one that leaves out an answer, or the message after it"),
     ],
     ids=["last", "counted", "hoisted", "bare", "no answers"],
 )
@@ -91,7 +91,9 @@ def test_a_template_that_does_not_add_to_its_end_is_refused(template, got):
 def test_a_role_that_the_template_lacks_names_the_message():
     _, between = between_of(STRICT)
     between.check(START)
-    with pytest.raises(DataError, match=r"cannot write .*'role': 'tool'.*it says no tools here.*Use roles that it has"):
+    with pytest.raises(
+        DataError, match=r"cannot write .*'role': 'tool'.*it is one that says: no tools here.*Use roles that it has"
+    ):
         between.tokens({"role": "tool", "content": "x"}, 0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Named, Question, VerifierProcesses, Verifiers
+from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Named, Question, verifiers_of
 from pgtoolkit.training.train import train
 
 SCRIPTED = "tasks.verifiers_for_tests.scripted"
@@ -30,7 +30,7 @@ def processes():
 
     def make(number=2, seconds=1.0, *names):
         named = [Named("task.verifier", name) for name in names or [SCRIPTED]]
-        made.append(VerifierProcesses(named, number, seconds))
+        made.append(verifiers_of(named, number, seconds))
         return made[-1]
 
     yield make
@@ -58,7 +58,7 @@ def test_scores_are_those_of_one_process_in_their_order(processes):
     texts = [f"{'x' * (i % 7)}{i}" for i in range(50)]
     names = ["exact_match", "tasks.verifiers_for_tests.length"]
     asked = [one for text in texts for i in range(2) for one in questions(text, answer="xx2", number=i)]
-    here = Verifiers([Named("task.verifier", name) for name in names]).answers(asked)
+    here = verifiers_of([Named("task.verifier", name) for name in names]).answers(asked)
     assert here == [score for text in texts for score in (float(text == "xx2"), float(len(text)))]
     for number in (1, 3):
         found = processes(number, 20, *names)
@@ -82,7 +82,7 @@ def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes, ca
     assert time.monotonic() - start < 60
     assert caplog.messages == [
         f"note: task.verifier={SCRIPTED} gave no answer within task.verifier_seconds=2 on the completion {verb!r}. "
-        "The score is 0, and the run goes on. Said once; the metric verifier_timeout_fraction counts such completions."
+        "The score is 0, and the run goes on. Said once; the metric verifier_timeout_fraction counts them."
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(pr
     assert found == [CRASH, 1.0, CRASH, 1.0]
     assert caplog.messages == [
         f"note: task.verifier={SCRIPTED} ended its process: {how} on the completion {verb!r}. The score is 0, and the "
-        "run goes on. Said once; the metric verifier_crash_fraction counts such completions."
+        "run goes on. Said once; the metric verifier_crash_fraction counts them."
     ]
 
 
@@ -103,7 +103,7 @@ def test_a_verifier_that_comes_back_twice_answers_once(processes):
 def test_an_exception_is_an_error_as_in_one_process(processes):
     asked = questions("a", "raise second", "sleep 0.3", "quit fourth")
     with pytest.raises(DataError) as here:
-        Verifiers([Named("task.verifier", SCRIPTED)]).answers(asked)
+        verifiers_of([Named("task.verifier", SCRIPTED)]).answers(asked)
     found = processes(2, 20)
     with pytest.raises(DataError) as there:
         found.answers(asked)
@@ -148,8 +148,8 @@ def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
 PARENT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
-from pgtoolkit.tasks.verifiers import Named, Question, VerifierProcesses
-found = VerifierProcesses([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
+from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
+found = verifiers_of([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
 found.answers([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
 print(*(worker.process.pid for worker in found._workers), flush=True)
 if sys.argv[1].startswith("busy"):

@@ -58,7 +58,7 @@ def plain_training(net: nn.Module) -> list[tuple[float, float]]:
     found = []
     for first in range(0, len(LENGTHS), DOCS_PER_STEP):
         step = documents()[first : first + DOCS_PER_STEP]
-        whole = pack(step, [0, 0, 0, 1, 1, 1])
+        whole = pack(step)
         logits = net(whole.tokens)
         vectors = (whole.labels, whole.old_log_probs, whole.advantages, whole.document_index)
         out = reference.policy_loss(logits.detach(), *vectors, **GRPO, num_documents=len(step))

@@ -1,5 +1,6 @@
 """What a run reads from outside of its directory: found from anywhere, and noticed where it changed."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -140,6 +141,21 @@ def test_large_files_are_looked_at_in_samples(tmp_path):
     (tmp_path / "README.md").write_text("a model")
     (tmp_path / ".cache").write_text("x")
     assert list(digests(config)["model.path"]) == ["model.safetensors"]
+
+
+def test_prompts_of_conversations_are_data_too(tmp_path):
+    """Of training and of a set; without a path there are none."""
+    files = [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for number, file in enumerate(files):
+        file.write_text(f'{{"prompt": "{number}", "answer": 1}}\n')
+    talk = "task=conversation", "task.environment=tasks.environments_for_tests.Counting"
+    sets = f"evaluation.sets={{test: {{path: {files[1]}}}}}"
+    config = OmegaConf.to_object(config_of(*talk, f"task.path={files[0]}", "evaluation.every=1", sets))
+    found = digests(config)
+    sums = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    assert found["task.path"] == {"train.jsonl": {"bytes": 29, "sha256": sums[0]}}
+    assert found["evaluation.sets.test.path"] == {"test.jsonl": {"bytes": 29, "sha256": sums[1]}}
+    assert digests(OmegaConf.to_object(config_of(*talk))) == {}
 
 
 def test_absolute_paths(tmp_path, monkeypatch):

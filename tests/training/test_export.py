@@ -117,7 +117,7 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypat
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.yaml").write_text((trained / "config.yaml").read_text())
     assert "needs a checkpoint (got none)" in refused("begun", "model")
-    assert "cannot be written" in refused(trained, "full/file/model", status=6)
+    assert "cannot be read or written" in refused(trained, "full/file/model", status=6)
     shutil.copytree(trained, "old")
     config = (trained / "config.yaml").read_text().replace("  max_bad_steps: 3\n", "")
     (tmp_path / "old" / "config.yaml").write_text(config)

@@ -1,0 +1,95 @@
+"""From scored completions to documents; what lengths take off, which prompts teach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from pgtoolkit.batch import Document
+from pgtoolkit.config.schema_completions import Mixed, PolicyRolloutConfig
+from pgtoolkit.tasks.completion import Completion, Request
+from pgtoolkit.tasks.prompts import TokenizedTask
+
+
+def overlong_penalty(length: int, longest: int, buffer: int | None, most: float) -> float:
+    """What DAPO adds to the reward of a completion of `length` tokens, its end included (2503.14476, eq. 13).
+
+    0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`; buffer: None for none.
+    """
+    beyond = 0 if buffer is None else max(0, min(length, longest) - (longest - buffer))
+    return -most * beyond / buffer if beyond else 0.0
+
+
+def scored_groups(
+    task: TokenizedTask, requests: Sequence[Request], completions: Sequence[Completion], rollout: PolicyRolloutConfig
+) -> list[list[Document]]:
+    """The documents of each request, with what it was completed to, and the scores; advantages are 0."""
+    instead = [None] * len(requests)  # what a reference reads in the place of the prompt
+    if task.reference_prompt is not None:
+        instead = map(torch.tensor, task.encode_for_reference([request.prompt for request in requests]))
+    asked = [(*both, i) for both in zip(requests, instead, strict=True) for i in range(rollout.group_size)]
+    scores = task.scores([request.prompt for request, *_ in asked], completions)
+    penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
+    documents = []
+    for (request, other, i), completion, score in zip(asked, completions, scores, strict=True):
+        written, start, prompt = completion.tokens, torch.tensor(request.tokens), request.prompt
+        drawn = torch.ones_like(written, dtype=torch.bool) if completion.drawn is None else completion.drawn
+        documents.append(
+            Document(
+                tokens=torch.cat([start, written]),
+                loss_mask=torch.cat([torch.zeros_like(start, dtype=torch.bool), drawn]),
+                old_log_probs=completion.log_probs,
+                advantages=torch.zeros(len(completion.log_probs)),
+                group=prompt.index,
+                name=f"prompt {prompt.index}, completion {i}",
+                reward=score.reward + overlong_penalty(len(written), *penalty),
+                exact_match=score.exact_match,
+                truncated=completion.finish_reason == "length",
+                model_version=completion.model_version,
+                measures=score.measures,
+                task_reward=None if rollout.overlong_buffer is None else score.reward,
+                reference_tokens=None if other is None else torch.cat([other, written]),
+            )
+        )
+    return in_groups(documents, rollout.group_size)
+
+
+def in_groups(documents: list[Document], size: int) -> list[list[Document]]:
+    """So many consecutive ones each."""
+    return [documents[start : start + size] for start in range(0, len(documents), size)]
+
+
+def fill(
+    groups: list[list[Document]],
+    sample: Callable[[int], list[list[Document]]],
+    rounds: int,
+    mixed: Mixed = Mixed.reward,
+) -> list[list[Document]]:
+    """DAPO's dynamic sampling (2503.14476, eq. 11): groups that teach nothing replaced as long as the rounds last.
+
+    groups: of the first round, in the order of their prompts, as is what is returned. sample: (number) -> the groups
+    of so many further prompts. rounds: how often is sampled at most, the first time included; with 1 nothing is
+    dropped. mixed: by what a group teaches. Where they do not suffice, the earliest groups that teach nothing stay.
+
+    Every decision follows from the groups alone, so that ranks that hold the same groups take the same.
+    """
+    if rounds == 1:
+        return groups
+    wanted, number = len(groups), 1
+    while (missing := wanted - sum(teaches(group, mixed) for group in groups)) and number < rounds:
+        groups = groups + sample(missing)
+        number += 1
+    without = [place for place, group in enumerate(groups) if not teaches(group, mixed)]
+    dropped = set(without[max(0, missing) :])
+    share = len(dropped) / len(groups)
+    kept = [group for place, group in enumerate(groups) if place not in dropped]
+    return [[replace(document, dropped_prompt_fraction=share) for document in group] for group in kept]
+
+
+def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
+    """Whether the task scores the completions differently, or finds only some right; without what lengths take off."""
+    if mixed == Mixed.exact_match:
+        return len({document.exact_match for document in group}) > 1
+    return len({d.reward if d.task_reward is None else d.task_reward for d in group}) > 1
