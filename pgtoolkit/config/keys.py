@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from enum import EnumMeta
 from pathlib import Path
@@ -40,12 +40,13 @@ _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name 
 
 def keys_of(config: object) -> Iterator[Key]:
     """The keys of the options that a configuration has chosen; config: see `value_of`."""
-    return (key for key in KEYS if _is_chosen(key, config))
+    return _of_chosen(KEYS, config)
 
 
-def _is_chosen(key: Key, config: object) -> bool:
-    group, _, option = key.schema.partition("/")
-    return not option or option == value_of(config, f"{group}.name")
+def _of_chosen(keys: Sequence[Key], config: object) -> Iterator[Key]:
+    groups = {key.group for key in keys if "/" in key.schema}
+    chosen = {f"{group}/{value_of(config, OPTION_KEYS[group])}" for group in groups}
+    return (key for key in keys if "/" not in key.schema or key.schema in chosen)
 
 
 def key_named(name: str, config: object) -> Key | None:
@@ -56,7 +57,7 @@ def key_named(name: str, config: object) -> Key | None:
     name = OPTION_KEYS.get(name, name)
     if name not in _NAMED:
         name = next((key.name for key in KEYS if key.free and is_inside(name, key.name)), "")
-    return next((key for key in _NAMED.get(name, ()) if _is_chosen(key, config)), None)
+    return next(_of_chosen(_NAMED.get(name, ()), config), None)
 
 
 def is_inside(name: str, place: str) -> bool:
