@@ -31,14 +31,15 @@ class Between:
 
     def tokens(self, message: Message, last: int) -> list[int]:
         """last: the turn's last token; where that ended it, the template's own end of an answer is left out."""
-        if self._chat is None:
-            return self._encode(message["content"])
         try:
+            if self._chat is None:
+                return self._encode(message["content"])
             tokens = self._encode(self._after(message))
             start = min(tokens.index(end) for end in self._ends if end in tokens)
         except ValueError as error:
-            said = f"the chat template cannot write the environment's message {message!r:.200}: it is {error}"
-            raise DataError(f"{said}. Use roles that it has, or task.chat=never.") from error
+            needs = f"needs another chat template or tokenizer (got {error})"
+            use = "roles and characters that it has; task.chat=never needs no roles"
+            raise DataError(f"the environment's message {message!r:.200} {needs}. Use {use}.") from error
         return tokens[start + (last in self._ends) :]
 
     def check(self, start: Sequence[Message]) -> None:
@@ -70,6 +71,5 @@ class Between:
     def _encode(self, text: str) -> list[int]:
         try:
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # the tokenizers library raises it for a character that it has no token for
-            said = f"what stands between two turns, {text!r:.200}, cannot be encoded by the model's tokenizer"
-            raise DataError(f"{said}: {first_line(error)}.") from error
+        except Exception as error:  # what the tokenizers library raises for a character that it has no token for
+            raise ValueError(f"one that says: {first_line(error)}") from error

@@ -100,6 +100,12 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
 
 
+@pytest.mark.parametrize("typed", [[], ["kl.reference=recorded"]])
+def test_who_has_no_teacher_is_not_told_to_take_the_policy_itself(capsys, typed):
+    assert "Use kl.reference=FOLDER" in (said := problems(capsys, "experiment=distillation", *typed))
+    assert "initial" not in said
+
+
 def test_messages_are_asked_for_by_their_field_and_need_a_template(capsys):
     chats = ("task=prompts", "task.path=chats.jsonl")
     assert "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use task.prompt_field=messages" in problems(

@@ -114,12 +114,14 @@ def penalties(c: Config, report: Report) -> None:
     if c.kl.coefficient is None:
         reason = "The penalty is multiplied by it."
         report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
+    of_teacher = c.advantage.estimator == "none" and c.kl.reference_prompt is None
+    usual = "kl.reference=FOLDER" if of_teacher else "kl.reference=initial"
     if reference is None:
-        use = "kl.reference=initial for the run's first weights, or kl=none"
+        use = f"{usual} of a teacher" if of_teacher else f"{usual} for the run's first weights, or kl=none"
         report.refuse(f"kl={kind}", "kl.reference", None, "A penalty is the distance from a reference.", use)
     if reference == "recorded" and c.rollout.name != "recorded":
         reason = "The reference's log-probs of completions that are still to be sampled are in no file."
-        report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, "kl.reference=initial")
+        report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, usual)
     elif reference == "recorded" and kind in FULL_KINDS:
         reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
         report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
@@ -129,7 +131,7 @@ def penalties(c: Config, report: Report) -> None:
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
         reason = "Its log-probs would be those of other tokens."
-        use = "a model of the same family, or kl.reference=initial"
+        use = "a model of the same family" + ("" if of_teacher else ", or kl.reference=initial")
         report.refuse(f"kl.reference={reference}", f"a vocabulary of {sizes[0]} entries", sizes[1], reason, use)
     if c.kl.needs_model and (stages := c.parallelism.pipeline_parallel) > 1:
         reason = "The stages hand on the training policy's hidden states, and no others."
