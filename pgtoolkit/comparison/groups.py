@@ -10,19 +10,8 @@ from math import inf
 
 import numpy as np
 
-from pgtoolkit.comparison.measures import (
-    AXES,
-    DOCUMENTS,
-    MEASURES,
-    Goal,
-    Reached,
-    chosen_metric,
-    goal_of,
-    is_score,
-    parse_metric,
-    parse_reach,
-    reached,
-)
+from pgtoolkit.comparison import measures
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS, MEASURES, Goal, Reached
 from pgtoolkit.comparison.notes import notes_of
 from pgtoolkit.comparison.statistics import Comparisons, Sample, margin_of, mean_and_std
 from pgtoolkit.config.keys import changes_learning, key_named, shown
@@ -103,7 +92,7 @@ class Compared:
     @property
     def sign(self) -> int:
         """1 where more of what is tested is better, -1 where less is, 0 where nobody knows."""
-        return -1 if self.by_documents else int(is_score(self.metric))
+        return -1 if self.by_documents else int(measures.is_score(self.metric))
 
     @property
     def measured(self) -> str:
@@ -162,11 +151,11 @@ def compare(
         margin_of(margin)
     option, measure, threshold, notes = "--metric", None, None, []
     if reach is not None:
-        option, (metric, threshold) = "--reach", parse_reach(reach)
+        option, (metric, threshold) = "--reach", measures.parse_reach(reach)
     elif metric is None:
-        metric, notes = chosen_metric(readable)
+        metric, notes = measures.chosen_metric(readable)
     else:
-        measure, metric = parse_metric(metric)
+        measure, metric = measures.parse_metric(metric)
     _refuse_unknown(readable, metric, option)
     keys, following, common = _varying([run.config for run in readable], over.split(",") if over else ())
     blocks = _keys("--over", over.split(",") if over else (), keys, common)
@@ -181,9 +170,9 @@ def compare(
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
     notes += _carry_on([run for group in groups for run in group.counted], metric)
-    goal = goal_of([group.counted for group in groups], metric, threshold, measure)
+    goal = measures.goal_of([group.counted for group in groups], metric, threshold, measure)
     for group in groups:
-        group.reached = [reached(run, goal) for run in group.counted]
+        group.reached = [measures.reached(run, goal) for run in group.counted]
     limits = _limits(goal, [one for group in groups for one in group.reached])
     names = [*map(shown, keys)], [*map(shown, following)]
     compared = Compared(goal, limits, *names, common, groups, Comparisons([]), left_out, notes, blocks, best_of)

@@ -96,13 +96,10 @@ class Comparisons:
             if sample.values
         }
         self._pairing = [_pairing(sample) for sample in samples]
-        tested = [place for place, values in self._values.items() if values.size > 1]
-        self._row = {place: number for number, place in enumerate(tested)}
-        values, pairings = [self._values[place] for place in tested], [self._pairing[place] for place in tested]
-        self._p, equal = _p_values(values, pairings, margin)
-        self._counted = [
-            np.array([self._is_primary(one, other) for other in tested[i + 1 :]], bool) for i, one in enumerate(tested)
-        ]
+        self._p, equal = _p_values(self._values, self._pairing, margin)
+        self._counted = np.full(equal.shape, primary is None)
+        for pair in primary or ():
+            self._counted[pair] = True
         self._adjusted, self._equal = _adjusted(self._p, self._counted), _adjusted(equal, self._counted)
 
     def __len__(self) -> int:
@@ -115,7 +112,7 @@ class Comparisons:
     @property
     def tested(self) -> int:
         """How many pairs have a p that counts."""
-        return sum(int((row == row)[counts].sum()) for row, counts in zip(self._p, self._counted, strict=True))
+        return int((self._p == self._p)[self._counted].sum())
 
     @property
     def paired(self) -> set[bool]:
@@ -133,20 +130,16 @@ class Comparisons:
         paired = self._pairing[first] == self._pairing[second]
         found = Comparison(first, second, (one.size, other.size), paired, float(other.mean() - one.mean()))
         found.improvement = improvement(self.samples[first], self.samples[second])
-        found.exploratory = not self._is_primary(first, second)
+        found.exploratory = not self._counted[first, second]
         if min(found.counts) > 1:
-            row, place = self._row[first], self._row[second] - self._row[first] - 1
             noise = [other - one] if paired else [one, other]
-            if (p := self._p[row][place]) == p:
-                found.p, found.adjusted_p = float(p), float(self._adjusted[row][place])
-                found.equal_p = None if self.margin is None else float(self._equal[row][place])
+            if (p := self._p[first, second]) == p:
+                found.p, found.adjusted_p = float(p), float(self._adjusted[first, second])
+                found.equal_p = None if self.margin is None else float(self._equal[first, second])
             if max(map(np.ptp, noise)) > _EQUAL * max(abs(one).max(), abs(other).max()):
                 found.interval = _interval(one, other, paired)
                 found.seeds_needed = seeds_needed(found.difference, [float(values.var(ddof=1)) for values in noise])
         return found
-
-    def _is_primary(self, first: int, second: int) -> bool:
-        return self.primary is None or (first, second) in self.primary
 
 
 def improvement(first: Sample, second: Sample) -> float | None:
@@ -195,13 +188,9 @@ def holm(p: np.ndarray) -> np.ndarray:
     return adjusted
 
 
-def _adjusted(rows: list[np.ndarray], counted: list[np.ndarray]) -> list[np.ndarray]:
+def _adjusted(p: np.ndarray, counted: np.ndarray) -> np.ndarray:
     """Each p adjusted for those that are counted, which the others are not."""
-    if not rows:
-        return []
-    p, counts = np.concatenate(rows), np.concatenate(counted)
-    adjusted = np.where(counts, holm(np.where(counts, p, np.nan)), p)
-    return np.split(adjusted, np.cumsum([row.size for row in rows])[:-1])
+    return np.where(counted, holm(np.where(counted, p, np.nan).ravel()).reshape(p.shape), p)
 
 
 def _pairing(sample: Sample) -> tuple:
@@ -210,38 +199,37 @@ def _pairing(sample: Sample) -> tuple:
 
 
 def _p_values(
-    samples: list[np.ndarray], pairings: list[tuple], margin: str | None
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of each sample the p of its difference from each of the later ones; NaN where no seed differs from another.
+    samples: dict[int, np.ndarray], pairings: list[tuple], margin: str | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(all, all) by the places of two samples, the earlier first: the p of their difference; NaN where no seed differs
+    from another, or one of them has a single value.
 
-    And the p that it is equal within the margin: the higher of two one-sided tests (Schuirmann, JPB 15, 1987).
+    And the p that they are equal within the margin: the higher of two one-sided tests (Schuirmann, JPB 15, 1987).
     """
     from scipy.special import stdtr
 
-    size, mean = np.array([x.size for x in samples]), np.array([x.mean() for x in samples])
-    share = np.array([x.var(ddof=1) for x in samples]) / size
-    spread, largest = np.array([np.ptp(x) for x in samples]), np.array([abs(x).max() for x in samples])
-    kinds = {pairing: number for number, pairing in enumerate(dict.fromkeys(pairings))}
-    kind = np.array([kinds[pairing] for pairing in pairings])
-    rows, equal_rows = [], []
-    for i in range(len(samples)):
+    found = np.full((2, len(pairings), len(pairings)), np.nan)
+    tested = np.array([place for place, x in samples.items() if x.size > 1], int)
+    facts = [[x.size, x.mean(), x.var(ddof=1) / x.size, np.ptp(x), abs(x).max()] for x in map(samples.get, tested)]
+    size, mean, share, spread, largest = np.array(facts).reshape(-1, 5).T
+    for i, place in enumerate(tested):
         later = slice(i + 1, None)
         difference, variance = mean[later] - mean[i], share[later] + share[i]
         with np.errstate(all="ignore"):  # of samples without spread
             freedom = variance**2 / (share[i] ** 2 / (size[i] - 1) + share[later] ** 2 / (size[later] - 1))
             noise = np.maximum(spread[later], spread[i])
-            if (same := np.flatnonzero(kind[later] == kind[i])).size:
-                differences = np.array([samples[i + 1 + place] for place in same]) - samples[i]
-                variance[same], freedom[same] = differences.var(1, ddof=1) / size[i], size[i] - 1
-                noise[same] = np.ptp(differences, axis=1)
+            if same := [other for other in range(i + 1, len(tested)) if pairings[tested[other]] == pairings[place]]:
+                differences = np.array([samples[tested[other]] for other in same]) - samples[place]
+                at = np.array(same) - i - 1
+                variance[at], freedom[at] = differences.var(1, ddof=1) / size[i], size[i] - 1
+                noise[at] = np.ptp(differences, axis=1)
             p = 2 * stdtr(freedom, -abs(difference) / np.sqrt(variance))
-            beyond = stdtr(
-                freedom, (abs(difference) - (margin_of(margin, mean[i]) if margin else 0)) / np.sqrt(variance)
-            )
+            within = abs(difference) - (margin_of(margin, mean[i]) if margin else 0)
+            beyond = stdtr(freedom, within / np.sqrt(variance))
         none, equal = noise <= _EQUAL * np.maximum(largest[later], largest[i]), abs(difference) <= _EQUAL * largest[i]
-        rows.append(np.where(none, np.where(equal, 1.0, np.nan), p))
-        equal_rows.append(np.where(none, np.where(equal, 0.0, np.nan), beyond))
-    return rows, equal_rows
+        found[0, place, tested[later]] = np.where(none, np.where(equal, 1.0, np.nan), p)
+        found[1, place, tested[later]] = np.where(none, np.where(equal, 0.0, np.nan), beyond)
+    return found[0], found[1]
 
 
 def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[float, float]:

@@ -8,19 +8,11 @@ from math import inf
 
 import numpy as np
 
+from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.groups import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
-from pgtoolkit.comparison.statistics import (
-    LEVEL,
-    MOST_SEEDS,
-    POWER,
-    Comparison,
-    Sample,
-    interquartile_interval,
-    interquartile_mean,
-    mean_and_std,
-)
+from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, Sample
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
@@ -245,7 +237,7 @@ def _spread(pair, write):
 def spent(compared: Compared, group: Group, axis: str) -> str:
     """What it took to reach the threshold; ≥ the mean where a seed did not."""
     values = compared.spent(group, axis)
-    mean, std = mean_and_std(values)
+    mean, std = statistics.mean_and_std(values)
     if compared.arrived(group, axis) < len(values):
         return f"≥{whole(mean)}"
     return _spread((mean, std if axis == DOCUMENTS else None), whole)
@@ -269,7 +261,10 @@ def group_rows(compared: Compared) -> list[list[str]]:
 def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
     if not sample.values:
         return "-"
-    mean, interval = interquartile_mean(np.array([*sample.values.values()])), interquartile_interval(sample)
+    mean, interval = (
+        statistics.interquartile_mean(np.array([*sample.values.values()])),
+        statistics.interquartile_interval(sample),
+    )
     return write(float(mean)) + (f" [{', '.join(map(write, interval))}]" if interval else "")
 
 

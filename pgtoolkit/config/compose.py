@@ -17,23 +17,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.files import config_directory, options, plugins
+from pgtoolkit.config import refusals
+from pgtoolkit.config.files import OPTIONAL, config_directory, options, plugins
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
-from pgtoolkit.config.overrides import (
-    NO_CHOICE,
-    OPTIONAL,
-    composition_problem,
-    given_twice,
-    hydra_form,
-    incomplete,
-    parse,
-    register,
-    unknown_key,
-    unknown_option,
-    unresolvable,
-    wrong_form,
-    wrong_type,
-)
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import executed
 from pgtoolkit.config.saved import cannot_change, saved_config
@@ -71,7 +58,7 @@ def compose(
     """
     parsed, problems = parse(overrides)
     groups = options(config_dir)
-    problems += given_twice(parsed)
+    problems += refusals.given_twice(parsed)
     parsed = [override for override in parsed if override.input_line not in NO_CHOICE]
     register()
     saved = saved_config(run_dir) if run_dir else None
@@ -83,7 +70,7 @@ def compose(
     choices, values, accepted = [], [], []
     for override in parsed:
         key = override.key_or_group
-        problem = wrong_form(override, groups)
+        problem = refusals.wrong_form(override, groups)
         is_choice = key in groups and not isinstance(override.value(), dict)
         if evaluate and not problem and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
             reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
@@ -91,7 +78,7 @@ def compose(
         elif saved and not evaluate and key in OPTIONAL:
             reason, use = "A run is continued as it was: these are chosen when it starts.", "a new run"
             problem = refusal(override.input_line, "to be left out", key, reason, use)
-        if problem := problem or (unknown_option(override, groups) if is_choice else None):
+        if problem := problem or (refusals.unknown_option(override, groups) if is_choice else None):
             problems.append(problem)
         elif is_choice:
             choices.append(hydra_form(override.input_line))
@@ -150,8 +137,8 @@ def _of_files(
         # To Hydra an option that is not there is an OSError, too.
         if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
-        return None, [composition_problem(error)]
-    if unusable := incomplete(config):
+        return None, [refusals.composition_problem(error)]
+    if unusable := refusals.incomplete(config):
         return None, unusable
     return config, executed.set_of_hydra(config.hydra, without_files)
 
@@ -174,7 +161,7 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
     if name in groups:
         return [refusal(f"{name}={value}", "its keys one by one", value, "It is a group of keys.", f"{name}.KEY=VALUE")]
     if key is None:
-        return [unknown_key(config, name, value, groups)]
+        return [refusals.unknown_key(config, name, value, groups)]
     if name == f"{key.group}.name":
         reason = f"The other keys of {key.group} come with their option."
         return [refusal(f"{name}={value}", "to be left alone", value, reason, f"{key.group}={value}")]
@@ -184,8 +171,8 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
     except OverflowError:  # a whole number that no float can hold
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException as error:
-        wrong = unresolvable(name, value, error) if is_free else None
-        return [wrong or wrong_type(config, key, value)]
+        wrong = refusals.unresolvable(name, value, error) if is_free else None
+        return [wrong or refusals.wrong_type(config, key, value)]
     return []
 
 

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pgtoolkit.config.files import config_directory, default_options, docs_page, options
+from pgtoolkit.config.files import default_options, docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, shown, values_of
-from pgtoolkit.config.overrides import ALSO_CALLED, nearest
+from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, option_comment, shown, values_of
+from pgtoolkit.config.refusals import ALSO_CALLED, nearest
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.report import refusal, text
 
@@ -162,12 +162,16 @@ def explanations() -> dict[str, list[str]]:
 
     for group, names in options().items():
         usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
-        heads = {f"{group}={name}{' (default)' if name == usual else ''}": _head(group, name) for name in names}
+        heads = {
+            f"{group}={name}{' (default)' if name == usual else ''}": option_comment(group, name) for name in names
+        }
         told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
         explained([group], f"{group}: a group of options", told)
         for name in names:
             having = [entry.key.name for entry in keys if name in entry.defaults]
-            told = {"": _head(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
+            told = (
+                {"": option_comment(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
+            )
             explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
@@ -195,13 +199,6 @@ def _in_docs(group: str, name: str) -> dict[str, str]:
     for line in re.findall(r"^\* (.*?)(?=\n\*|\Z)", paper[1].strip() if paper else "", re.DOTALL | re.MULTILINE):
         shown[line.partition(": ")[0]] = line.partition(": ")[2]
     return shown
-
-
-def _head(group: str, name: str) -> str:
-    """The comment at the top of an option's file, without the command that it may begin with."""
-    above = re.match(r"(?:#.*\n)*", (config_directory() / group / f"{name}.yaml").read_text())[0]
-    lines = [line.lstrip("# ") for line in above.splitlines()]
-    return " ".join(line for line in lines if not line.startswith(("@package", "pgtk ")))
 
 
 def _table(page: str) -> Iterator[tuple[list[str], list[str]]]:

@@ -12,6 +12,9 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal
 from pgtoolkit.system.yaml_text import parse_yaml
 
+OPTIONAL = ("experiment", "debug")
+"""Groups that change others, of which none is chosen by default, and perhaps several."""
+
 
 def config_directory() -> Path:
     """`conf/` inside the installed package, else beside it in a working copy."""

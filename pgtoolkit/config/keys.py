@@ -194,6 +194,13 @@ def group_comment(group: str) -> str:
     return f"{says[:1].upper()}{says[1:]}."
 
 
+def option_comment(group: str, name: str) -> str:
+    """What stands at the top of an option's file, without the command that it may begin with."""
+    above = re.match(r"(?:#.*\n)*", (config_directory() / group / f"{name}.yaml").read_text())[0]
+    lines = [line.lstrip("# ") for line in above.splitlines()]
+    return " ".join(line for line in lines if not line.startswith(("@package", "pgtk ")))
+
+
 @functools.cache
 def _files(group: str, option: str | None) -> list[Path]:
     """The file of an option, then those of the options that it changes; none for an option that is not ours."""

@@ -1,11 +1,8 @@
-"""Overrides as Hydra reads them, and what is wrong with one: the reason, and the nearest valid key, option or value."""
+"""Overrides as Hydra reads them, with the files that they choose from."""
 
 from __future__ import annotations
 
-import difflib
 import functools
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +11,22 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, ValueType
+from hydra.core.override_parser.types import Override, ValueType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, ValueNode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.files import config_directory, options, read_options
-from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment, default, describe, fits, keys_of, names_of
+from pgtoolkit.config import refusals
+from pgtoolkit.config.files import OPTIONAL, config_directory, options, read_options
+from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import digest, name_from, name_in, plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.runs.records import leaves
-from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal, text
-
-OPTIONAL = ("experiment", "debug")
-"""Groups that change others, of which none is chosen by default, and perhaps several."""
+from pgtoolkit.errors import ConfigError
 
 NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)
-"""What they are by default; Hydra accepts it in its files but not as an override."""
-
-
-_LISTS = {key.name for key in KEYS if key.type == "list[str]"}
-"""Keys whose value is a list of texts."""
-
-SEARCH_PATH = refusal(
-    *("hydra.searchpath", "to be left out", "a search path"),
-    *("Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"),
-)
-"""Hydra imports the packages in a search path, before anything can be seen."""
-
-ALSO_CALLED = {"ppo": "loss=grpo"}
-"""What the field calls an option, where that name is none of ours."""
+"""What the groups that change others are by default; Hydra accepts it in its files but not as an override."""
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
@@ -61,7 +39,7 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
                 raise ValueError("Options are chosen by their names, not by a pattern")
             parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
-            problems.append(unreadable(typed, error))
+            problems.append(refusals.unreadable(typed, error))
     return parsed, problems
 
 
@@ -114,8 +92,8 @@ class UserFiles(FileConfigSource):
         if file.is_file() and not file.is_relative_to(config_directory()):
             values = read_options(file)
             if OmegaConf.is_dict(values) and OmegaConf.select(values, "hydra.searchpath"):
-                raise ConfigError(SEARCH_PATH)
-            if "/" not in config_path and (problem := options_as_keys(values, options())):
+                raise ConfigError(refusals.SEARCH_PATH)
+            if "/" not in config_path and (problem := refusals.options_as_keys(values, options())):
                 raise ConfigError(problem)
         result, group = super().load_config(config_path), config_path.rpartition("/")[0]
         if group in Config.__annotations__ and OmegaConf.is_dict(result.config) and "defaults" not in result.config:
@@ -168,181 +146,3 @@ def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: Dict
     if not is_trained or OmegaConf.select(_root_, "model.random_weights"):
         return random
     return trained if adapters is None or OmegaConf.select(_root_, "model.lora_rank") is None else adapters
-
-
-def unreadable(override: str, error: Exception) -> str:
-    """Not in Hydra's grammar."""
-    key, equals, value = override.partition("=")
-    use = "quotes around special characters: \"key='a, b'\""
-    if "~/" in value:  # which a shell does not replace within a word
-        use = override.replace("~/", "$HOME/", 1)
-    elif key in _LISTS:
-        use = _as_list(key, value)
-    elif equals and not set("'\"[]{}") & set(value):
-        use = f"\"{key}='{value}'\""
-    return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
-
-
-def _as_list(key: str, value: str) -> str:
-    """The override, for a shell, that makes a list of what was typed."""
-    inside = value.strip().strip("'[]\"")
-    return f"'{key}=[\"{inside}\"]'"
-
-
-def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
-    """A secret, a removal, several values or a moved group: nothing that one run can take."""
-    typed, key = override.input_line, override.key_or_group
-    if (hidden := redact(typed)) != typed:
-        return holds_secret(hidden)
-    if override.is_delete():
-        use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
-        return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."
-    if override.is_sweep_override():
-        return f"{typed} needs -m (got several values). One run has one value of each key. Use pgtk -m {typed}."
-    if key == "hydra.searchpath":
-        return SEARCH_PATH
-    if override.package is not None:
-        return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
-    return None
-
-
-def holds_secret(setting: str) -> str:
-    """A value that would be written to the run directory and to MLflow; setting: without it."""
-    use = "an environment variable, such as MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN"
-    reason = "It would be written to the run directory and to MLflow."
-    return refusal(setting, "to hold no secret", "what looks like one", reason, use)
-
-
-def given_twice(parsed: list[Override]) -> list[str]:
-    """A key with two values in one command, also inside of dictionaries: all but one would be ignored."""
-    problems: list[str] = []
-    seen: dict[str, str] = {}
-    for override in parsed:
-        typed = override.input_line
-        for key in _keys(override):
-            if first := seen.get(key):
-                needs, got, use = f"to be the only value of {key}", f"{first} before it", f"{first} or {typed}"
-                problems.append(refusal(typed, needs, got, "One of the two would be ignored.", use))
-        seen = dict.fromkeys(_keys(override), typed) | seen
-    return problems
-
-
-def _keys(override: Override) -> list[str]:
-    """The keys that an override gives values to; a sweep's, in all of its values together."""
-    key, value = override.key_or_group, override.value()
-    values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
-
-
-def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
-    """An option that its group does not have; the way out may be an option of another one."""
-    key, value = override.key_or_group, override.value()
-    names, several = groups[key], value if value and isinstance(value, list) and key in OPTIONAL else [value]
-    word = next((text(name) for name in several if name not in names), None)
-    if word is None:
-        return None
-    near = nearest(word, names)
-    use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
-    elsewhere = next((f"{one}={word}" for one in groups if word != "none" and word in groups[one]), None)
-    use = ALSO_CALLED.get(word) or elsewhere or use
-    reason = f"The options of {key} are the files in conf/{key}."
-    return f"{override.input_line} needs one of {', '.join(names)} (got {word!r}). {reason} Use {use}."
-
-
-def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
-    """The problem with a file on the whole configuration that sets groups where it has to choose their options."""
-    nodes = {group: values._get_node(group) for group in groups} if isinstance(values, DictConfig) else {}
-    lines = [f"{group}: {text(node._value())}" for group, node in nodes.items() if isinstance(node, ValueNode)]
-    if not lines:
-        return None
-    reason, use = "A group's option is a file.", ", ".join(f"- override /{line}" for line in lines)
-    return refusal(", ".join(lines), "to stand in the list `defaults:`", "a key", reason, use)
-
-
-def incomplete(config: DictConfig) -> list[str]:
-    """The problem with files of the user's that leave out a group, or make it something else than an option of it."""
-    places, wrong = {schema: name for name, schema in SCHEMAS.items()}, []
-    for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
-        kind = OmegaConf.get_type(config, group) if group in config else None
-        of, _, option = places.get(kind, "").partition("/")
-        if of != group or (option and config._get_node(group)._get_node("name")._value() != option):
-            wrong.append(group)
-    if not wrong:
-        return []
-    needs, reason = "the keys of an option in every group", "A file changes the main configuration."
-    use = f"defaults: [config, override /{wrong[0]}: OPTION, _self_]"
-    return [refusal("the configuration", needs, f"none in {', '.join(wrong)}", reason, use)]
-
-
-def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
-    """A key that the schema of the chosen options does not have."""
-    group, _, leaf = key.partition(".")
-    if having := [known.schema.replace("/", "=") for known in KEYS if known.name == key and "/" in known.schema]:
-        got = f"{group}={config[group].name}"
-        reason, use = f"{got} does not have the key.", f"{having[0]} {key}={text(value)}"
-        return f"{key}={text(value)} needs {' or '.join(having)} (got {got}). {reason} Use {use}."
-    use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
-    if near := _nearest_key(config, key, groups):
-        use = f"{near}={text(value)}"
-    elif leaf and isinstance(config.get(group), DictConfig):
-        use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
-    return f"{key}={text(value)} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
-
-
-def unresolvable(key: str, value: Any, error: Exception) -> str:
-    """A value that refers to something that is not there."""
-    return f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use {key}=VALUE."
-
-
-def wrong_type(config: DictConfig, key: Key, value: Any) -> str:
-    """A value that the type of its key does not allow."""
-    use = nearest(text(value), names_of(key)) or default(config, key.name)
-    if isinstance(value, float) and value.is_integer() and fits(key, int(value)):  # as 1e3, which is 1000.0
-        use = int(value)
-    use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"
-    reason = comment(config, key.name) or "Every key has a type."
-    got = value if isinstance(value, float) else text(value)
-    return f"{key.name}={got} needs {describe(key)} (got {got!r}). {reason} Use {use}."
-
-
-def composition_problem(error: Exception) -> str:
-    """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
-    details = ("To append", "full_key", "reference_type", "object_type")
-    said = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0]
-    lines = [line.strip() for line in said.splitlines()]
-    lines = [line for line in lines if line and not line.startswith(details)]
-    if option := re.match(r"In '(\w+)/(\w+)'.*raised", lines[0]):
-        chosen, reason = "=".join(option.groups()), "It was written for other options."
-        use = f"other options, or leave {chosen} out"
-        return refusal(chosen, "options with the keys that it sets", lines[1], reason, use)
-    return f"the configuration cannot be composed: {' '.join(lines)}"
-
-
-def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
-    word = word.lower()
-
-    def similarity(name: str) -> float:
-        initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)
-        same = sorted(word) == sorted(name) or (len(word) > 1 and word == initials)
-        return difflib.SequenceMatcher(None, word, name).ratio() + (0.5 if same else 0)
-
-    best = max(names, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= at_least else None
-
-
-def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
-    """In the same group first, then among the groups, and the keys of this name in whatever group."""
-    head, _, leaf = key.rpartition(".")
-    known = [known for known in keys_of(config) if not known.option]
-    if inside := nearest(leaf, [other.leaf for other in known if other.group == head], 0.6):
-        return f"{head}.{inside}".lstrip(".")
-    if not head and (group := nearest(key, groups, 0.7)):
-        return group
-    last = nearest(leaf, [other.leaf for other in known], 0.75)
-    return next((other.name for other in known if other.leaf == last), None)
-
-
-def _first_line(error: Exception) -> str:
-    line = first_line(error).rstrip(".")
-    return line[:1].upper() + line[1:]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
+from pgtoolkit.config.keys import option_comment
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.names import plain_values
 from pgtoolkit.config.schema import AccumulationConfig, Config
@@ -22,22 +23,6 @@ from pgtoolkit.system.report import text
 
 MEBIBYTE = 2**20
 
-ADVANTAGES = {
-    "grpo": "(reward - mean of the group) / standard deviation of the group",
-    "dr_grpo": "reward - mean of the group",
-    "rloo": "reward - mean of the other completions of the group",
-    "max_rl": "(reward - mean of the group) / mean of the group",
-    "batch_std": "(reward - mean of the group) / standard deviation of all rewards of the batch (recorded: all rows)",
-    "pass_at_k": "reward - largest of the others of the group, where it is the largest; else 0",
-    "opo": "reward - mean of the group, weighted by lengths",
-    "gdpo": "score of each verifier, as grpo has it, times its weight; the sum of these whitened over the batch",
-    "reinforce_plus_plus": "reward, whitened over the batch (recorded: all rows)",
-    "reinforce_plus_plus_baseline": "reward - mean of the group, whitened over the batch (recorded: all rows)",
-    "custom": "as advantage.path computes it",
-    "none": "0 everywhere: penalties alone train",
-    "given": "as recorded with the rollouts",
-}
-
 
 def describe(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
     """(title, lines) of each section of the plan. config, defaults: resolved configurations."""
@@ -53,7 +38,7 @@ def describe(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
 
 def equation(config: Config) -> list[str]:
     """The loss of a step, with its numbers."""
-    loss, aggregation = config.loss, config.aggregation
+    loss, aggregation, advantage = config.loss, config.aggregation, config.advantage.estimator
     family, weighting = family_of_config(config), AGGREGATIONS[aggregation.mode]
     own = getattr(loss, "path", None) or "the class that loss.path names"
     weight, where, total = weighting.equation, weighting.where, weighting.total
@@ -77,7 +62,7 @@ def equation(config: Config) -> list[str]:
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
         f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
-        f"advantage ({config.advantage.estimator}): {ADVANTAGES[config.advantage.estimator]}",
+        f"advantage ({advantage}): {option_comment('advantage', advantage)}",
     ]
 
 

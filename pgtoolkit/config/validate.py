@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import comment, default, describe, fits, ignored, key_named, keys_of
-from pgtoolkit.config.overrides import holds_secret, unresolvable
+from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.rules import prompts, run, step
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.system.redaction import redact

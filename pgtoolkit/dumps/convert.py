@@ -13,14 +13,8 @@ from pathlib import Path
 import torch
 
 from pgtoolkit.batch import Document
-from pgtoolkit.dumps.alignment import (
-    ANY_TOKEN,
-    COMPARED_TOKENS,
-    Comparison,
-    SamplingPolicy,
-    configured,
-    recorded_pair,
-)
+from pgtoolkit.dumps import alignment
+from pgtoolkit.dumps.alignment import Comparison, SamplingPolicy
 from pgtoolkit.dumps.systems import Dropped, System, Unusable, branches
 from pgtoolkit.errors import ConfigError, DataError, StorageError
 from pgtoolkit.rollouts.recording import write_parquet
@@ -63,7 +57,7 @@ class Conversion:
                 "in one of them alone). A file of recorded rollouts has a column for all or for none. Convert "
                 "different kinds of dumps one by one."
             )
-        if self.documents == 0 or self.tokens + len(row.token_ids) <= COMPARED_TOKENS:
+        if self.documents == 0 or self.tokens + len(row.token_ids) <= alignment.COMPARED_TOKENS:
             self.sample.append(row.document(None if row.advantage is not None else 0.0, row.group_id or 0, row.id))
         self.documents += 1
         self.tokens += len(row.token_ids)
@@ -75,7 +69,7 @@ class Conversion:
 
 def policy_of(path: str, overrides: list[str]) -> SamplingPolicy:
     """The model of the overrides; ConfigError for one that cannot have sampled, and for keys of other things."""
-    config = configured(path, overrides)
+    config = alignment.configured(path, overrides)
     others = [one for one in overrides if not one.startswith(("model", "rollout.temperature=", "trainer.device="))]
     if others or config.model.name != "huggingface":
         needs, got = "a model folder and the temperature it sampled at", ", ".join(others) or "model=tiny"
@@ -146,7 +140,7 @@ def _pickled(file: Path) -> list[dict]:
 
 
 def _rows(system: System, files: list[Path], reward_key: str | None, conversion: Conversion) -> Iterator[Row]:
-    problems, rules = Problems("the dump cannot be converted"), Rules(ANY_TOKEN, ("old_log_probs",))
+    problems, rules = Problems("the dump cannot be converted"), Rules(alignment.ANY_TOKEN, ("old_log_probs",))
     common = os.path.commonpath([file.parent for file in files])
     numbers, trajectories, ids = {}, {}, set()
     for file in files:
@@ -208,7 +202,7 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
 def _check_alignment(conversion: Conversion, policy: SamplingPolicy | None) -> None:
     """Prove that log-probs are those of their own tokens, or raise DataError where they are not."""
     proofs, documents = conversion.proofs, [one for one in conversion.sample if one.num_trained]
-    if pairs := [pair for pair in map(recorded_pair, documents) if pair]:
+    if pairs := [pair for pair in map(alignment.recorded_pair, documents) if pair]:
         comparison = Comparison(pairs)
         _refuse_misplaced("sampling_log_probs beside old_log_probs", comparison)
         proofs.append(f"sampling_log_probs stand at the tokens of old_log_probs {comparison}")

@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pgtoolkit.config.compose import Composed, compose, set_value
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS, default, is_computed, written
-from pgtoolkit.config.overrides import NO_CHOICE, given_twice, is_swept, jobs, parse
+from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
+from pgtoolkit.config.refusals import given_twice
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import interpolated, resolve_and_validate

@@ -16,7 +16,8 @@ from pgtoolkit.launch.processes import train_on_processes
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.runs.directory import is_held, read_status
+from pgtoolkit.runs.directory import is_held
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import print_error, say
 from pgtoolkit.system.shell import shortest_path
 

@@ -17,18 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
-from pgtoolkit.runs.records import (
-    EVALUATION_ROW,
-    METRICS_ROW,
-    STATES,
-    TIME,
-    leaves,
-    plain,
-    read_config,
-    read_provenance,
-    read_status,
-    storage,
-)
+from pgtoolkit.runs import records
 from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.plain_files import naming, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
@@ -72,7 +61,7 @@ class RunDirectory:
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
         self._bytes: dict[Path, int] = {}  # of the files that grow, as this process has left them
-        with storage(self.path):
+        with records.storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock_file = _lock(self.path)
         if new and (by := occupied_by(self.path)):
@@ -102,10 +91,10 @@ class RunDirectory:
         group takes the place of the group's keys.
         """
         config_path = self.path / "config.yaml"
-        resolved = plain(resolved)
+        resolved = records.plain(resolved)
         drift = {}
         if config_path.exists():
-            old_config, old_overrides = read_config(self.path)
+            old_config, old_overrides = records.read_config(self.path)
             drift = config_drift(old_config, resolved)
             given = {key_of(override) for override in overrides}
             kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
@@ -119,7 +108,7 @@ class RunDirectory:
 
     def write_provenance(self, provenance: dict) -> None:
         """Write provenance.json; that of a resume goes into the list `resumed` of the first."""
-        if first := read_provenance(self.path):
+        if first := records.read_provenance(self.path):
             first.setdefault("resumed", []).append(provenance)
             provenance = first
         write_atomically(self.path / "provenance.json", json.dumps(provenance, indent=2) + "\n")
@@ -140,9 +129,9 @@ class RunDirectory:
         name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent: the run that this
         one continues, and the step; and `id`, which a run shares with its copies alone.
         """
-        if state not in STATES:
-            raise ValueError(f"state {state!r} is not one of {', '.join(STATES)}")
-        before = read_status(self.path)
+        if state not in records.STATES:
+            raise ValueError(f"state {state!r} is not one of {', '.join(records.STATES)}")
+        before = records.read_status(self.path)
         status = {
             "id": before.get("id") or uuid.uuid4().hex,
             "state": state,
@@ -204,7 +193,7 @@ class RunDirectory:
 
         kept: bytes of the metrics' rows up to the step, by `rows_until`, where they have been counted.
         """
-        files = ((self.metrics_path, METRICS_ROW, kept), (self.evaluations_path, EVALUATION_ROW, None))
+        files = ((self.metrics_path, records.METRICS_ROW, kept), (self.evaluations_path, records.EVALUATION_ROW, None))
         for path, shape, size in files:
             self._bytes.pop(path, None)
             if path.exists():
@@ -213,7 +202,7 @@ class RunDirectory:
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:
     """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is missing."""
-    before, after = dict(leaves(old)), dict(leaves(new))
+    before, after = dict(records.leaves(old)), dict(records.leaves(new))
     pairs = {key: [before.get(key), after.get(key)] for key in before | after}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -237,10 +226,10 @@ def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = 
     or where it cannot be written.
     """
     with contextlib.suppress(PgtoolkitError, OSError):
-        if read_status(run_dir).get("state") not in after:
+        if records.read_status(run_dir).get("state") not in after:
             return
         with RunDirectory(run_dir) as run:
-            run.set_status(state, read_status(run_dir)["step"], reason)
+            run.set_status(state, records.read_status(run_dir)["step"], reason)
             with (run.path / "run.log").open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR {redact(reason)}\n")
 
@@ -274,4 +263,4 @@ def _to_yaml(value):
 
 
 def _now():
-    return time.strftime(TIME)
+    return time.strftime(records.TIME)

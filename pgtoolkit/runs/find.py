@@ -15,16 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.runs import records
 from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.provenance import code_of
-from pgtoolkit.runs.records import (
-    TIME,
-    known_provenance,
-    read_evaluations,
-    read_leaves,
-    read_status,
-    read_sweep,
-)
 from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say
@@ -169,7 +162,7 @@ def _run_directories(top: Path) -> Iterator[Path]:
 def _jobs_without_run(folder):
     """The jobs of a sweep that have not begun, or failed before they wrote their configuration."""
     try:
-        jobs = read_sweep(folder).get("jobs", [])
+        jobs = records.read_sweep(folder).get("jobs", [])
     except StorageError:
         return
     for job in jobs:
@@ -185,14 +178,14 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
     """
     try:
         refuse_links(path)
-        config = read_leaves(path)
+        config = records.read_leaves(path)
         if missing := [key for key in _IN_EVERY_RUN if key not in config]:
             raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
-        status, provenance = read_status(path), known_provenance(path)
+        status, provenance = records.read_status(path), records.known_provenance(path)
         needed = None if metrics is None else {*metrics, "time", "documents_seen", "num_tokens"}
         columns = read_metrics(path / "metrics.jsonl", needed)
         names = set() if metrics is None else metric_names(path / "metrics.jsonl")
-        evaluations, steps = read_evaluations(path), columns["step"]
+        evaluations, steps = records.read_evaluations(path), columns["step"]
         state, step = status.get("state", "running"), int(steps[-1]) if steps.size else status.get("step", 0)
         reason = status.get("reason")
         if state == "running" and not is_held(path):
@@ -219,7 +212,7 @@ def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) 
     evaluating = [spent.get(step, 0.0) for step in columns["step"][:-1].tolist()]
     lengths = np.maximum(0.0, np.diff(time) - evaluating)
     usual = np.median(lengths) if lengths.size else 0.0
-    for start in (datetime.strptime(text, TIME).timestamp() for text in resumes):
+    for start in (datetime.strptime(text, records.TIME).timestamp() for text in resumes):
         resumed = (time[:-1] - 1 <= start) & (start <= time[1:])  # the start is written in whole seconds
         lengths = np.where(resumed, np.minimum(lengths, usual), lengths)
     columns["seconds"] = np.concatenate([[0.0], np.cumsum(lengths)])

@@ -23,26 +23,8 @@ from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural
 from pgtoolkit.system.shell import shell_path
-from pgtoolkit.tracking.description import (
-    EVALUATION,
-    TABLE,
-    Description,
-    RowFile,
-    describe,
-    evaluation_metrics_of,
-    metrics_of,
-    table_of,
-)
-from pgtoolkit.tracking.store import (
-    failure,
-    open_store,
-    parameter_name,
-    patiently,
-    raising_storage_errors,
-    request_seconds,
-    search_literal,
-    text_of,
-)
+from pgtoolkit.tracking import description, store
+from pgtoolkit.tracking.description import RowFile, evaluation_metrics_of, metrics_of
 
 _AT_THE_START = ("config.yaml", "overrides.yaml", "provenance.json", "data.json", "drift.jsonl")
 ARTIFACTS = (*_AT_THE_START, "status.json", "metrics.jsonl", "evaluations.jsonl", "curves.png", "run.log")
@@ -94,13 +76,13 @@ class MlflowTracker:
         and does not answer in time.
         """
         self._run_dir = Path(run_dir)
-        described, status = describe(self._run_dir), read_status(self._run_dir)
-        with raising_storage_errors(self.uri, consequence):
-            run = patiently(self.uri, lambda: self._open(described, status))
+        described, status = description.describe(self._run_dir), read_status(self._run_dir)
+        with store.raising_storage_errors(self.uri, consequence):
+            run = store.patiently(self.uri, lambda: self._open(described, status))
         self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}
         steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         delivered = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
-        of_set = re.compile(EVALUATION.format("(.*)", "avg"))
+        of_set = re.compile(description.EVALUATION.format("(.*)", "avg"))
         evaluated = {named[1]: step for name, step in steps.items() if (named := of_set.fullmatch(name))}
         self._metrics = RowFile(self._run_dir / "metrics.jsonl", delivered, metrics_of)
         self._files = [self._metrics, RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of)]
@@ -111,14 +93,14 @@ class MlflowTracker:
         # A daemon thread is cut off when the interpreter ends; what it still holds must not be.
         atexit.register(self.finish, "failed")
 
-    def _open(self, described: Description, status: dict):
+    def _open(self, described: description.Description, status: dict):
         """The MLflow run of the directory: the one with its tag `pgtk.id` in any experiment of the store, or a new one.
 
         By the tag a run is found that a killed process could not write down, or whose making was answered too late.
         """
-        self._client, experiment_id = open_store(self.uri, self.experiment)
+        self._client, experiment_id = store.open_store(self.uri, self.experiment)
         everywhere = [experiment.experiment_id for experiment in self._client.search_experiments()]
-        tag = f"tags.`pgtk.id` = {search_literal(str(status.get('id')))}"
+        tag = f"tags.`pgtk.id` = {store.search_literal(str(status.get('id')))}"
         if run := next(iter(self._client.search_runs(everywhere, tag, max_results=1)), None):
             self._client.update_run(run.info.run_id, status="RUNNING")
             if "reason" in run.data.tags:  # of the end that is none any more
@@ -144,11 +126,11 @@ class MlflowTracker:
         atexit.unregister(self.finish)
         if self._system:
             with contextlib.suppress(TimeoutError):  # of a store that does not answer any more
-                in_background(self._system.finish).result(request_seconds() if limited else None)
+                in_background(self._system.finish).result(store.request_seconds() if limited else None)
         self._missing = ["metrics", "artifacts", "completions", "the end of the run"]
         self._end_status = _END_STATUS[state]
         self._ended.set()
-        thread.join(6 * request_seconds() if limited else None)
+        thread.join(6 * store.request_seconds() if limited else None)
         return list(self._missing)
 
     def _log_texts(self, tags, params):
@@ -157,7 +139,7 @@ class MlflowTracker:
         items = [Param(key, value) for key, value in params.items()]
         for first in range(0, len(items), _PARAMS_PER_CALL):
             self._client.log_batch(self._run_id, params=items[first : first + _PARAMS_PER_CALL], synchronous=True)
-        run_tags = [RunTag(parameter_name(key), value) for key, value in tags.items()]
+        run_tags = [RunTag(store.parameter_name(key), value) for key, value in tags.items()]
         self._client.log_batch(self._run_id, tags=run_tags, synchronous=True)
 
     def _log_artifacts(self, names):
@@ -168,9 +150,9 @@ class MlflowTracker:
     def _log_completions(self):
         """The table of completions, if others are kept than at the last time."""
         now = [(file.path, file.path.stat().st_mtime_ns) for file in completion_files(self._run_dir)]
-        if now != self._completions and (table := table_of(self._run_dir)):
-            self._client.log_dict(self._run_id, table, TABLE)
-            tables = json.dumps([{"path": TABLE, "type": "table"}])
+        if now != self._completions and (table := description.table_of(self._run_dir)):
+            self._client.log_dict(self._run_id, table, description.TABLE)
+            tables = json.dumps([{"path": description.TABLE, "type": "table"}])
             self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", tables)  # by which its pages know a table
             self._completions = now
 
@@ -192,7 +174,7 @@ class MlflowTracker:
             except Exception as error:  # whatever MLflow, its HTTP client or its database raise: training goes on
                 if not failed:
                     kept = self._run_dir / "metrics.jsonl"
-                    _log.warning("%s. Nothing is lost: metrics are kept in %s", failure(self.uri, error), kept)
+                    _log.warning("%s. Nothing is lost: metrics are kept in %s", store.failure(self.uri, error), kept)
                 pause, failed = min(2 * pause, _LONGEST_PAUSE), True
             if last:
                 if not failed:
@@ -219,7 +201,7 @@ class MlflowTracker:
             self._log_completions()
         with self._delivering("the end of the run"):
             if reason := read_status(self._run_dir).get("reason"):
-                self._client.set_tag(self._run_id, "reason", text_of("reason", reason))
+                self._client.set_tag(self._run_id, "reason", store.text_of("reason", reason))
             # A delivery after the fact leaves the run as long as it was.
             end_time = self._metrics.last_time
             self._client.set_terminated(self._run_id, status=self._end_status, end_time=end_time)
@@ -231,7 +213,7 @@ class MlflowTracker:
             yield
             self._missing.remove(name)
         except Exception as error:  # as in the thread
-            _log.debug("%s did not reach MLflow: %s", name, failure(self.uri, error))
+            _log.debug("%s did not reach MLflow: %s", name, store.failure(self.uri, error))
 
 
 def _system_monitor(run_id: str, uri: str):

@@ -15,15 +15,8 @@ from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resol
 from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural
-from pgtoolkit.tracking.next_commands import (
-    compare_command,
-    counterpart_command,
-    has_counterpart,
-    resume_command,
-    shell_path,
-    ui_command,
-    ui_url,
-)
+from pgtoolkit.system.shell import shell_path
+from pgtoolkit.tracking import next_commands
 
 WIDTH = 100
 """Most columns of a page for the terminal."""
@@ -114,19 +107,20 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
         entries.append(("curves", shell_path(curves)))
     if mlflow:
         uri, experiment_id, run_id = mlflow["uri"], mlflow["experiment_id"], mlflow["run_id"]
-        if command := ui_command(uri):
+        if command := next_commands.ui_command(uri):
             entries.append(("MLflow", command))
-        entries.append(("" if command else "MLflow", ui_url(uri, experiment_id, run_id)))
+        entries.append(("" if command else "MLflow", next_commands.ui_url(uri, experiment_id, run_id)))
     more = [f"trainer.max_steps={2 * int(recorded['step'][-1])}"] if len(recorded["step"]) else []
     if "rollout.epochs=" in reached:
         more = [f"rollout.epochs={2 * read_resolved(run_dir)['rollout']['epochs']}"]
     elif reached:
         more = ["trainer.stop_at=null"]
-    entries.append(("resume", resume_command(run_dir, more)))
-    if has_counterpart(run_dir):
-        entries += [("compare", counterpart_command(run_dir)), ("", compare_command(run_dir))]
+    entries.append(("resume", next_commands.resume_command(run_dir, more)))
+    if next_commands.has_counterpart(run_dir):
+        entries.append(("compare", next_commands.counterpart_command(run_dir)))
+        entries.append(("", next_commands.compare_command(run_dir)))
     if mlflow:
-        entries.append(("", ui_url(uri, experiment_id)))
+        entries.append(("", next_commands.ui_url(uri, experiment_id)))
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
 
 

@@ -13,8 +13,9 @@ from types import FrameType
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.errors import Interrupted
-from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 

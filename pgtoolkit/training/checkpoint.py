@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.runs.directory import read_status
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")

@@ -19,9 +19,9 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_r
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.runs.completions import drop_completions_after
-from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
-from pgtoolkit.runs.records import read_data, read_provenance, storage
+from pgtoolkit.runs.records import read_data, read_provenance, read_status, storage
 from pgtoolkit.runs.series import Columns, read_metrics, rows_until
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.curves import plot_curves

@@ -16,7 +16,7 @@ from builders.runs import SHORT, metrics_of, once, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.runs.directory import read_status
+from pgtoolkit.runs.records import read_status
 
 PGTK = Path(sys.executable).with_name("pgtk")
 

@@ -16,7 +16,7 @@ from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.launch import worker
 from pgtoolkit.launch.processes import _conclude, loopback_store
 from pgtoolkit.ranks.environment import Rank, first_host, joined
-from pgtoolkit.runs.directory import read_status
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.tracking.signals import stop_signals_recorded
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")

@@ -22,8 +22,8 @@ from pgtoolkit.launch.check import check, problems
 from pgtoolkit.launch.multirun import CheckedJobs
 from pgtoolkit.launch.plan_page import render_plan
 from pgtoolkit.launch.sweep import Job, Sweep
-from pgtoolkit.runs.directory import RunDirectory, read_status
-from pgtoolkit.runs.records import read_sweep
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.records import read_status, read_sweep
 
 
 def refused(capsys, *arguments):

@@ -83,8 +83,8 @@ def a_margin_is_two_sided(right, text, mean=1.0):
 
 
 @mutant("comparison.statistics:_adjusted", "test_p_is_adjusted_over_planned_pairs_alone")
-def p_is_adjusted_over_exploratory_pairs_too(right, rows, counted):
-    return right(rows, [counts | True for counts in counted])
+def p_is_adjusted_over_exploratory_pairs_too(right, p, counted):
+    return right(p, counted | True)
 
 
 @mutant("comparison.statistics:seeds_to_call_equal", "test_seeds_that_call_equal_what_is")

@@ -19,8 +19,8 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch import job
 from pgtoolkit.runs import series
-from pgtoolkit.runs.directory import RunDirectory, plain, read_status
-from pgtoolkit.runs.records import leaves, read_leaves, read_resolved
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.records import leaves, plain, read_leaves, read_resolved, read_status
 from pgtoolkit.runs.series import metric_names, read_metrics, rows_until
 from pgtoolkit.training.train import train
 

@@ -14,8 +14,7 @@ from builders.vllm_servers import COMMAND, ServerCommand, gone, processes_of
 
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.runs.completions import read_completions
-from pgtoolkit.runs.directory import read_status
-from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.runs.records import read_evaluations, read_status
 from pgtoolkit.sampling.vllm import Vllm
 
 pytestmark = pytest.mark.slow  # servers are processes

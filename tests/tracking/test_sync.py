@@ -8,7 +8,8 @@ from mlflow import MlflowClient
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.directory import RunDirectory, read_status
+from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.tracking.mlflow_run import MlflowTracker, sync
 

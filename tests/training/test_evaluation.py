@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from pgtoolkit.cli import main
 from pgtoolkit.rollouts.evaluation import mean_and_error, pass_at_k
 from pgtoolkit.runs.completions import read_completions
-from pgtoolkit.runs.directory import read_status
-from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.runs.records import read_evaluations, read_status
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints
 

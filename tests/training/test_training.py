@@ -16,7 +16,7 @@ from builders.runs import SHORT, assert_equal, built, config_of, metrics_of, run
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
 from pgtoolkit.rollouts.steps import make_step
-from pgtoolkit.runs.directory import read_status
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.train import train
