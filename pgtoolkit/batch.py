@@ -155,9 +155,8 @@ class MicroBatch(Tokens):
     places: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        moved = {
-            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved, for_reference=self.for_reference and self.for_reference.to(device))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from pgtoolkit.config.schema_completions import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final
-from pgtoolkit.system.report import is_number, refusal, text
+from pgtoolkit.system.report import is_number, nearest, refusal, text
 
 
 @dataclass
@@ -208,13 +207,9 @@ def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
         raise ConfigError(refusal(f"--against={against}", "values that runs have", against, reason, "one of them"))
     compared.groups = bases + [group for group in compared.groups if group not in bases]
     others = [key for key in compared.keys if key not in (*base, compared.best_of)]
-
-    def rest(group: Group) -> list[str]:
-        return [repr(group.values[key]) for key in others]
-
-    numbered = [*enumerate(compared.groups)]
-    after = len(bases)
-    return {(i, j) for i, one in numbered[:after] for j, other in numbered[after:] if rest(one) == rest(other)}
+    rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
+    after = range(len(bases), len(rests))
+    return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
 
 
 def _carry_on(runs: list[Run], metric: str) -> list[str]:
@@ -323,6 +318,6 @@ def _refuse_unknown(runs, metric, option):
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
     if metric not in known:
-        nearest = (difflib.get_close_matches(metric, known, n=1) or known[:1] or ["reward"])[0]
+        near = nearest(metric, known, 0) or "reward"
         names = ", ".join(known) or "the metrics of a run that has finished a step"
-        raise ConfigError(f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={nearest}.")
+        raise ConfigError(f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={near}.")

@@ -20,15 +20,10 @@ _WORDS = ("better", "worse", "equal")
 
 def template(options: dict[str, str], contrasts: list[str]) -> str:
     """The file before it is filled in; contrasts: what is compared with the base."""
-    lines = [
-        "# Predictions, to be filled in and kept before the runs begin; then `pgtk compare ... --predictions FILE`."
-    ]
+    lines = ["# Predictions, to be filled in and kept before the runs; then `pgtk compare ... --predictions FILE`."]
     lines += [f"{name}: {value}" for name, value in options.items()]
-    lines += [
-        "# Of each: better, worse, equal (within the margin), or the difference itself, such as 0.03.",
-        "expected:",
-    ]
-    return "\n".join([*lines, *(f"  {name!r}: null" for name in contrasts)]) + "\n"
+    lines += ["# Of each: better, worse, equal (within the margin), or the difference itself, such as 0.03."]
+    return "\n".join([*lines, "expected:", *(f"  {name!r}: null" for name in contrasts)]) + "\n"
 
 
 def take(file: Path, args: Namespace) -> dict[str, str | float]:
@@ -53,9 +48,8 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
         setattr(args, name, text(value))
     for contrast, value in expected.items():
         if value not in _WORDS and not is_number(value):
-            raise refused(
-                f"{contrast}: {text(value)}", "better, worse, equal or a difference", "It is compared with that."
-            )
+            needs = "better, worse, equal or a difference"
+            raise refused(f"{contrast}: {text(value)}", needs, "It is compared with that.")
     return expected
 
 

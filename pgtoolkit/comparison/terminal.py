@@ -120,7 +120,7 @@ def tried_rows(compared: Compared) -> list[list[str]]:
         return (
             spent(compared, group, DOCUMENTS)
             if compared.by_documents
-            else write(mean_and_std(compared.tested(group))[0])
+            else write(statistics.mean_and_std(compared.tested(group))[0])
         )
 
     rows = [[*(name for name in compared.keys if name != key), *values]]

@@ -16,10 +16,10 @@ from typing import Any
 
 from pgtoolkit.config.files import default_options, docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, in_words, option_comment, shown, values_of
-from pgtoolkit.config.refusals import ALSO_CALLED, nearest
+from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, head_of, in_words, shown, values_of
+from pgtoolkit.config.refusals import ALSO_CALLED
 from pgtoolkit.errors import ConfigError, PgtoolkitError
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.report import nearest, refusal, text
 
 _STATUSES = {
     0: "Done.",
@@ -162,16 +162,12 @@ def explanations() -> dict[str, list[str]]:
 
     for group, names in options().items():
         usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
-        heads = {
-            f"{group}={name}{' (default)' if name == usual else ''}": option_comment(group, name) for name in names
-        }
+        heads = {f"{group}={name}{' (default)' if name == usual else ''}": head_of(group, name) for name in names}
         told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
         explained([group], f"{group}: a group of options", told)
         for name in names:
             having = [entry.key.name for entry in keys if name in entry.defaults]
-            told = (
-                {"": option_comment(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
-            )
+            told = {"": head_of(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
             explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""

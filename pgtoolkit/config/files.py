@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import nearest, refusal
 from pgtoolkit.system.yaml_text import parse_yaml
 
 OPTIONAL = ("experiment", "debug")
@@ -36,8 +35,8 @@ def sweep_file(name: str = "") -> Path:
         return shipped[name]
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
-    near = difflib.get_close_matches(path.stem, shipped, n=1)
-    use = f"pgtk sweep {near[0]}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml"
+    near = nearest(path.stem, shipped, 0.6)
+    use = f"pgtk sweep {near}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml"
     reason = "The sweeps are files in sweeps/, or your own file ending in .yaml."
     raise ConfigError(refusal("pgtk sweep", "a sweep that exists", name or "none", reason, use))
 

@@ -194,7 +194,7 @@ def group_comment(group: str) -> str:
     return f"{says[:1].upper()}{says[1:]}."
 
 
-def option_comment(group: str, name: str) -> str:
+def head_of(group: str, name: str) -> str:
     """What stands at the top of an option's file, without the command that it may begin with."""
     above = re.match(r"(?:#.*\n)*", (config_directory() / group / f"{name}.yaml").read_text())[0]
     lines = [line.lstrip("# ") for line in above.splitlines()]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
-from pgtoolkit.config.keys import option_comment
+from pgtoolkit.config.keys import head_of
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.names import plain_values
 from pgtoolkit.config.schema import AccumulationConfig, Config
@@ -62,7 +62,7 @@ def equation(config: Config) -> list[str]:
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
         f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
-        f"advantage ({advantage}): {option_comment('advantage', advantage)}",
+        f"advantage ({advantage}): {head_of('advantage', advantage)}",
     ]
 
 

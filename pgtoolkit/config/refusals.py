@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.report import nearest, refusal, text
 
 _LISTS = {key.name for key in KEYS if key.type == "list[str]"}
 """Keys whose value is a list of texts."""
@@ -178,19 +177,6 @@ def composition_problem(error: Exception) -> str:
         use = f"other options, or leave {chosen} out"
         return refusal(chosen, "options with the keys that it sets", lines[1], reason, use)
     return f"the configuration cannot be composed: {' '.join(lines)}"
-
-
-def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
-    word = word.lower()
-
-    def similarity(name: str) -> float:
-        initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)
-        same = sorted(word) == sorted(name) or (len(word) > 1 and word == initials)
-        return difflib.SequenceMatcher(None, word, name).ratio() + (0.5 if same else 0)
-
-    best = max(names, key=similarity, default=None)
-    return best if best is not None and similarity(best) >= at_least else None
 
 
 def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:

@@ -10,17 +10,8 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import Any, get_type_hints
 
+from pgtoolkit.config import schema_completions as completions
 from pgtoolkit.config.key import key
-from pgtoolkit.config.schema_completions import (
-    AHEAD,
-    ASKED,
-    COMPLETION_SHAPES,
-    POSITION,
-    EvaluationConfig,
-    RolloutConfig,
-    SamplerConfig,
-    TaskConfig,
-)
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
@@ -139,10 +130,10 @@ class ParallelismConfig:
 
 @dataclass
 class AccumulationConfig:
-    docs_per_step: int = key(0, 10**6, fixed=AHEAD, fixed_if=_IS_AHEAD)
+    docs_per_step: int = key(0, 10**6, fixed=completions.AHEAD, fixed_if=_IS_AHEAD)
     max_tokens: int = key(1, 10**7)
     micro_batches_per_step: int | None = key(1, 10**6, only_if="accumulation.docs_per_step=0")
-    last_step: LastStep = key(fixed=AHEAD, fixed_if=_IS_AHEAD)
+    last_step: LastStep = key(fixed=completions.AHEAD, fixed_if=_IS_AHEAD)
 
 
 @dataclass
@@ -226,11 +217,13 @@ class Config:
     parallelism: ParallelismConfig
     accumulation: AccumulationConfig = key(evaluate="kept")
     model: ModelConfig = key(evaluate="model")
-    task: TaskConfig = key(fixed=POSITION, evaluate="run", only_if=f"{ASKED} or model.name=tiny")
-    rollout: RolloutConfig = key(evaluate="kept")
-    sampler: SamplerConfig = key(learns="rollout.name=policy", evaluate="run", only_if=ASKED)
+    task: completions.TaskConfig = key(
+        fixed=completions.POSITION, evaluate="run", only_if=f"{completions.ASKED} or model.name=tiny"
+    )
+    rollout: completions.RolloutConfig = key(evaluate="kept")
+    sampler: completions.SamplerConfig = key(learns="rollout.name=policy", evaluate="run", only_if=completions.ASKED)
     optimizer: OptimizerConfig
-    evaluation: EvaluationConfig = key(learns=False, evaluate="kept")
+    evaluation: completions.EvaluationConfig = key(learns=False, evaluate="kept")
     trainer: TrainerConfig = key(evaluate="kept")
     tracking: TrackingConfig = key(learns=False)
 
@@ -244,7 +237,7 @@ def _config_of(kind: type, base: type) -> type:
     return made
 
 
-_SHAPES = COMPLETION_SHAPES | {
+_SHAPES = completions.SHAPES | {
     "loss": {name: _config_of(kind, LossConfig) for name, kind in FAMILIES.items()} | {"custom": CustomLossConfig},
     "correction": {"none": CorrectionConfig}
     | {name: _config_of(kind, CorrectionConfig) for name, kind in CORRECTIONS.items()},

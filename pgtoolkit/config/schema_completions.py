@@ -234,7 +234,7 @@ class EvaluationConfig:
     best: str | None = key(**_EVALUATED)
 
 
-COMPLETION_SHAPES = {
+SHAPES = {
     "task": {
         "reverse": ReverseTaskConfig,
         "chain_sum": ChainSumTaskConfig,

@@ -166,10 +166,8 @@ def _rows(system: System, files: list[Path], reward_key: str | None, conversion:
                 problems.add(label, str(reason))
                 continue
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-                reason = (
-                    f"is not a record of this system ({type(error).__name__}: {error}); its fields are {fields[:200]}"
-                )
+                fields = (", ".join(record) if isinstance(record, dict) else type(record).__name__)[:200]
+                reason = f"is not a record of this system ({type(error).__name__}: {error}); its fields are {fields}"
                 problems.add(label, reason)
                 continue
             group = raw.get("group_id")
@@ -209,11 +207,10 @@ def _check_alignment(conversion: Conversion, policy: SamplingPolicy | None) -> N
     if policy is None:
         proofs.append("not compared with the policy that sampled: add model=huggingface model.path=FOLDER")
         return
-    short = [one for one in documents if one.num_tokens <= policy.max_positions][:_ASKED_DOCUMENTS]
+    most = policy.max_positions
+    short = [one for one in documents if one.num_tokens <= most][:_ASKED_DOCUMENTS]
     if not short:
-        proofs.append(
-            f"not compared with the model: every document is longer than its {policy.max_positions} positions"
-        )
+        proofs.append(f"not compared with the model: every document is longer than its {most} positions")
     for name, _, comparison in policy.compare(short):
         _refuse_misplaced(name, comparison)
         fits = f"{name} {'are' if comparison.fits else 'are not'} the model's {comparison}"

@@ -15,14 +15,8 @@ from typing import NamedTuple
 
 from pgtoolkit.comparison.terminal import folded
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs.completions import (
-    TRAINING,
-    CompletionFile,
-    CompletionRow,
-    completion_files,
-    read_completions,
-    some_completions,
-)
+from pgtoolkit.runs import completions
+from pgtoolkit.runs.completions import CompletionFile, CompletionRow
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import mean
 from pgtoolkit.system.legible import legible, lines_of, shortened
@@ -50,7 +44,7 @@ class Kept:
     def rows(self, step: int) -> list[CompletionRow]:
         """All that was kept at the step, in the order of the file."""
         paths = [file.path for file in self.files if file.first <= step <= file.last]
-        return [row for path in paths for row in read_completions(path) if row.step == step]
+        return [row for path in paths for row in completions.read_completions(path) if row.step == step]
 
 
 class Change(NamedTuple):
@@ -84,8 +78,8 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
     if not is_run(run_dir):
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
     sets: dict[str, Kept] = {}
-    for file in completion_files(run_dir):
-        if entries := read_completions(file.path, ("step", "name", "reward")):
+    for file in completions.completion_files(run_dir):
+        if entries := completions.read_completions(file.path, ("step", "name", "reward")):
             kept = sets.setdefault(file.set, Kept(file.set, [], []))
             kept.files.append(file)
             kept.entries.extend(entries)
@@ -100,7 +94,7 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
 
 def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
     """The set of this name; None: that of an evaluation, whose prompts are the same each time, or else of training."""
-    name = name or next((known for known in kept if known != TRAINING), TRAINING)
+    name = name or next((known for known in kept if known != completions.TRAINING), completions.TRAINING)
     if name not in kept:
         raise ConfigError(f"--set={name} needs one of {', '.join(kept)} (got {name}). Use --set={next(iter(kept))}.")
     return kept[name]
@@ -129,8 +123,8 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
         means, nearest = [], []
         for at in (min(again[name]), max(again[name])):
             means.append(middle := mean(again[name][at]))
-            completions = [row for row in rows(at) if row.name == name]
-            nearest.append(min(completions, key=lambda row: abs(row.reward - middle)))
+            own = [row for row in rows(at) if row.name == name]
+            nearest.append(min(own, key=lambda row: abs(row.reward - middle)))
         changes.append(Change(tuple(means), *nearest))
     return Samples(kept.set, step, rows(step), since, tuple(counts), changes)
 
@@ -194,7 +188,7 @@ def facts(row: CompletionRow) -> str:
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
-    chosen, total = some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
+    chosen, total = completions.some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
     rows = [_plain(name, row) for name, row in chosen]
     count = f"{total:,} completion{'s' * (total != 1)}"
     if len(rows) < total:
@@ -215,9 +209,9 @@ def _plain(name: str, row: CompletionRow) -> dict:
     }
 
 
-def _texts(row, completions, lines):
+def _texts(row, labelled, lines):
     """Its prompt, completions by their labels, and its answer, if it has one."""
-    texts = {"prompt": row.prompt} | {label: other.completion for label, other in completions.items()}
+    texts = {"prompt": row.prompt} | {label: other.completion for label, other in labelled.items()}
     texts |= {"answer": row.answer} if row.answer else {}
     return [
         f"    {label if place == 0 else '':<10}  {line}"

@@ -19,7 +19,8 @@ from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equat
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.inspection.tokens_step import LossOnStep, MadeStep, common_vectors, loss_on_step, make_again
+from pgtoolkit.inspection.tokens_losses import LossOnStep, common_vectors, loss_on_step
+from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
@@ -51,7 +52,7 @@ class Inspected:
     """A step with what its tokens are under each loss, the run's own first.
 
     name: of the run's folder, or of the file. own: what stands before the label of the first column. facts: where
-    weights and documents come from and how that is known, by sentence. common: see `tokens_step.common_vectors`.
+    weights and documents come from and how that is known, by sentence. common: see `tokens_losses.common_vectors`.
     """
 
     name: str
@@ -153,9 +154,8 @@ def _begin(run_dir: Path | None, config: Config, number: int | None, steps: list
     first, last = (steps[0], steps[-1]) if run_dir is not None else (1, config.trainer.max_steps)
     if number is not None and not first <= number <= last:
         of = "trainer.max_steps" if run_dir is None else "which the run has made"
-        raise ConfigError(
-            f"--step={number} needs a step from {first} to {last}, {of} (got {number}). Use --step={last}."
-        )
+        needs = f"a step from {first} to {last}, {of}"
+        raise ConfigError(f"--step={number} needs {needs} (got {number}). Use --step={last}.")
     checkpoint = None if run_dir is None else load_newest(run_dir / "checkpoints", last if number is None else number)
     return number or min(last, _last_of_batch(config, checkpoint)), checkpoint
 
@@ -198,15 +198,13 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     """That this is the step which the run has made; DataError where it is not."""
     names = [name for name in row if name in made.metrics and not name.startswith(_OF_THE_UPDATE)]
     pairs = {name: (made.metrics[name], row[name]) for name in names}
-    unequal = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if not unequal:
+    other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not other:
         return f"All {len(pairs)} recorded metrics of step {number} come out the same, bit for bit."
-    far = {
-        name: pair for name, pair in unequal.items() if not math.isclose(*pair, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
-    }
+    far = {name: pair for name, pair in other.items() if not math.isclose(*pair, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)}
     if not far:
         return (
-            f"All {len(pairs)} recorded metrics of step {number} come out the same but for rounding, {len(unequal)} of "
+            f"All {len(pairs)} recorded metrics of step {number} come out the same but for rounding, {len(other)} of "
             "them not bit for bit: the hardware, a library or the number of processes is another."
         )
     name, (made_again, recorded) = next(iter(far.items()))
@@ -224,9 +222,7 @@ def summary(inspected: Inspected, page: Path) -> str:
     size = f"{plural(totals.num_documents, 'document')}, {plural(totals.num_tokens, 'trained token')}"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [["", "loss", "cut below", "cut above", "capped"]]
-    for column in inspected.columns:
-        counts = [
-            column.count(*clips) for clips in (["below, cut"], ["above, cut"], ["below, capped", "above, capped"])
-        ]
-        rows.append([column.label, f"{column.total:.6g}", *map(str, counts)])
+    for one in inspected.columns:
+        counts = [one.count(*clips) for clips in (["below, cut"], ["above, cut"], ["below, capped", "above, capped"])]
+        rows.append([one.label, f"{one.total:.6g}", *map(str, counts)])
     return "\n".join([*lines, *aligned(rows, sys.maxsize), f"page  {shell_path(page)}"])

@@ -11,7 +11,7 @@ import numpy as np
 
 from pgtoolkit.batch import Document
 from pgtoolkit.inspection.tokens import Inspected
-from pgtoolkit.inspection.tokens_step import CLIPS
+from pgtoolkit.inspection.tokens_losses import CLIPS
 from pgtoolkit.system.legible import legible
 
 _FULL = 0.99

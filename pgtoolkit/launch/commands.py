@@ -110,9 +110,7 @@ def _plan(parser: _Parser, argv: list[str]) -> None:
     spread.add_argument("--sd", type=float, metavar="X", help="standard deviation of the paired differences")
     spread.add_argument("--from", dest="earlier", metavar="RUNS", help="earlier runs that tell it")
     default = Path("predictions.yaml")
-    parser.add_argument(
-        "--predictions", type=Path, default=default, metavar="FILE", help=f"written (default: {default})"
-    )
+    parser.add_argument("--predictions", type=Path, default=default, metavar="FILE", help=f"made (default: {default})")
     args = parser.parse_intermixed_args(argv)
 
     from pgtoolkit.config.files import sweep_file
@@ -209,9 +207,7 @@ def _solutions(parser: _Parser, argv: list[str]) -> None:
 
 def _doctor(parser: _Parser, argv: list[str]) -> int:
     parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="OVERRIDE", help="the loss to train with; a model to compare with"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss to train with; a model to compare")
     args = parser.parse_args(argv)
 
     from pgtoolkit.dumps.doctor import diagnose, render

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import os
 import re
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pgtoolkit.config.files import default_options, options, sweep_files
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import nearest, refusal
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
@@ -52,9 +51,8 @@ def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
     """The refusal of a first word that is no command, with the nearest."""
     uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in commands}
     uses["train"] = "pgtk [OVERRIDES]"
-    near = difflib.get_close_matches(word, uses, n=1)
     reason = f"The commands are {', '.join(commands)}."
-    use = uses[near[0]] if near else "pgtk --help"
+    use = uses.get(nearest(word, uses, 0.6), "pgtk --help")
     return ConfigError(refusal(word, "to be a command or key=value", "neither", reason, use))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ from pgtoolkit.config.names import changed, digest, name_in, plain_values
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.runs.directory import is_held
+from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import text
@@ -151,24 +150,15 @@ class Sweep:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and keep other launchers out of it, until this process ends in whatever way."""
+        """Make the folder and keep other launchers out of it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / ".lock").open("a+", encoding="utf-8")
+            file = lock(self.folder, "sweep", "Two would start every job twice.", "use another hydra.sweep.dir")
         except OSError as error:
             raise StorageError(
                 f"the sweep's folder {self.folder} cannot be made: {error.strerror or error}. "
                 "Choose another with hydra.sweep.dir=..."
             ) from error
         with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"sweep {self.folder} needs to be free (got: in use by another pgtk). Two would start every job "
-                    "twice. Wait for it or stop it, or use another hydra.sweep.dir."
-                ) from None
-            except OSError:
-                pass  # a file system without locks: those of the run directories say so
             self.earlier = {row["directory"]: row for row in read_sweep(self.folder).get("jobs", [])}
             yield

@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs import records
@@ -63,7 +63,8 @@ class RunDirectory:
         self._bytes: dict[Path, int] = {}  # of the files that grow, as this process has left them
         with records.storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_file = _lock(self.path)
+            reason = "Two processes would mix their metrics and checkpoints."
+            self._lock_file = lock(self.path, "run directory", reason, "train in another directory")
         if new and (by := occupied_by(self.path)):
             self.close()
             raise ConfigError(occupied(f"the run directory {self.path}", self.path, by))
@@ -234,8 +235,12 @@ def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = 
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR {redact(reason)}\n")
 
 
-def _lock(path):
-    file = (path / ".lock").open("a+", encoding="utf-8")
+def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
+    """The file `.lock` of a folder, by which it is held until the file is closed, or this process ends in whatever way.
+
+    Raises ConfigError with the rest of the sentence where another process holds it.
+    """
+    file = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -243,11 +248,10 @@ def _lock(path):
         holder = file.read().strip() or "another process"
         file.close()
         raise ConfigError(
-            f"run directory {path} needs to be free (got: in use by {holder}). Two processes would mix their "
-            "metrics and checkpoints. Wait for it or stop it, or train in another directory."
+            f"{kind} {folder} needs to be free (got: in use by {holder}). {reason} Wait for it or stop it, or {use}."
         ) from None
     except OSError as error:
-        _log.warning("%s cannot be locked (%s); make sure that no other process uses it", path, error.strerror)
+        _log.warning("%s cannot be locked (%s); make sure that no other process uses it", folder, error.strerror)
         return file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import inspect
 import os
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import nearest, refusal
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -46,7 +45,7 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
         names = [other for other, value in own.items() if callable(value)]
         got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
         reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
-        (near,) = difflib.get_close_matches(name, names, n=1) or [kind]
+        near = nearest(name, names, 0.6) or kind
         raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"))
     try:
         signature = inspect.signature(function)

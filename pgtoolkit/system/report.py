@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,19 @@ def plural(count: int, noun: str) -> str:
 def listed(names: Sequence[str], most: int) -> str:
     """So many of them, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
+    """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
+    word = word.lower()
+
+    def similarity(name: str) -> float:
+        initials = "".join(part[0] for part in name.rpartition(".")[2].split("_") if part)
+        same = sorted(word) == sorted(name.lower()) or (len(word) > 1 and word == initials)
+        return difflib.SequenceMatcher(None, word, name.lower()).ratio() + (0.5 if same else 0)
+
+    best = max(names, key=similarity, default=None)
+    return best if best is not None and similarity(best) >= at_least else None
 
 
 def is_number(value: Any) -> bool:

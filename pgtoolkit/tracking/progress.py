@@ -95,9 +95,8 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
 
     recorded: the columns of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
     """
-    lines = list(filter(None, (_rise(name, recorded) for name in ("reward", "exact_match")))) or [
-        _rise("loss", recorded)
-    ]
+    rises = [_rise(name, recorded) for name in ("reward", "exact_match")]
+    lines = [*filter(None, rises)] or [_rise("loss", recorded)]
     lines += _held_out(read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))))
     lines.append(reached := read_status(run_dir).get("reason") or "")
     entries = [("run", shell_path(run_dir))]

@@ -163,9 +163,7 @@ def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
     if config.tracking.name == "none":
         return None
     tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment, config.tracking.system_metrics)
-    advice = (
-        "Start the server or mend tracking.uri, or use tracking=none to keep the metrics in the run directory only."
-    )
+    advice = "Start the server or mend tracking.uri, or use tracking=none to keep metrics in the run directory only."
     tracker.start(run.path, f"Training has not started. {advice}")
     run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
     return tracker

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.inspection.tokens import inspect
+from pgtoolkit.inspection.tokens_losses import CLIPS
 from pgtoolkit.inspection.tokens_page import html
-from pgtoolkit.inspection.tokens_step import CLIPS
 
 pytestmark = [pytest.mark.slow, NEEDED]
 

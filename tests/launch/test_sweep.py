@@ -102,7 +102,7 @@ def test_a_sweep_is_held_by_one_launcher(tmp_path):
     sweep = Sweep(tmp_path / "s", ["pgtk", "-m", "seed=1"], jobs={"job": planned("seed=1")})
     with sweep.held():
         sweep.save()
-        with pytest.raises(ConfigError, match="in use by another pgtk"), Sweep(tmp_path / "s", []).held():
+        with pytest.raises(ConfigError, match="in use by process"), Sweep(tmp_path / "s", []).held():
             pass
     saved = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert (saved["name"], saved["command"]) == ("s", ["pgtk", "-m", "seed=1"])

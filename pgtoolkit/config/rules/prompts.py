@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
+from pgtoolkit.config import schema_completions as schema
 from pgtoolkit.config.evaluation import (
     OF_A_SET,
     USUAL,
@@ -21,13 +22,6 @@ from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, valu
 from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_answer
 from pgtoolkit.config.rules.step import importable
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.config.schema_completions import (
-    ConversationTaskConfig,
-    GeneratedTaskConfig,
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    TaskConfig,
-)
 from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
 
@@ -43,26 +37,26 @@ def task(c: Config, report: Report) -> None:
         prompts(c.task, report)
 
 
-def prompts(task: TaskConfig, report: Report) -> None:
+def prompts(task: schema.TaskConfig, report: Report) -> None:
     """What the task of training, or of a set of held-out prompts, needs."""
-    if isinstance(task, ReasoningGymTaskConfig):
+    if isinstance(task, schema.ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
-    elif isinstance(task, GeneratedTaskConfig):
+    elif isinstance(task, schema.GeneratedTaskConfig):
         most, least = getattr(task, task.size), getattr(task, task.size.replace("max", "min"))
         if least > most:
             reason = "It is how large a problem is at least."
             report.refuse_value(f"task.{task.size.replace('max', 'min')}", least, f"at most {most}", reason, most)
-    elif isinstance(task, ConversationTaskConfig):
+    elif isinstance(task, schema.ConversationTaskConfig):
         if task.environment is not None:  # as it is while nobody has chosen one, of which more is said elsewhere
             importable(report, "task.environment", task.environment, "It answers the policy, and scores conversations.")
         existing(report, "task.path", task.path)
-    elif isinstance(task, PromptsTaskConfig):
+    elif isinstance(task, schema.PromptsTaskConfig):
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
 
 
-def _verifiers(task: PromptsTaskConfig, report: Report) -> set[str]:
+def _verifiers(task: schema.PromptsTaskConfig, report: Report) -> set[str]:
     """Refuse verifiers that cannot score; returns those that are used."""
     entries = {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
     if not task.verifiers and task.verifier is None:
@@ -191,7 +185,7 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     of_set = Report(usual=lambda name: values_of("task", task.name)[name.removeprefix("task.")])
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     ignored(dataclasses.replace(c, task=task), of_set, "task")
-    if isinstance(task, GeneratedTaskConfig):
+    if isinstance(task, schema.GeneratedTaskConfig):
         room_for_answer(task, "evaluation.max_completion_length", length, of_set)
         room_for(c, task.longest[0] + length, f"the longest document of evaluation set {held_out.name}", of_set)
         prompts(task, of_set)
