@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.comparison import predictions, terminal
-from pgtoolkit.comparison.groups import Compared, compare
+from pgtoolkit.comparison.compared import Compared
+from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.reports import write
 from pgtoolkit.comparison.statistics import Comparisons, Sample

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.comparison import terminal
-from pgtoolkit.comparison.groups import Compared, Group, _limits, _rank, _sample
+from pgtoolkit.comparison.compared import Compared, Group
+from pgtoolkit.comparison.groups import _limits, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
 from pgtoolkit.comparison.statistics import Comparisons
 from pgtoolkit.runs.find import Run

@@ -6,7 +6,7 @@ import io
 
 import numpy as np
 
-from pgtoolkit.comparison.groups import Compared
+from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.series import smooth, thinned
 from pgtoolkit.system.legible import legible

@@ -4,125 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.measures import AXES, DOCUMENTS, MEASURES, Goal, Reached
+from pgtoolkit.comparison.compared import Compared, Group
+from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.notes import notes_of
-from pgtoolkit.comparison.statistics import Comparisons, Sample, margin_of, mean_and_std
+from pgtoolkit.comparison.statistics import Comparisons, Sample, margin_of
 from pgtoolkit.config.keys import changes_learning, key_named, shown
 from pgtoolkit.config.schema_completions import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final
-from pgtoolkit.system.report import is_number, nearest, refusal, text
-
-
-@dataclass
-class Group:
-    """Runs of one configuration but for their block. counted: one per block; reached: what each of these did;
-    tried: of the best of a key, all finished groups that differ in that key alone, by its value in words."""
-
-    values: dict[str, object]
-    runs: list[Run]
-    counted: list[Run] = field(default_factory=list)
-    reached: list[Reached] = field(default_factory=list)
-    tried: dict[str, Group] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        """The values of the varying keys in a few words."""
-        return ", ".join(text(value) for value in self.values.values()) or "all runs"
-
-    @property
-    def final(self) -> tuple[float | None, float | None]:
-        """(mean, standard deviation) over seeds."""
-        return mean_and_std([one.final for one in self.reached])
-
-    @property
-    def mean(self) -> tuple[float | None, float | None]:
-        """(mean, standard deviation) over seeds of the mean over documents."""
-        return mean_and_std([one.mean for one in self.reached if one.mean is not None])
-
-
-@dataclass
-class Compared:
-    """All that a report shows.
-
-    goal: what the runs are compared by. limits: {axis: how far is looked for the threshold}, as far as every run has
-    been that did not reach it, infinite where all did; an axis is in it if all the counted runs have it. keys: the
-    varying keys that tell the groups apart, as shown. following: varying keys that follow from those. common: the
-    configuration that all share. groups: the best first, but for the base of planned contrasts before it. comparisons:
-    every pair of groups, by their place in `groups`. left_out: (run, why) for each run that is excluded from averages.
-    notes: what to know besides. over: keys that belong to a run's block, as the seed does. best_of: the key of which
-    each group has its best value.
-    """
-
-    goal: Goal
-    limits: dict[str, float]
-    keys: list[str]
-    following: list[str]
-    common: dict[str, object]
-    groups: list[Group]
-    comparisons: Comparisons
-    left_out: list[tuple[Run, str]]
-    notes: list[str]
-    over: list[str] = field(default_factory=list)
-    best_of: str | None = None
-
-    @property
-    def metric(self) -> str:
-        """What is compared."""
-        return self.goal.metric
-
-    @property
-    def by_documents(self) -> bool:
-        """Whether groups are sorted and tested by the documents to the threshold; else by their final value."""
-        return DOCUMENTS in self.limits
-
-    @property
-    def blocks(self) -> str:
-        """What runs are paired by, and averaged over."""
-        return " and ".join([*map(shown, self.over), "seed"])
-
-    @property
-    def sign(self) -> int:
-        """1 where more of what is tested is better, -1 where less is, 0 where nobody knows."""
-        return -1 if self.by_documents else int(measures.is_score(self.metric))
-
-    @property
-    def measured(self) -> str:
-        """What is tested, in words."""
-        if self.by_documents:
-            return f"Documents to {self.metric} {self.goal.threshold:g}"
-        return f"{MEASURES[self.goal.measure]} {self.metric}"
-
-    @property
-    def tried(self) -> list[str]:
-        """All values of the key of which each group has its best: numbers by their size, then the others."""
-        values = {name: group.values[self.best_of] for best in self.groups for name, group in best.tried.items()}
-        return sorted(values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name))
-
-    def arm(self, group: Group) -> str:
-        """The values of a group but for the key of which it has its best."""
-        return ", ".join(text(value) for key, value in group.values.items() if key != self.best_of)
-
-    def tested(self, group: Group) -> list[float]:
-        """What the tests are of, of each counted run: documents to the threshold, area or final value."""
-        if self.by_documents:
-            return self.spent(group, DOCUMENTS)
-        return [one.mean if self.goal.measure == "area" else one.final for one in group.reached]
-
-    def spent(self, group: Group, axis: str) -> list[float]:
-        """What each counted run spent until it reached the threshold, the limit where it did not within it."""
-        return [min(one.to.get(axis, inf), self.limits[axis]) for one in group.reached]
-
-    def arrived(self, group: Group, axis: str) -> int:
-        """How many of the counted runs reached the threshold within the limit."""
-        return sum(one.to.get(axis, inf) <= self.limits[axis] for one in group.reached)
+from pgtoolkit.system.report import nearest, refusal, text
 
 
 def compare(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import is_number, text
-
-if TYPE_CHECKING:
-    from pgtoolkit.comparison.groups import Compared
 
 _SCALES_APART = 2
 """By how much gradients may differ in length before it is noted."""

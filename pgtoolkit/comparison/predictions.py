@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from pgtoolkit.comparison.groups import Compared
+from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.statistics import Comparison
 from pgtoolkit.comparison.terminal import planned, verdict
 from pgtoolkit.errors import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.charts import picture
-from pgtoolkit.comparison.groups import Compared
+from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.legible import escaped

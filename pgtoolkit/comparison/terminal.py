@@ -10,9 +10,9 @@ import numpy as np
 
 from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
-from pgtoolkit.comparison.groups import Compared, Group
+from pgtoolkit.comparison.compared import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
-from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, Sample
+from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, Sample, mean_and_std
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
@@ -117,11 +117,9 @@ def tried_rows(compared: Compared) -> list[list[str]]:
     key, values, write = compared.best_of, compared.tried, number_format(compared)
 
     def cell(group: Group) -> str:
-        return (
-            spent(compared, group, DOCUMENTS)
-            if compared.by_documents
-            else write(statistics.mean_and_std(compared.tested(group))[0])
-        )
+        if compared.by_documents:
+            return spent(compared, group, DOCUMENTS)
+        return write(mean_and_std(compared.tested(group))[0])
 
     rows = [[*(name for name in compared.keys if name != key), *values]]
     for group in compared.groups:
@@ -237,7 +235,7 @@ def _spread(pair, write):
 def spent(compared: Compared, group: Group, axis: str) -> str:
     """What it took to reach the threshold; ≥ the mean where a seed did not."""
     values = compared.spent(group, axis)
-    mean, std = statistics.mean_and_std(values)
+    mean, std = mean_and_std(values)
     if compared.arrived(group, axis) < len(values):
         return f"≥{whole(mean)}"
     return _spread((mean, std if axis == DOCUMENTS else None), whole)
