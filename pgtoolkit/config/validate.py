@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import comment, default, describe, fits, ignored, key_named, keys_of
 from pgtoolkit.config.refusals import holds_secret, unresolvable
@@ -37,13 +38,21 @@ def resolve_and_validate(
     before: Config | None = None,
     names: Iterable[str] = (),
     usual: Callable[[str], Any] | None = None,
+    rules: Sequence[Callable[[Config, Report], Any]] = RULES,
 ) -> tuple[Config, Report]:
     """The configuration as an object, see `resolve`, with all problems and notes. usual: what gives defaults faster."""
     report = Report(usual=usual or functools.partial(default, config))
     resolved = resolve(config, report, before, names)
-    for rule in RULES:
+    for rule in rules:
         rule(resolved, report)
     return resolved, report
+
+
+def validated(composed: Composed) -> tuple[Config | None, Report]:
+    """The same of what `compose` gives, whose problems come first; None where nothing could be composed."""
+    values, report = (None, Report()) if composed.config is None else resolve_and_validate(composed.config)
+    report.problems[:0] = composed.problems
+    return values, report
 
 
 def resolve(config: DictConfig, report: Report, before: Config | None = None, names: Iterable[str] = ()) -> Config:

@@ -11,7 +11,7 @@ from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.overrides import reading
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
@@ -69,13 +69,9 @@ class Comparison:
 
 def configured(path: str, overrides: Sequence[str]) -> Config:
     """As `pgtk rollout=recorded rollout.path=PATH OVERRIDES` would train; ConfigError with all problems."""
-    composed = compose([*reading(path), *overrides])
-    problems = composed.problems
-    if composed.config is not None:
-        config, report = resolve_and_validate(composed.config)
-        problems = [*problems, *report.problems]
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    config, report = validated(compose([*reading(path), *overrides]))
+    if report.problems:
+        raise ConfigError("\n".join(dict.fromkeys(report.problems)))
     return config
 
 

@@ -17,7 +17,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.inspection.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.inspection.tokens_step import MadeStep, make_again
@@ -123,12 +123,9 @@ def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) ->
     """Each job with its configuration; ConfigError with the problems of all but for servers', as none is started."""
     configured, problems = [], []
     for job in jobs:
-        composed = compose([*others, *job], run_dir=run_dir)
-        problems += composed.problems
-        if composed.config is not None:
-            config, report = resolve_and_validate(composed.config)
-            problems += report.problems
-            configured.append((job, config))
+        config, report = validated(compose([*others, *job], run_dir=run_dir))
+        problems += report.problems
+        configured.append((job, config))
     if problems := [problem for problem in dict.fromkeys(problems) if not problem.startswith("sampler.")]:
         raise ConfigError("\n".join(problems))
     return configured

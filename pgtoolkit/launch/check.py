@@ -22,7 +22,7 @@ from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, pro
 from pgtoolkit.config.refusals import given_twice
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import interpolated, resolve_and_validate
+from pgtoolkit.config.validate import interpolated, resolve_and_validate, validated
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import LOCAL, Job, Sweep
 from pgtoolkit.system.report import Report, key_of
@@ -143,12 +143,8 @@ def check(
 
 def check_run(composed: Composed, overrides: list[str]) -> PlannedRun:
     """One composed configuration under the rules that hold on every machine."""
-    run = PlannedRun(overrides, composed.config, Report())
-    if composed.config is not None:
-        run.values, run.report = resolve_and_validate(composed.config)
-    run.report.problems[:0] = composed.problems
-    run.refused_anywhere = bool(run.report.problems)
-    return run
+    values, report = validated(composed)
+    return PlannedRun(overrides, composed.config, report, values, refused_anywhere=bool(report.problems))
 
 
 _PLAIN = {key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)}

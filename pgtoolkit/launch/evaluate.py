@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import shutil
@@ -15,19 +14,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
-from pgtoolkit.config.keys import default, ignored
+from pgtoolkit.config.keys import ignored
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run
 from pgtoolkit.config.rules.prompts import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import resolve
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, key_of, refusal, say
+from pgtoolkit.system.report import key_of, refusal, say
 from pgtoolkit.system.shell import shell_path
 from pgtoolkit.training.machine import check_machine
 
@@ -107,12 +106,7 @@ def _configuration(command: str, source: Path | None, of_run: bool, typed: list[
 
 def _check(config: DictConfig) -> list[str]:
     """The notes on a configuration; raises ConfigError or DataError with all problems."""
-    report = Report(usual=functools.partial(default, config))
-    plain = resolve(config, report)
-    ignored(plain, report)
-    run.model(plain, report)
-    evaluated(plain, report)
-    run.sampler(plain, report)
+    plain, report = resolve_and_validate(config, rules=(ignored, run.model, evaluated, run.sampler))
     plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
     plain.tracking.name = "none"  # nothing is tracked
     check_machine(plain, report)
