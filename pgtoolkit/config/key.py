@@ -19,7 +19,7 @@ class Key:
     """A key of one option of its group, with all that is true of it.
 
     name: such as `rollout.lag`. schema: the option that has it, `rollout/policy`; the group alone where all of its
-    options have the same keys; empty for `seed`. type: as annotated, such as `int | None`.
+    options have the same keys; empty for `seed`. type: as annotated, such as `int | None`. names: those it is one of.
     range: (least, most), both included, of a number.
     learns: whether runs with different values of it learn differently: it is then part of a job's digest and a
         difference between runs. A condition where it depends on other keys.
@@ -42,6 +42,7 @@ class Key:
     name: str
     schema: str
     type: str
+    names: tuple[str, ...] = ()
     range: tuple[float, float] | None = None
     learns: bool | str = True
     fixed: str = ""

@@ -26,8 +26,14 @@ def _declared() -> Iterator[Key]:
         if not schemas:
             yield Key(group.name, "", group.type, **group.metadata)
         for name, shape in schemas.items():
+            kinds = get_type_hints(shape)
             for field in fields(shape):
-                yield Key(f"{group.name}.{field.name}", name, field.type, **{**group.metadata, **field.metadata})
+                names, declared = _names(kinds[field.name]), {**group.metadata, **field.metadata}
+                yield Key(f"{group.name}.{field.name}", name, field.type, names, **declared)
+
+
+def _names(kind: Any) -> tuple[str, ...]:
+    return next((tuple(one) for one in (kind, *get_args(kind)) if isinstance(one, EnumMeta)), ())
 
 
 KEYS = tuple(_declared())
@@ -99,17 +105,10 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
-@functools.cache
-def names_of(key: Key) -> tuple[str, ...]:
-    """The values of a key that has one of several names; none for other keys."""
-    kind = get_type_hints(SCHEMAS[key.schema])[key.leaf] if key.schema else None
-    return next((tuple(one) for one in (kind, *get_args(kind)) if isinstance(one, EnumMeta)), ())
-
-
 def describe(key: Key) -> str:
     """Which values a key takes, in words."""
     kind, _, optional = key.type.partition(" | ")
-    words = f"one of {', '.join(names)}" if (names := names_of(key)) else _TYPES[kind][0]
+    words = f"one of {', '.join(key.names)}" if key.names else _TYPES[kind][0]
     limits = " from {} to {}".format(*map(text, key.range)) if key.range else ""
     return words + limits + (" or null" if optional else "")
 
@@ -119,8 +118,8 @@ def fits(key: Key, value: Any) -> bool:
     kind, _, optional = key.type.partition(" | ")
     if value is None:
         return bool(optional)
-    if names := names_of(key):
-        return value in names
+    if key.names:
+        return value in key.names
     return _TYPES[kind][1](value) and (not key.range or key.range[0] <= value <= key.range[1])
 
 

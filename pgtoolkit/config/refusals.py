@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, ValueNode
 
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment, default, describe, fits, keys_of, names_of
+from pgtoolkit.config.keys import KEYS, comment, default, describe, fits, keys_of
 from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
@@ -157,7 +157,7 @@ def unresolvable(key: str, value: Any, error: Exception) -> str:
 
 def wrong_type(config: DictConfig, key: Key, value: Any) -> str:
     """A value that the type of its key does not allow."""
-    use = nearest(text(value), names_of(key)) or default(config, key.name)
+    use = nearest(text(value), key.names) or default(config, key.name)
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):  # as 1e3, which is 1000.0
         use = int(value)
     use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"
