@@ -1,17 +1,10 @@
 """`pgtk plan`: seeds that fit a budget, what they show, and the file for the predictions."""
 
-from argparse import Namespace
-from pathlib import Path
-
 import pytest
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison import predictions
 from pgtoolkit.launch import budget
-from pgtoolkit.launch.check import check
 from pgtoolkit.runs.directory import RunDirectory
-
-SWEEPS = Path(__file__).parents[2] / "sweeps"
 
 SMALL = ["task.num_digits=1", "model.num_layers=1", "model.hidden_size=8", "rollout.max_completion_length=2"]
 SMALL += ["rollout.prompts_per_batch=4", "rollout.group_size=2", "accumulation.docs_per_step=4", "trainer.max_steps=40"]
@@ -113,11 +106,3 @@ def test_a_short_run_is_timed_as_the_launcher_would_run_it(tmp_path, monkeypatch
     assert "s + 5 evaluations x 0." in said
     assert "timed with 2 jobs at a time" in said
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize("name", ["study_loss", "study_aggregation", "study_lag"])
-def test_what_was_predicted_of_the_study_are_the_contrasts_of_its_sweeps(name):
-    args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
-    expected = predictions.take(SWEEPS / "predictions" / f"{name}.yaml", args)
-    checked = check([], True, None, SWEEPS / f"{name}.yaml", ["pgtk"])
-    assert budget._contrasts(checked, args) == sorted(expected)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from builders.runs import run as train_short
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison import predictions
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.launch import budget
 from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.launch.multirun import CheckedJobs
@@ -290,6 +293,10 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     lines = sweep_file(name).read_text().splitlines()
     assert lines[0] == f"# pgtk sweep {name}"
     assert "?" in lines[1]
+    if name in ("study_loss", "study_aggregation", "study_lag"):
+        args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
+        predicted = predictions.take(sweep_file(name).parent / "predictions" / f"{name}.yaml", args)
+        assert budget._contrasts(checked, args) == sorted(predicted)
 
 
 def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, monkeypatch):
