@@ -130,7 +130,9 @@ class SharedServers:
 
     def train(self, run_dir: Path, *overrides: str, of: str = "first") -> Path:
         """A run of this process, sampled by a server."""
-        config = config_of(*self._settings, f"sampler.urls=[{self.url(of)}]", *overrides)
+        recorded = "rollout=recorded" in overrides
+        settings = [one for one in self._settings if not (recorded and one.startswith("rollout."))]
+        config = config_of(*settings, f"sampler.urls=[{self.url(of)}]", *overrides)
         assert validate(config).problems == []
         train(config, run_dir, overrides=list(overrides))
         return run_dir

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.rollout_rows import write_parquet
 from builders.runs import checkpoint_of, metrics_of
 from builders.shared_servers import SharedServers, save_guesser
 from sampling.server_checks import update
@@ -49,10 +51,15 @@ def noise(servers) -> float:
 
 def turns_of(document: Document) -> list[tuple[list[int], list[int]]]:
     """Of each turn all tokens before it, and its own."""
-    tokens, drawn = document.tokens.tolist(), [*document.loss_mask.tolist(), False]
+    tokens = document.tokens.tolist()
+    return [(tokens[:start], tokens[start:end]) for start, end in places_of_turns(document.loss_mask.tolist())]
+
+
+def places_of_turns(mask: list[bool]) -> list[tuple[int, int]]:
+    """Where each begins and ends."""
+    drawn = [*mask, False]
     starts = [i for i, one in enumerate(drawn) if one and not drawn[i - 1]]
-    ends = [i for i, one in enumerate(drawn) if not one and drawn[i - 1]]
-    return [(tokens[:start], tokens[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return [*zip(starts, [i for i, one in enumerate(drawn) if not one and drawn[i - 1]], strict=True)]
 
 
 def documents_of(folder, step: int) -> list[Document]:
@@ -144,6 +151,32 @@ def test_metrics_of_a_run_are_those_of_its_conversations(servers):
     evaluations = read_evaluations(run.directory)
     assert [row["step"] for row in evaluations] == [0, 3, 6]
     assert all(1 <= row["turns"] <= 4 for row in evaluations)
+
+
+def test_turns_as_the_documents_of_a_trajectory_teach_what_the_conversation_teaches(servers, tmp_path):
+    """What was sampled, recorded and cut into a document for each turn; the policy is measured by the server."""
+    run = servers.runs[OWN]
+    assert run.process.wait(200) == 0, run.log.read_text()[-3000:]
+    files = sorted((run.directory.parents[1] / "recorded").rglob("*.parquet"))
+    rows, turns = [row for file in files for row in pq.read_table(file).to_pylist()], []
+    for number, row in enumerate(rows):
+        for start, end in places_of_turns(row["loss_mask"]):
+            part = {name: row[name][:end] for name in ("token_ids", "old_log_probs")}
+            part |= {name: row[name] for name in ("reward", "group_id")}
+            turns.append(part | {"loss_mask": [start <= i < end for i in range(end)], "trajectory": number})
+    chosen = "rollout=recorded", "rollout.epochs=1", "aggregation=sample_mean", "trainer.max_steps=1", "loss=grpo"
+    chosen += ("accumulation.docs_per_step=1000", "evaluation.every=1", "evaluation.prompts_per_set=6")
+    chosen += ("evaluation.max_completion_length=40", *FLOAT32)
+    found = {}
+    for name, written in {"whole": rows, "turns": turns}.items():
+        path = write_parquet(tmp_path / f"{name}.parquet", written)
+        folder = servers.train(tmp_path / name, *chosen, f"rollout.path={path}", of="float32")
+        ((found[name],), measured) = metrics_of(folder), read_evaluations(folder)
+        assert [row["step"] for row in measured] == [0, 1]
+        assert all(1 <= row["turns"] <= 4 for row in measured)
+    assert found["turns"]["num_trajectories"] == len(rows) == 48 < len(turns)
+    for name in ("loss", "grad_norm", "reward", "num_tokens"):
+        assert found["turns"][name] == pytest.approx(found["whole"][name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.parametrize("late", ["rollout.lag=2", "rollout.max_staleness=3"])
