@@ -17,7 +17,7 @@ from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels.passes import Passes, VocabularyShard
 from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.metrics import MetricSums
-from pgtoolkit.losses.objective import Objective
+from pgtoolkit.losses.objective import Loss, Objective
 
 IMPLEMENTATIONS = ("torch", "triton")
 
@@ -46,19 +46,18 @@ def logits_loss(
     logits: Tensor,
     labels: Tensor,
     objective: Objective,
-    temperature: float,
-    level: str,
+    loss: Loss,
     implementation: Passes,
     overwrite: bool = False,
     ref_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """(loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels < 0, and detached.
 
-    Both in float32 (float64 for float64 logits). level: of the metrics. implementation: from `choose_implementation`.
-    overwrite: the gradient takes the place of the logits. ref_logits: (T, V), for a full KL.
+    Both in float32 (float64 for float64 logits). implementation: from `choose_implementation`. overwrite: the gradient
+    takes the place of the logits. ref_logits: (T, V), for a full KL.
     """
-    bonus, teacher = objective.penalties.bonus, None
-    with_entropy = level == "with_entropy" or bonus
+    bonus, temperature, teacher = objective.penalties.bonus, loss.temperature, None
+    with_entropy = loss.level == "with_entropy" or bonus
     wanted = torch.is_grad_enabled() and logits.requires_grad
     values, results = logits.detach(), None
     with torch.no_grad():
@@ -72,19 +71,19 @@ def logits_loss(
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
             if ref_logits is not None:
-                given = objective.penalties.kl.kind, ref_logits.detach(), labels, temperature
+                given = loss.kl.kind, ref_logits.detach(), labels, temperature
                 teacher = compared(implementation, values, normalizer, *given)
                 objective.penalties.divergence.copy_(teacher.divergence)
-        loss, coefficients, sums = implementation.evaluate(objective.at(log_probs), log_probs, entropy, level)
+        value, coefficients, sums = implementation.evaluate(objective.at(log_probs), log_probs, entropy, loss.level)
         if wanted and results is None and (of_rows := objective.penalties.of_rows):
             coefficients = torch.stack([coefficients, *of_rows])
             normalizer = torch.cat([normalizer, entropy[None]]) if bonus else normalizer
     if results is not None:
-        loss = GradientsFromForward.apply(loss, [gradient], implementation.scale_, True, logits)
+        value = GradientsFromForward.apply(value, [gradient], implementation.scale_, True, logits)
     elif wanted:
         arguments = labels, normalizer, coefficients, temperature, teacher
-        loss = _GradientInBackward.apply(loss, implementation.backward, arguments, overwrite, logits)
-    return loss, log_probs, sums
+        value = _GradientInBackward.apply(value, implementation.backward, arguments, overwrite, logits)
+    return value, log_probs, sums
 
 
 def compared(passes: Passes, logits: Tensor, normalizer: Tensor, kind: str, ref_logits: Tensor, *how) -> Teacher:

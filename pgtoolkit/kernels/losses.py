@@ -82,8 +82,8 @@ def loss_of_logits(
         value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
-        how = loss.temperature, loss.level, implementation, method.overwrite_logits
-        value, log_probs, sums = logits_loss(logits, tokens.labels, objective, *how, ref_logits)
+        how = implementation, method.overwrite_logits, ref_logits
+        value, log_probs, sums = logits_loss(logits, tokens.labels, objective, loss, *how)
     if method.check_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)

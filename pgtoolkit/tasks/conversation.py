@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from pgtoolkit.config.schema_completions import ConversationTaskConfig, GuessTas
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
-from pgtoolkit.tasks.tasks import PromptRows, Score, Seeds, Task
+from pgtoolkit.tasks.tasks import Once, PromptRows, Score, Seeds, Task
 from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Processes, as_number
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ class ConversationTask(Task):
     has an environment of its own. A reward of 1 or more is an exact match.
     """
 
-    def __init__(
-        self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]
-    ):
+    def __init__(self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Once):
         self.max_turns, self._seed, self._measures = config.max_turns, seed, None
         self.alphabet = getattr(config, "alphabet", None)
         self._rows = Seeds() if config.path is None else PromptRows(config, seed, once)

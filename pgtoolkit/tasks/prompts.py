@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import ANSWER, QUESTION, Between
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Prompt, Score, Task, make_task
+from pgtoolkit.tasks.tasks import Once, Prompt, Score, Task, make_task
 
 if TYPE_CHECKING:
     from pgtoolkit.tasks.completion import Completion
@@ -218,12 +218,12 @@ class TokenizedTask:
         longest_completion: int,
         skip: bool,
         longest_prompt: int | None = None,
-        once: Callable[[Callable[[], Any]], Any] = lambda measure: measure(),
+        once: Once = lambda measure: measure(),
     ) -> None:
         """Measure all prompts: refuse those without a token or longer than one may be (DataError), or drop them.
 
         All lengths in tokens. longest_prompt: None for as many as leave room for a completion. Of a task without end
-        a few of its longest prompts tell. once: calls what measures them on some ranks, and gives all what it returns.
+        a few of its longest prompts tell.
         """
         room, task = max(0, longest_document - longest_completion), self.task
         room = min(longest_prompt or room, room)

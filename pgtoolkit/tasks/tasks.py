@@ -68,16 +68,14 @@ class Task(Protocol):
         """End what scoring has started."""
 
 
-def make_task(
-    config: TaskConfig,
-    seed: int,
-    once: Callable[[Callable[[], Any]], Any] = lambda read: read(),
-    held_out: bool = False,
-) -> Task:
+Once = Callable[[Callable[[], Any]], Any]
+"""Calls what reads or measures files, on some ranks, and gives all what it returns."""
+
+
+def make_task(config: TaskConfig, seed: int, once: Once = lambda read: read(), held_out: bool = False) -> Task:
     """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
-    once: calls what reads files on some ranks, and gives all what it returns. held_out: of a task that divides its
-    problems itself, those that training never asks.
+    held_out: of a task that divides its problems itself, those that training never asks.
     """
     if config.name == "prompts":
         return PromptsTask(config, seed, once)
@@ -193,9 +191,7 @@ class ReasoningGymTask(_NumberedRows):
 class PromptRows(_NumberedRows):
     """Prompts from files, all of them read at the start. They come in another seeded order in every pass."""
 
-    def __init__(
-        self, config: PromptsTaskConfig | ConversationTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]
-    ):
+    def __init__(self, config: PromptsTaskConfig | ConversationTaskConfig, seed: int, once: Once):
         from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
         chosen = config.path, config.split, config.prompt_field, config.answer_field
@@ -220,7 +216,7 @@ class PromptsTask(PromptRows):
     sum of each one's score times its weight; a score of 1 or more by the first is an exact match.
     """
 
-    def __init__(self, config: PromptsTaskConfig, seed: int, once: Callable[[Callable[[], Any]], Any]):
+    def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
         chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
         self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}
         named = [
