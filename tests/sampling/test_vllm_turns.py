@@ -70,7 +70,7 @@ def documents_of(folder, step: int) -> list[Document]:
 def log_probs(module, weights: dict, documents: list[Document]) -> torch.Tensor:
     """Of all trained tokens, by the trainer's forward pass of these weights."""
     module.policy.load({name: tensor.to(module.device) for name, tensor in weights.items()})
-    batch = pack(documents, [0] * len(documents))
+    batch = pack(documents)
     return module.log_probs(batch).cpu()[batch.labels >= 0]
 
 
@@ -99,7 +99,7 @@ def test_each_turn_is_asked_for_with_the_tokens_that_were_sampled(servers, tmp_p
             assert sorted(turns) == sorted((one.prompt_tokens, one.tokens) for one in answers)
             assert len(turns) > 16  # some have several
             assert {document.model_version for document in documents} == {version}
-            batch, decode = pack(documents, [0] * 16), source.task.tokenizer.decode
+            batch, decode = pack(documents), source.task.tokenizer.decode
             found = source.trained.log_probs(batch).cpu()[batch.labels >= 0]
             assert distance(found, torch.cat([document.old_log_probs for document in documents])) < noise(servers)
             for document in documents:
