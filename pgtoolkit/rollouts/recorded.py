@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,13 @@ class RecordedRollouts(Source):
     tokenizer: Callable[[], tuple[Any, Sequence[int]]] | None = None
 
     def __post_init__(self):
-        required = _required(self.estimator.name, self.reads_old_log_probs, self.needs)
-        config = self.config
+        config, estimator, has_old = self.config, self.estimator.name, self.reads_old_log_probs
+        reads_rewards = estimator not in (AdvantageEstimator.given, AdvantageEstimator.none)
+        self._needs_groups = "group_id" in self.needs
+        self._needs_groups |= reads_rewards and estimator != AdvantageEstimator.reinforce_plus_plus
+        asked = {"reward": reads_rewards, "advantage": estimator == AdvantageEstimator.given and has_old}
+        asked |= {name: name in self.needs for name in (*OPTIONAL_VECTORS, "truncated")} | {"old_log_probs": has_old}
+        required = [name for name, is_asked in asked.items() if is_asked]
         texts = self.tokenizer and Conversations(self.tokenizer, config.chat, config.trained_turns)
         limits = self.max_tokens, config.max_completion_length, config.too_long
         self._rules = Rules(self.vocabulary_size, required, *limits, texts)
@@ -86,25 +91,21 @@ class RecordedRollouts(Source):
         epoch, index = self._place(position)
         row = self._read(index)
         advantage = self._rows["advantage"][index]  # NaN where each token has its own
-        return row.document(
-            None if np.isnan(advantage) else float(advantage),
-            epoch * self._num_groups + int(self.groups[index]),
-            self._name(index, epoch, row.id),
-            self._trajectory(index, epoch),
-        )
+        name, (group, trajectory) = self._name(index, epoch, row.id), self._numbers(index, epoch)
+        return row.document(None if np.isnan(advantage) else float(advantage), group, name, trajectory)
 
     def outline(self, position: int) -> Outline:
         """What the index knows of a document; nothing is read."""
         epoch, index = self._place(position)
         row = self._rows[index]
-        numbers = torch.empty(row["trained"], device="meta")
+        numbers, (group, trajectory) = torch.empty(row["trained"], device="meta"), self._numbers(index, epoch)
         return Outline(
             tokens=torch.empty(row["tokens"], dtype=torch.int64, device="meta"),
             loss_mask=torch.empty(row["tokens"], dtype=torch.bool, device="meta"),
             advantages=numbers,
-            group=epoch * self._num_groups + int(row["group"]),
+            group=group,
             name=self._name(index, epoch),
-            trajectory=self._trajectory(index, epoch),
+            trajectory=trajectory,
             reward=None if np.isnan(row["reward"]) else float(row["reward"]),
             model_version=None if np.isnan(row["model_version"]) else int(row["model_version"]),
             **{name: None if row[name] < 0 else bool(row[name]) for name in ("truncated", "exact_match")},
@@ -116,9 +117,8 @@ class RecordedRollouts(Source):
 
     def _indexed(self) -> tuple[RecordedIndex, list[Path]]:
         paths = find_files(self.config.path, "rollout.path")
-        needs_groups = "group_id" in self.needs or _needs_groups(self.estimator.name)
         files = open_files(paths, (*FIELDS, *TEXTS))
-        indexing = Indexing(files, self.config, self.estimator, self._rules, needs_groups, self.first)
+        indexing = Indexing(files, self.config, self.estimator, self._rules, self._needs_groups, self.first)
         index = None if self.run_dir is None else indexing.kept(self.run_dir)
         if index is None:
             index = indexing.make()
@@ -147,9 +147,11 @@ class RecordedRollouts(Source):
             raise self._files[file].changed()
         return row
 
-    def _trajectory(self, index: int, epoch: int) -> int | None:
-        number = int(self._rows["trajectory"][index])
-        return None if number < 0 else epoch * self.batch_size + number
+    def _numbers(self, index: int, epoch: int) -> tuple[int, int | None]:
+        """Of the group and of the trajectory, each unique over the epochs."""
+        trajectory = int(self._rows["trajectory"][index])
+        own = None if trajectory < 0 else epoch * self.batch_size + trajectory
+        return epoch * self._num_groups + int(self.groups[index]), own
 
     def _name(self, index: int, epoch: int, row_id: str | None = None) -> str:
         name = row_id or f"{self._files[self._rows['file'][index]].label}:{self._rows['number'][index]}"
@@ -176,19 +178,3 @@ def recorded_rollouts(
     needs = tuple(name for name, is_asked in asked.items() if is_asked)
     options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir, tokenizer
     return RecordedRollouts(config.rollout, Estimator.of(config), vocabulary_size, *options)
-
-
-def _required(estimator: str, reads_old_log_probs: bool, needs: Collection[str]) -> list[str]:
-    """Fields that every row needs besides its tokens and their mask."""
-    is_given = estimator == AdvantageEstimator.given
-    asked = {"reward": _reads_rewards(estimator), "advantage": is_given and reads_old_log_probs}
-    asked |= {name: name in needs for name in (*OPTIONAL_VECTORS, "truncated")} | {"old_log_probs": reads_old_log_probs}
-    return [name for name, is_asked in asked.items() if is_asked]
-
-
-def _reads_rewards(estimator: str) -> bool:
-    return estimator not in (AdvantageEstimator.given, AdvantageEstimator.none)
-
-
-def _needs_groups(estimator: str) -> bool:
-    return _reads_rewards(estimator) and estimator != AdvantageEstimator.reinforce_plus_plus
