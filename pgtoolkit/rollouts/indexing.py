@@ -79,7 +79,7 @@ class Indexing:
 
     def _read(self) -> Iterator[tuple]:
         """Each row that is right, as ROW has it; what is wrong with the others is added to the problems."""
-        ids: dict[str, tuple[int, int]] = {}
+        ids: dict[str, str] = {}
         trajectories, places = {}, itertools.count()
         for file_number, file in enumerate(self.files):
             for count, (number, place, row) in enumerate(_checked_rows(file, self.rules, self._problems)):
@@ -91,9 +91,9 @@ class Indexing:
                     continue
                 if not self._is_mismatched:
                     self._is_mismatched = not np.array_equal(row.old_log_probs, row.sampling_log_probs)
-                here = file_number, number
+                here = f"{file.label}:{number}"
                 if row.id is not None and (first := ids.setdefault(row.id, here)) != here:
-                    self._refuse(*here, "id", f"is {row.id!r} like that of {self._label(*first)}")
+                    self._problems.add(f"{here}:id", f"is {row.id!r} like that of {first}")
                 group = -1 if row.group_id is None else self._groups.setdefault(row.group_id, len(self._groups))
                 trajectory, place_of_all = -1, next(places)
                 if row.trajectory is not None:  # unique in its group, or in the file where that names no groups
@@ -135,11 +135,11 @@ class Indexing:
             has["advantage"] = rows["has_advantage"]
         for name, there in has.items():
             if there.any() and not there.all():
-                self._refuse_row(int(there.argmin()), name, "is missing; other rows have one")
+                self._refuse(int(there.argmin()), name, "is missing; other rows have one")
         imitates, rewarded = self._given and not rows["has_advantage"].any(), ~np.isnan(rows["reward"])
         if imitates and rewarded.any():
             reason = "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
-            self._refuse_row(int(rewarded.argmax()), "advantage", reason)
+            self._refuse(int(rewarded.argmax()), "advantage", reason)
         elif imitates:
             self.notes.append("no row has an advantage or a reward: every advantage is 1 (supervised fine-tuning).")
         self._problems.raise_if_any()
@@ -150,9 +150,9 @@ class Indexing:
         for name in ("reward", "exact_match"):
             own, shared = self._rows[name], self._rows[name][self._first]
             for index in np.flatnonzero((own != shared) & ~(np.isnan(own) & np.isnan(shared))):
-                first = self._label(*(self._rows[x][self._first[index]] for x in ("file", "number")))
-                reason = f"is not that of {first}, which is of the same trajectory. An attempt has one. Let all of its"
-                self._refuse_row(index, name, f"{reason} rows repeat it, or leave the trajectory out")
+                reason = f"is not that of {self._label(self._first[index])}, which is of the same trajectory. "
+                reason += "An attempt has one. Let all of its"
+                self._refuse(index, name, f"{reason} rows repeat it, or leave the trajectory out")
         self._problems.raise_if_any()
 
     def _number_groups(self) -> bool:
@@ -165,7 +165,7 @@ class Indexing:
             others = "; other rows have one" if self._groups else ""
             reason = f"is missing{others}. Documents of one prompt share it. Without any, set rollout.group_size"
             for index in missing:
-                self._refuse_row(index, "group_id", reason)
+                self._refuse(index, "group_id", reason)
         else:  # each alone where nothing asks which documents share a prompt
             groups[self._attempts] = np.arange(len(self._attempts)) // (size or 1)
             groups[:] = groups[self._first]
@@ -183,7 +183,7 @@ class Indexing:
         _, first, counts = np.unique(groups[self._attempts], return_index=True, return_counts=True)
         for number in np.flatnonzero(counts != size) if size is not None and not self._is_cut else ():
             reason = f"is {ids[number]!r}, a group of {counts[number]} {self._counted}; rollout.group_size={size}"
-            self._refuse_row(self._attempts[first[number]], "group_id", reason)
+            self._refuse(self._attempts[first[number]], "group_id", reason)
         spread = np.unique(groups * len(self.files) + self._rows["file"]).size - len(counts)
         if spread:
             self.notes.append(
@@ -205,7 +205,7 @@ class Indexing:
             rewards, lengths = rows["reward"].tolist(), np.bincount(self._first, rows["trained"]).astype(int).tolist()
             attempts = ([Attempt(rewards[i], lengths[i]) for i in members] for members in groups)
             found = self.estimator.advantages(
-                attempts, lambda number, problem: self._refuse_row(groups[number][0], "group_id", problem)
+                attempts, lambda number, problem: self._refuse(groups[number][0], "group_id", problem)
             )
             for members, advantages in zip(groups, found, strict=True):
                 rows["advantage"][members] = advantages
@@ -213,14 +213,11 @@ class Indexing:
         if imitates or not self._given:
             rows["has_signal"] = (rows["advantage"].astype(np.float32) != 0) & (rows["trained"] > 0)
 
-    def _label(self, file: int, number: int) -> str:
-        return f"{self.files[file].label}:{number}"
+    def _label(self, index: int) -> str:
+        return f"{self.files[self._rows['file'][index]].label}:{self._rows['number'][index]}"
 
-    def _refuse_row(self, index: int, field: str, reason: str) -> None:
-        self._refuse(self._rows["file"][index], self._rows["number"][index], field, reason)
-
-    def _refuse(self, file: int, number: int, field: str, reason: str) -> None:
-        self._problems.add(f"{self._label(file, number)}:{field}", reason)
+    def _refuse(self, index: int, field: str, reason: str) -> None:
+        self._problems.add(f"{self._label(index)}:{field}", reason)
 
 
 def _entries(row: Row, group: int, trajectory: int) -> tuple:
