@@ -85,7 +85,7 @@ def _parts(compared: Compared, expected: dict) -> list[str]:
         parts += [f"Against {base.label}:\n", _table(terminal.difference_rows(compared, pairs))]
     if compared.over and expected:
         found = compared.comparisons
-        starts = [Sample({name: seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
+        starts = [Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
         compared.comparisons = Comparisons(starts, found.margin, found.primary)
         for pairs in terminal.planned(compared):
             table = _table(terminal.difference_rows(compared, pairs))

@@ -149,8 +149,8 @@ def _sample(compared, group, varying, blocks=()):
         declared = key_named(name, config) if name in config else None
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(run.config.get(name)) for run in group.counted})
-    found = [_block(run, blocks) for run in group.counted]
-    return Sample(dict(zip(found, compared.tested(group), strict=True)), prompts)
+    values = zip((_block(run, blocks) for run in group.counted), compared.tested(group), strict=True)
+    return Sample(dict(values), prompts)
 
 
 def _block(run, blocks):
@@ -163,8 +163,7 @@ def _keep_best(compared, best_of):
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
-        best = chosen.setdefault(arm, group)
-        best.tried |= {text(group.values[best_of]): group} if group.counted else {}
+        chosen.setdefault(arm, group).tried.update({text(group.values[best_of]): group} if group.counted else {})
     compared.groups = list(chosen.values())
     _, following, _ = _varying([run.config for group in compared.groups for run in group.runs])
     compared.following = [name for name in map(shown, following) if name not in compared.keys]

@@ -28,25 +28,19 @@ def notes_of(compared: Compared) -> list[str]:
                 f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
                 "settings, or at other steps"
             )
-    return notes + _best_of_notes(compared) + _scale_notes(compared.groups)
-
-
-def _best_of_notes(compared):
-    goal, key = compared.goal, compared.best_of
-    if key is None:
-        return []
-    fewest = f"fewest documents to {goal.metric} {goal.threshold:g}" if compared.by_documents else ""
-    notes = [
-        f"of each configuration the {key} with the {fewest or f'highest {goal.metric}'} is shown. It was chosen by the "
-        "same runs that are compared, which flatters a configuration that has more values of it, or noisier ones: "
-        "further seeds of the chosen ones tell"
-    ]
-    for group in compared.groups:
-        ran, best = [value for value in compared.tried if value in group.tried], text(group.values[key])
-        if len(ran) > 1 and is_number(group.values[key]) and best in (ran[0], ran[-1]):
-            end = "lowest" if best == ran[0] else "highest"
-            notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
-    return notes
+    if key := compared.best_of:
+        most = "fewest" if compared.by_documents else "highest"
+        notes.append(
+            f"of each configuration the {key} with the {most} {compared.measured[0].lower()}{compared.measured[1:]} "
+            "is shown. It was chosen by the same runs that are compared, which flatters a configuration that has more "
+            "values of it, or noisier ones: further seeds of the chosen ones tell"
+        )
+        for group in compared.groups:
+            ran, best = [value for value in compared.tried if value in group.tried], text(group.values[key])
+            if len(ran) > 1 and is_number(group.values[key]) and best in (ran[0], ran[-1]):
+                end = "lowest" if best == ran[0] else "highest"
+                notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
+    return notes + _scale_notes(compared.groups)
 
 
 def _scale_notes(groups):

@@ -96,7 +96,7 @@ class Comparisons:
             if sample.values
         }
         self._pairing = [_pairing(sample) for sample in samples]
-        self._p, equal = _p_values(self._values, self._pairing, margin)
+        self._p, equal = _p_values(samples, self._values, self._pairing, margin)
         self._counted = np.full(equal.shape, primary is None)
         for pair in primary or ():
             self._counted[pair] = True
@@ -126,8 +126,7 @@ class Comparisons:
 
     def _pair(self, first: int, second: int) -> Comparison:
         """Paired where both have the same seeds and so the same prompts (Student's test), else by Welch's test."""
-        one, other = self._values[first], self._values[second]
-        paired = self._pairing[first] == self._pairing[second]
+        one, other, paired = _matched(self.samples[first], self.samples[second])
         found = Comparison(first, second, (one.size, other.size), paired, float(other.mean() - one.mean()))
         found.improvement = improvement(self.samples[first], self.samples[second])
         found.exploratory = not self._counted[first, second]
@@ -194,12 +193,21 @@ def _adjusted(p: np.ndarray, counted: np.ndarray) -> np.ndarray:
 
 
 def _pairing(sample: Sample) -> tuple:
-    """What two samples need to have in common to be paired."""
-    return tuple(sorted(sample.values)), repr(sample.prompts)
+    """What two samples need in common to be paired: prompts and seeds; of larger blocks those count that both have."""
+    seeds = tuple(sorted(sample.values))
+    return None if seeds and len(seeds[0]) > 1 else seeds, repr(sample.prompts)
+
+
+def _matched(first: Sample, second: Sample) -> tuple[np.ndarray, np.ndarray, bool]:
+    """The values of both, and whether they are paired, block by block."""
+    shared = first.values.keys() & second.values
+    paired = bool(shared) and _pairing(first) == _pairing(second)
+    one, other = (np.array([x.values[of] for of in sorted(shared if paired else x.values)]) for x in (first, second))
+    return one, other, paired
 
 
 def _p_values(
-    samples: dict[int, np.ndarray], pairings: list[tuple], margin: str | None
+    of: list[Sample], samples: dict[int, np.ndarray], pairings: list[tuple], margin: str | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """(all, all) by the places of two samples, the earlier first: the p of their difference; NaN where no seed differs
     from another, or one of them has a single value.
@@ -218,7 +226,14 @@ def _p_values(
         with np.errstate(all="ignore"):  # of samples without spread
             freedom = variance**2 / (share[i] ** 2 / (size[i] - 1) + share[later] ** 2 / (size[later] - 1))
             noise = np.maximum(spread[later], spread[i])
-            if same := [other for other in range(i + 1, len(tested)) if pairings[tested[other]] == pairings[place]]:
+            same = [other for other in range(i + 1, len(tested)) if pairings[tested[other]] == pairings[place]]
+            for at in (other - i - 1 for other in same if pairings[place][0] is None):
+                one, other, paired = _matched(of[place], of[tested[i + 1 + at]])
+                if paired:
+                    change = other - one
+                    difference[at], freedom[at], noise[at] = change.mean(), one.size - 1, np.ptp(change)
+                    variance[at] = change.var(ddof=1) / one.size if one.size > 1 else np.nan
+            if same and pairings[place][0] is not None:
                 differences = np.array([samples[tested[other]] for other in same]) - samples[place]
                 at = np.array(same) - i - 1
                 variance[at], freedom[at] = differences.var(1, ddof=1) / size[i], size[i] - 1

@@ -60,8 +60,7 @@ def plan(file: Path, overrides: list[str], args: Namespace) -> list[str]:
     configurations = len(checked.runs) // len(checked.varying.get("seed", [None]))
     count = int(float(found[1]) * _UNITS[found[2]] // seconds) * jobs
     seeds = count // configurations
-    over = [len(checked.varying.get(key, "1")) for key in args.over.split(",")] if args.over else 1
-    pairs = seeds * int(np.prod(over))
+    pairs = seeds * int(np.prod([len(checked.varying.get(key, "1")) for key in (args.over or "").split(",")]))
     each = f"{plural(seeds, 'seed')} of each of {configurations} configurations"
     said.append(f"{args.budget}: {plural(count, 'run')}, {each}.")
     if pairs > 1:

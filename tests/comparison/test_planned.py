@@ -8,6 +8,7 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
 
@@ -101,7 +102,13 @@ def test_blocks_are_checkpoints_and_seeds():
     assert pair.improvement == pytest.approx((3 + 3.5) / 8)  # of 4 pairs of each checkpoint
     runs.pop()
     (pair,) = compare(runs, f"final:{PASS}", over="model.path").comparisons
-    assert (pair.paired, sorted(pair.counts)) == (False, [3, 4])
+    assert (pair.paired, pair.counts, pair.difference) == (True, (3, 3), pytest.approx(0.04 / 3))
+    assert pair.p == pytest.approx(0.0572, abs=1e-4)  # t = 0.01333 / (0.00577 / 3**0.5) = 4 with 2 degrees of freedom
+    runs.pop()
+    (pair,) = compare(runs[:1] + runs[2:], f"final:{PASS}", over="model.path").comparisons
+    assert (pair.counts, pair.p) == ((1, 1), None)  # one block is left that both have
+    (pair,) = Comparisons([Sample({("a", 0): 0.3, ("a", 1): 0.4}), Sample({("b", 0): 0.3, ("b", 1): 0.5})])
+    assert (pair.paired, pair.counts, pair.p) == (False, (2, 2), pytest.approx(0.7117, abs=1e-4))  # by scipy
 
 
 def test_a_run_that_collapsed_stays_where_it_ended():
