@@ -45,11 +45,10 @@ def status_of(directory) -> dict:
     return json.loads((directory / "status.json").read_text())
 
 
-def assert_whole(directory, tmp_path, *overrides):
-    """That the run is equal to one that nobody interrupted."""
-    whole = train_short(tmp_path / f"whole-{directory.name}", *LONG, *overrides)
-    assert metrics_of(directory) == metrics_of(whole)
-    assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(whole, STEPS))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run of a seed that nobody interrupted."""
+    return functools.cache(lambda seed: train_short(tmp_path_factory.mktemp("whole"), *LONG, f"seed={seed}"))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def ray_head():
         lock.close()
 
 
-def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(tmp_path, ray_head):
+def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(tmp_path, ray_head, whole):
     with started(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
         first = wait_for_steps(tmp_path, "seed-0", 25)
         process = psutil.Process(status_of(first)["pid"]).parent()
@@ -84,7 +83,8 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
     assert len(json.loads((first / "provenance.json").read_text())["resumed"]) == 1
     for seed in (0, 1):
         (directory,) = (tmp_path / "sweep").glob(f"seed-{seed}-*")
-        assert_whole(directory, tmp_path, f"seed={seed}")
+        assert metrics_of(directory) == metrics_of(whole(seed))
+        assert_equal(checkpoint_of(directory, STEPS), checkpoint_of(whole(seed), STEPS))
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")}
     status, output = sweep(tmp_path, *RAY, *LONG, "seed=0,1")
     assert status == 0, output
@@ -130,7 +130,7 @@ def test_a_signal_ends_the_wait_for_a_head(tmp_path):
     assert (status, "stopped by SIGTERM" in output) == (75, True), output
 
 
-def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path):
+def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
     command = (*SUBMITIT, f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=1000", "seed=0")
     with started(tmp_path, *command) as launcher:
         directory = wait_for_steps(tmp_path, "", 25)
@@ -143,8 +143,7 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path):
     log = (directory / "run.log").read_text()
     saved = int(re.search(r"^.*SIGUSR2 after step (\d+); saved up to step \1", log, re.MULTILINE)[1])
     assert 25 <= saved < STEPS
-    whole = train_short(tmp_path / "whole", *LONG, "seed=0")
-    assert metrics_of(directory) == metrics_of(whole)
+    assert metrics_of(directory) == metrics_of(whole(0))
     status, output = sweep(tmp_path, *command)
     assert status == 0, output
     assert "starts" not in output

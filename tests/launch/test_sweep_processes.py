@@ -15,7 +15,7 @@ from builders.runs import run as train_short
 from pgtoolkit.runs.records import read_sweep
 
 pytestmark = pytest.mark.slow
-STEPS = 300
+STEPS = 200
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=20")
 
 
