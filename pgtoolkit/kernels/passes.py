@@ -50,27 +50,15 @@ class VocabularyShard:
         """As `torch_passes.divergence`, over all columns; one collective of (T,)."""
         return gather_stacked(self.implementation.divergence(logits, *others), self.group).sum(0)
 
-    def forward_score_(
-        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As `torch_passes.forward_score_`."""
-        return forward_score_(logits, labels, temperature, with_entropy, dtype, self.forward, self.backward)
+    def forward_score_(self, *given) -> tuple[Tensor, Tensor | None, Tensor]:
+        """As `torch_passes.forward_score_`, of this rank's columns."""
+        return forward_score_(*given, self.forward, self.backward)
 
-    def backward(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        normalizer: Tensor,
-        coefficients: Tensor,
-        temperature: float,
-        out: Tensor | None = None,
-        teacher: Teacher | None = None,
-    ) -> Tensor:
+    def backward(self, logits: Tensor, *others, out: Tensor | None = None, teacher: Teacher | None = None) -> Tensor:
         """As `torch_passes.backward`, of this rank's columns."""
         if logits.numel() == 0:
             return torch.empty_like(logits) if out is None else out
-        how = temperature, self.start, out, teacher
-        return self.implementation.backward(logits, labels, normalizer, coefficients, *how)
+        return self.implementation.backward(logits, *others, self.start, out, teacher)
 
 
 Passes = ModuleType | VocabularyShard

@@ -157,7 +157,7 @@ class Processes:
 def verifiers_of(named: Sequence[Named], processes: int = 0, seconds: float | None = None) -> Processes:
     """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this process asks it."""
     if not processes:
-        Verifiers(named)
+        Verifiers(named)  # which says at once what cannot be imported
     setting, who = ", ".join(map(str, named)), lambda question: str(named[question.number])
     return Processes(Verifiers, ([*named],), "verifier", setting, processes, seconds, who, "The score is 0")
 
