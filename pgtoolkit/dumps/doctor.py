@@ -97,10 +97,8 @@ def _mask(r: Rollouts) -> _Findings:
         says += f"aggregation={r.loss.aggregation.name} the weights w_t of all tokens add up to {r.w.sum():.3g}."
         yield "look", says
     elif not begins_early and open_ends <= _MOST:
-        yield (
-            "fine",
-            f"It trains {plural(int(trained.sum()), 'token')}, {trained.mean():.4g} a document, after the prompts.",
-        )
+        tokens = plural(int(trained.sum()), "token")
+        yield "fine", f"It trains {tokens}, {trained.mean():.4g} a document, after the prompts."
 
 
 def _alignment(r: Rollouts) -> _Findings:
