@@ -114,17 +114,14 @@ def question(compared: Compared) -> str:
 
 def tried_rows(compared: Compared) -> list[list[str]]:
     """The header and a row per group: what is tested with every value of the key of which it has its best, if any."""
-    key, values, write = compared.best_of, compared.tried, number_format(compared)
-
-    def cell(group: Group) -> str:
-        if compared.by_documents:
-            return spent(compared, group, DOCUMENTS)
-        return write(mean_and_std(compared.tested(group))[0])
-
-    rows = [[*(name for name in compared.keys if name != key), *values]]
+    key, write = compared.best_of, number_format(compared)
+    rows = [[*(name for name in compared.keys if name != key), *compared.tried]]
     for group in compared.groups:
+        cells = {value: write(mean_and_std(compared.tested(one))[0]) for value, one in group.tried.items()}
+        if compared.by_documents:
+            cells = {value: spent(compared, one, DOCUMENTS) for value, one in group.tried.items()}
         names = [text(value) for name, value in group.values.items() if name != key]
-        rows.append([*names, *(cell(group.tried[value]) if value in group.tried else "-" for value in values)])
+        rows.append([*names, *(cells.get(value, "-") for value in compared.tried)])
     return rows if key else []
 
 
