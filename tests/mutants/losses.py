@@ -37,15 +37,13 @@ def the_constant_is_no_mean_over_documents(right, self, totals, counts, group_in
 @mutant(
     "losses.aggregation:Aggregation.weights", "test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token"
 )
-def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, group_index, trajectory_index):
-    return right(self, totals, documents, torch.ones_like(mask), group_index, trajectory_index)
+def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, mask, *indices):
+    return right(self, totals, documents, torch.ones_like(mask), *indices)
 
 
 @mutant("losses.aggregation:Aggregation.weights", "test_losses.py::test_worked_example", REFERENCE)
-def a_part_of_a_trajectory_has_the_tokens_of_its_own(
-    right, self, totals, documents, mask, group_index, trajectory_index
-):
-    return right(self, totals, documents, mask, group_index, None)
+def a_part_of_a_trajectory_has_the_tokens_of_its_own(right, self, totals, documents, mask, *indices):
+    return right(self, totals, documents, mask, indices[0], None)
 
 
 @mutant("batch:StepTotals.num_trajectories", "test_losses.py::test_worked_example", REFERENCE)
