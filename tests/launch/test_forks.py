@@ -67,8 +67,8 @@ def told_by(directory: Path) -> dict:
 
 def test_forked_jobs_are_those_that_are_started_alone(tmp_path, forks):
     """Metrics, weights and moments, to the last bit; random states, environment, threads and signals."""
-    jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2, 3)]
-    assert [job.wait() for job in jobs] == [0, 0, 0], (tmp_path / "seed-1" / "output.log").read_text()
+    jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
+    assert [job.wait() for job in jobs] == [0, 0], (tmp_path / "seed-1" / "output.log").read_text()
     alone = Command(tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2"})
     assert "reward" in alone.end()
     assert metrics_of(tmp_path / "seed-2") == metrics_of(alone.directory) != metrics_of(tmp_path / "seed-1")
