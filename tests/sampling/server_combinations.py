@@ -25,6 +25,7 @@ from builders.runs import metrics_of
 from builders.shared_servers import save_llama, vllm_command
 from builders.vllm_servers import COMMAND, ServerCommand
 
+from pgtoolkit.cli import main
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.server_process import reserve_port
@@ -101,13 +102,17 @@ class Combination:
             for url in urls:
                 _wait_for(url)
             begin = time.monotonic()
-            visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpus))}
-            command = ServerCommand(self._folder, *self._overrides(urls), environment=visible)
-            try:
-                assert command.process.wait(400) == 0, command.log.read_text()[-3000:]
-            finally:
-                command.kill()
-        return self._checked(command.directory) | {"seconds": round(time.monotonic() - begin)}
+            overrides, directory = [*self._overrides(urls)], self._folder / "run"
+            if self._gpus or "two ranks" in self.chosen:
+                visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self._gpus))}
+                command = ServerCommand(self._folder, *overrides, environment=visible)
+                try:
+                    assert command.process.wait(400) == 0, command.log.read_text()[-3000:]
+                finally:
+                    command.kill()
+            else:  # in this process, which has imported all that it needs
+                assert main([*overrides, f"hydra.run.dir={directory}"]) == 0
+        return self._checked(directory) | {"seconds": round(time.monotonic() - begin)}
 
     def _write(self, name: str, rows: list[dict]) -> None:
         (self._folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -209,7 +214,7 @@ def _told(number: int, folder: Path, gpus: int) -> tuple[bool, str]:
         return False, f"{type(error).__name__}: {error}"
 
 
-def main(folder: Path) -> int:
+def on_gpus(folder: Path) -> int:
     """Whether a row failed. Called on a machine with two GPUs."""
     count = torch.cuda.device_count()
     with ThreadPoolExecutor(len(ROWS)) as pool:
@@ -221,4 +226,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(on_gpus(Path(sys.argv[1])))
