@@ -156,7 +156,7 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
 def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
     """What can be said of a difference; sign: `Compared.sign`."""
     if min(pair.counts) < 2:
-        return "needs 2 seeds per configuration"
+        return "needs 2 seeds"
     if pair.p is None:
         return "no noise to test by"
     found = "unknown"

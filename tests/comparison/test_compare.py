@@ -124,7 +124,7 @@ def test_one_seed_says_nothing(tmp_path, capsys):
     save(tmp_path / "b", "gspo", 0, 0.6)
     text = page(capsys, tmp_path / "a", tmp_path / "b")
     assert "gspo  1 of 1   152" in text
-    assert "needs 2 seeds per configuration" in text
+    assert "needs 2 seeds" in text
     assert "±  " not in text
     assert "interval:" not in text
     alone = page(capsys, tmp_path / "a")

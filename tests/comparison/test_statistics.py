@@ -75,7 +75,7 @@ def test_without_any_spread_nothing_is_claimed():
         assert (found.p, found.interval, found.seeds_needed) == (None, None, None)
         assert verdict(found) == "no noise to test by"
     (single,) = Comparisons([sample(1.0), sample(0.0, 0.5)])
-    assert (single.p, verdict(single)) == (None, "needs 2 seeds per configuration")
+    assert (single.p, verdict(single)) == (None, "needs 2 seeds")
     assert mean_and_std([2.0]) == (2.0, None)
     assert mean_and_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
 
