@@ -41,7 +41,7 @@ START_SECONDS = 120
 TIMEOUT, CRASH = "timeout", "crash"
 """What a question has in the place of an answer."""
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pgtoolkit.tasks.verifiers as v; v.work({})"
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pgtoolkit.tasks.verifiers as v; v.work({}, {})"
 
 
 class Named(NamedTuple):
@@ -175,11 +175,12 @@ class _Worker:
         return self._ask(question, seconds)
 
     def _start(self) -> None:
-        here, there = socket.socketpair()
-        arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM.format(there.fileno()), json.dumps(sys.path)]
-        # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
-        self.process = subprocess.Popen(arguments, pass_fds=[there.fileno()], start_new_session=True)
-        there.close()
+        (here, there), (self._lives, watched) = socket.socketpair(), socket.socketpair()
+        with there, watched:
+            ends = there.fileno(), watched.fileno()
+            arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM.format(*ends), json.dumps(sys.path)]
+            # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
+            self.process = subprocess.Popen(arguments, pass_fds=ends, start_new_session=True)
         self._connection = Connection(here.detach())
         kind, value = self._ask(self._made, START_SECONDS)
         if kind == "error":
@@ -211,21 +212,21 @@ class _Worker:
         return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
 
 
-def work(descriptor: int) -> None:
-    """Serve until the other process closes its end of the socket with this descriptor.
+def work(descriptor: int, watched: int) -> None:
+    """Serve until the other process closes its ends of the sockets with these descriptors.
 
-    In: what to make, then a question at a time. Out: a first answer once it is made, then one for each
-    question, as `_Worker.outcome` has it. Between question and answer nothing but its end comes over the socket: then
-    the kernel kills the group of this process, also within a function that never returns.
+    In: what to make, then a question at a time. Out: a first answer once it is made, then one for each question, as
+    `_Worker.outcome` has it. Nothing but its end ever comes over the watched one: then the kernel kills the group of
+    this process, also within a function that never returns. (Of the other it may tell of a question that has been read.)
     """
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
-    connection, process_id, made = Connection(descriptor), os.getpid(), None
+    fcntl.fcntl(watched, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(watched, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(watched, fcntl.F_SETFL, os.O_ASYNC)
+    connection, life, process_id, made = Connection(descriptor), Connection(watched), os.getpid(), None
     while True:
         try:
             told = connection.recv()
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_ASYNC)
-            if connection.poll():  # it has ended before the kernel was told to watch
+            if made is None and life.poll():  # it has ended before the kernel was told to watch
                 raise EOFError
         except EOFError:
             os.killpg(os.getpgrp(), signal.SIGKILL)
@@ -237,7 +238,6 @@ def work(descriptor: int) -> None:
                 answer = "answer", made.answer(told)
         except (ConfigError, DataError) as error:
             answer = "error", str(error)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, 0)
         # What the user's code has forked, and which came back as well, would answer once more.
         if os.getpid() != process_id:
             os._exit(0)

@@ -75,6 +75,17 @@ def test_a_process_starts_without_the_large_libraries_and_is_used_again(processe
     assert first == second != [os.getpid()]
 
 
+def test_a_question_ends_no_process_that_is_at_work(processes):
+    """As the kernel may tell of one that has been read already, where cores are busy."""
+    found = processes(1, 20)
+    found.answers(questions("42"))
+    [worker] = found._workers
+    for question in questions("sleep 0.3", "42"):
+        worker._connection.send(question)
+        time.sleep(0.1)
+    assert [worker._connection.recv()[0] for _ in range(2)] == ["answer", "answer"]
+
+
 def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes, caplog):
     start, verb = time.monotonic(), "spin"
     found = processes(2, 2.0).answers(questions("a", verb, "b", verb, "c"))

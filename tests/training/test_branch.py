@@ -8,6 +8,7 @@ from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.records import read_drift, read_resolved, read_status
+from pgtoolkit.system.shell import shell_path
 from pgtoolkit.tracking.description import describe
 
 
@@ -117,4 +118,4 @@ def test_another_folder_without_a_step_is_refused(copied, tmp_path, capsys):
     assert main(["resume", str(copied), f"hydra.run.dir={tmp_path / 'new'}"]) == 2
     said = capsys.readouterr().err
     assert "needs --step N, which makes a run of its own (got none)" in said
-    assert f"Use pgtk resume {copied} --step N hydra.run.dir={tmp_path / 'new'}." in said
+    assert f"Use pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}." in said
