@@ -41,7 +41,9 @@ START_SECONDS = 120
 TIMEOUT, CRASH = "timeout", "crash"
 """What a question has in the place of an answer."""
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import pgtoolkit.tasks.verifiers as v; v.work({}, {})"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pgtoolkit.tasks.verifiers import work; work({}, {})"
+)
 
 
 class Named(NamedTuple):
@@ -217,7 +219,7 @@ def work(descriptor: int, watched: int) -> None:
 
     In: what to make, then a question at a time. Out: a first answer once it is made, then one for each question, as
     `_Worker.outcome` has it. Nothing but its end ever comes over the watched one: then the kernel kills the group of
-    this process, also within a function that never returns. (Of the other it may tell of a question that has been read.)
+    this process, also within a function that never returns. Of the other it may tell of a question already read.
     """
     fcntl.fcntl(watched, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(watched, fcntl.F_SETSIG, signal.SIGKILL)
