@@ -256,10 +256,8 @@ def group_rows(compared: Compared) -> list[list[str]]:
 def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
     if not sample.values:
         return "-"
-    mean, interval = (
-        statistics.interquartile_mean(np.array([*sample.values.values()])),
-        statistics.interquartile_interval(sample),
-    )
+    mean = statistics.interquartile_mean(np.array([*sample.values.values()]))
+    interval = statistics.interquartile_interval(sample)
     return write(float(mean)) + (f" [{', '.join(map(write, interval))}]" if interval else "")
 
 

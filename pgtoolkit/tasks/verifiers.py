@@ -109,7 +109,8 @@ class Processes:
         process cannot be started.
         """
         if not self._workers:
-            return [self._here().answer(question) for question in questions]
+            here = self._here()
+            return [here.answer(question) for question in questions]
         with self._lock:
             return self._answers(questions)
 
@@ -158,10 +159,10 @@ class Processes:
 
 def verifiers_of(named: Sequence[Named], processes: int = 0, seconds: float | None = None) -> Processes:
     """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this process asks it."""
-    if not processes:
-        Verifiers(named)  # which says at once what cannot be imported
     setting, who = ", ".join(map(str, named)), lambda question: str(named[question.number])
-    return Processes(Verifiers, ([*named],), "verifier", setting, processes, seconds, who, "The score is 0")
+    found = Processes(Verifiers, ([*named],), "verifier", setting, processes, seconds, who, "The score is 0")
+    found.answers([])  # this process imports them now
+    return found
 
 
 class _Worker:
@@ -177,6 +178,7 @@ class _Worker:
         return self._ask(question, seconds)
 
     def _start(self) -> None:
+        # The second pair is open on this side for as long as this process lives.
         (here, there), (self._lives, watched) = socket.socketpair(), socket.socketpair()
         with there, watched:
             ends = there.fileno(), watched.fileno()

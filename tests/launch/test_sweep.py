@@ -2,7 +2,6 @@
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,12 @@ from builders.runs import run as train_short
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison import predictions
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.files import sweep_file, sweep_files
+from pgtoolkit.config.files import sweep_file
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch import budget
 from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.launch.multirun import CheckedJobs
@@ -273,52 +270,6 @@ def test_an_override_on_a_swept_key_replaces_its_values():
 
 
 # Files of sweeps
-
-
-SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
-SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24, "study_loss_rates": 56, "study_loss": 48}
-SIZES |= {"study_aggregation": 80, "study_lag": 288, "study_controls": 12}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in sweep_files() if name != "real_model"])  # which needs files
-def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
-    for start in ("small-1", "small-2", "small-3") if name.startswith("study_") else ():
-        save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("outputs/study") / start)
-    checked = check([], True, sweep_file=sweep_file(name))
-    assert problems(checked) == []
-    assert len(checked.runs) == SIZES[name]
-    lines = sweep_file(name).read_text().splitlines()
-    assert lines[0] == f"# pgtk sweep {name}"
-    assert "?" in lines[1]
-    if name in ("study_loss", "study_aggregation", "study_lag"):
-        args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
-        predicted = predictions.take(sweep_file(name).parent / "predictions" / f"{name}.yaml", args)
-        assert budget._contrasts(checked, args) == sorted(predicted)
-
-
-def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, monkeypatch):
-    """With files made as its comments say."""
-    monkeypatch.chdir(tmp_path)
-    template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
-    save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("qwen-sft"), template)
-    for name in ("prompts", "test"):
-        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name} 12", "answer": "144"}) + "\n")
-    assert main(["check", "sweep", "real_model"]) == 0
-    page = capsys.readouterr().out
-    assert "Sweep of 6 runs" in page
-    assert "varies: loss = grpo, gspo, cispo" in page
-    assert "rollouts: 64 prompts x 8 completions = 512 documents a batch" in page
-    assert "  model.lora_rank = 32\n" in page
-    assert page.rstrip().endswith("Problems\n  none")
-
-
-def test_the_runs_of_docs_per_step_train_on_as_many_documents():
-    runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
-    assert {run.values.trainer.max_steps * run.values.accumulation.docs_per_step for run in runs} == {19200}
-    assert all(type(run.values.trainer.max_steps) is int for run in runs)
 
 
 @pytest.mark.parametrize(
