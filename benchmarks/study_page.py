@@ -31,7 +31,8 @@ from pgtoolkit.system.report import text
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "study.md"
 DATA = ROOT / "benchmarks" / "data" / "study"
-SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_aggregation", "study_lag")
+SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_starts", "study_starts_controls", "study_repeats")
+SWEEPS += ("study_lag", "study_aggregation")
 _PART = re.compile(r"(?s)(<!-- (compare|runs)([^>]*) -->\n).*?(<!-- end -->)")
 _NONE = "Not run.\n\n"
 
@@ -83,7 +84,8 @@ def _parts(compared: Compared, expected: dict) -> list[str]:
     for pairs in terminal.planned(compared) if compared.comparisons.primary else ():  # of tuning runs nothing is tested
         base = compared.groups[pairs[0].first]
         parts += [f"Against {base.label}:\n", _table(terminal.difference_rows(compared, pairs))]
-    if compared.over and expected:
+    many = max((seeds.size for one in compared.comparisons.samples for seeds in one.strata.values()), default=0) > 1
+    if compared.over and expected and many:
         found = compared.comparisons
         starts = [Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
         compared.comparisons = Comparisons(starts, found.margin, found.primary)
