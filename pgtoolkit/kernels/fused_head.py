@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.chunks import Chunk, make_plan
 from pgtoolkit.kernels.given_logits import GradientsFromForward, compared
-from pgtoolkit.kernels.products import BesideOthers, Projection, accumulate_matmul, accumulation_dtype
+from pgtoolkit.kernels.products import BesideOthers, LMHead, Projection, accumulate_matmul, accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.exchange import all_reduce_
 from pgtoolkit.losses.metrics import MetricSums
@@ -35,23 +35,6 @@ from pgtoolkit.losses.objective import Loss, Objective
 _WORTH_COMPACTING = 0.95
 """Share of a chunk's rows that still have a gradient, above which moving them together costs more than it saves."""
 _ROWS_PER_MOVE = 128
-
-
-@dataclass(frozen=True)
-class LMHead:
-    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names.
-
-    reference: for a full KL, hidden states (T, H') and the head of the reference.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    weight_gradient: Tensor | None = None
-    fp32_logits: bool = False
-    reference: tuple[Tensor, LMHead] | None = None
-
-    def of(self, hidden: Tensor) -> Projection:
-        return Projection(hidden, self.weight, self.bias, self.fp32_logits)
 
 
 @dataclass(frozen=True)
@@ -137,7 +120,7 @@ def linear_log_probs(
         rows = torch.sort((~trained).int(), stable=True).indices[:number]
         run.make_buffer(number)
         for piece in Chunk(0, number, False, None).pieces(options.max_rows):
-            run.forward(rows[piece])
+            run.with_logits(rows[piece])
     return run.log_probs, run.entropy
 
 
@@ -162,7 +145,7 @@ class _FusedPass:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
     def __init__(self, hidden, head, labels, options, wanted):
-        self.own, self.reference = head.of(hidden), head.reference and head.reference[1].of(head.reference[0])
+        self.own, self.reference = Projection(hidden, head), head.reference and Projection(*head.reference)
         self.labels, self.options, self.temperature = labels, options, options.loss.temperature
         self.hidden, weight, bias, wide = self.own.hidden, head.weight, head.bias, accumulation_dtype(hidden)
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
@@ -196,7 +179,7 @@ class _FusedPass:
             # Of a document with more rows than may exist at once, only the last piece's score is there when its
             # coefficients are known; the logits of the others come again. This rank may hold nothing of a chunk.
             kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
-            parts = [self.forward(rows) for rows in pieces]
+            parts = [self.with_logits(rows).log_probs for rows in pieces]
             for rows in kept:
                 last_piece = self.score(rows)
                 parts.append(last_piece.log_probs)
@@ -226,10 +209,6 @@ class _FusedPass:
         self.own.make_buffer(rows)
         if self.reference is not None:
             self.reference.make_buffer(rows)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Fill in what is measured of these rows, and return their log-probs."""
-        return self.with_logits(rows).log_probs
 
     def with_logits(self, rows: Tensor) -> Piece:
         """These rows with their logits as they are, what is measured of them filled in."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals, Tokens
 from pgtoolkit.kernels.chunks import default_logits_memory_mb, rows_within
-from pgtoolkit.kernels.fused_head import HeadOptions, LMHead, linear_log_probs, linear_loss
+from pgtoolkit.kernels.fused_head import HeadOptions, linear_log_probs, linear_loss
 from pgtoolkit.kernels.given_logits import choose_implementation, logits_loss
-from pgtoolkit.kernels.products import accumulation_dtype, linear
+from pgtoolkit.kernels.products import LMHead, accumulation_dtype, linear
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.exchange import Ranks, copy, largest
 from pgtoolkit.losses.kl import KINDS

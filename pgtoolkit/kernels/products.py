@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -76,16 +77,30 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@dataclass(frozen=True)
+class LMHead:
+    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names.
+
+    reference: for a full KL, hidden states (T, H') and the head of the reference.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    weight_gradient: Tensor | None = None
+    fp32_logits: bool = False
+    reference: tuple[Tensor, LMHead] | None = None
+
+
 class Projection:
     """The logits of a few rows at a time, in one buffer: hidden (T, H) @ weight (V, H).T + bias, without gradient.
 
-    A float32 weight under half-precision hidden states computes in their precision; fp32: the logits are float32.
+    A float32 weight under half-precision hidden states computes in their precision.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool):
-        self.hidden, self.weight = hidden.detach(), weight.detach().to(hidden.dtype)
-        self.dtype = accumulation_dtype(hidden) if fp32 else hidden.dtype
-        self.bias = None if bias is None else bias.detach().to(self.dtype)
+    def __init__(self, hidden: Tensor, head: LMHead):
+        self.hidden, self.weight = hidden.detach(), head.weight.detach().to(hidden.dtype)
+        self.dtype = accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype
+        self.bias = None if head.bias is None else head.bias.detach().to(self.dtype)
 
     def make_buffer(self, rows: int) -> None:
         self._buffer = self.hidden.new_empty(rows, len(self.weight), dtype=self.dtype)

@@ -127,7 +127,8 @@ def one_pass_kernel(
     WORDS: tl.constexpr = 4 * THREADS
     first = member * (BLOCKS * WORDS)
     lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    nothing: tl.constexpr = -8323200 if HALF == "bf16" else -67044352  # two times -inf
+    # -inf, of which a 32-bit word holds two.
+    nothing: tl.constexpr = -float("inf") if HALF == "" else -8323200 if HALF == "bf16" else -67044352
 
     label = tl.load(labels + group, mask=group < num_rows, other=-1).to(tl.int32)
     row = group
@@ -144,10 +145,7 @@ def one_pass_kernel(
             kept = ()
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
-                if HALF == "":
-                    kept = kept + (tl.load(source + columns, mask=columns < num_words, other=-float("inf")),)
-                else:
-                    kept = kept + (tl.load(source + columns, mask=columns < num_words, other=nothing),)
+                kept = kept + (tl.load(source + columns, mask=columns < num_words, other=nothing),)
 
             highest = kept[0]
             for i in tl.static_range(1, BLOCKS):
@@ -238,8 +236,7 @@ def one_pass_kernel(
                     n = float("nan")
 
             log_sum = tl.log2(n)
-            log_prob = ((label_logit - m) * scale - log_sum) * LN_2
-            log_prob = tl.where(inside, log_prob, float("nan"))
+            log_prob = tl.where(inside, ((label_logit - m) * scale - log_sum) * LN_2, float("nan"))
             if member == 0:
                 tl.store(log_probs + row, log_prob)
                 if ENTROPY:

@@ -93,11 +93,6 @@ class MetricSums:
     maxima: Tensor
     more: tuple[str, ...] = ()
 
-    def joined(self, kinds: list[str], sums: Tensor, maxima: Tensor) -> MetricSums:
-        """With the metrics of further kinds."""
-        sums, maxima = torch.cat([self.sums, sums]), torch.cat([self.maxima, maxima])
-        return MetricSums(self.level, sums, maxima, (*self.more, *kinds))
-
     def merge(self, other: MetricSums) -> MetricSums:
         if self.more != other.more:
             raise ValueError(f"pieces of one step need the same metrics (got {self.more} and {other.more})")
@@ -192,8 +187,9 @@ def with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Metr
         maxima += [rho, -rho]
     if not kinds:
         return sums
-    largest = _maxima(objective, maxima) if maxima else sums.maxima[:0]
-    return sums.joined(kinds, _sums(objective, means, of_size), largest)
+    largest = [_maxima(objective, maxima)] if maxima else []
+    joined = torch.cat([sums.sums, _sums(objective, means, of_size)]), torch.cat([sums.maxima, *largest])
+    return MetricSums(sums.level, *joined, tuple(kinds))
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
