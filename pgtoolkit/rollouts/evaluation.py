@@ -44,8 +44,8 @@ _Answer = tuple[CompletionRow, Score]
 class Evaluator:
     """Completes and scores sets of prompts with the weights as they are, on all ranks together.
 
-    sampler: of these completions alone, or one that shares its servers with the one of training. trained: a
-    `PolicyInTraining`. rollout: how they are sampled, as `as_evaluated` has it. folder: the run directory, where the
+    sampler: of these completions alone, or one that shares its servers with the one of training. trained: as of
+    `PolicyRollouts`. rollout: how they are sampled, as `as_evaluated` has it. folder: the run directory, where the
     completions are written.
     """
 

@@ -24,7 +24,7 @@ that it still has the weights of before: equal to the last bit they are by chanc
 class Proof:
     """After each version of the weights a server's log-probs of a fixed text are the trainer's, and move with them.
 
-    trained: the `PolicyInTraining`. prompts: token ids of prompts of the task. room: most tokens of a document.
+    trained: the module in training. prompts: token ids of prompts of the task. room: most tokens of a document.
     tolerance: of the mean absolute difference; None: by the number type.
     """
 

@@ -45,7 +45,7 @@ _IN_FLIGHT = 256
 class ServerSampler:
     """Completions from servers that share the requests; every rank has one, and rank 0 starts and fills the servers.
 
-    api: the words of the servers. trained: the `PolicyInTraining`. prompts: token ids of some prompts of the task, for
+    api: the words of the servers. trained: the module in training. prompts: token ids of some prompts of the task, for
     the proof of each version. room: most tokens of a document. write_settings: writes the files of the model's folder
     but for the weights. run_dir: where the logs go.
     """
