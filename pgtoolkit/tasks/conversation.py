@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from pgtoolkit.config.schema_completions import ConversationTaskConfig, GuessTaskConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
+from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Processes
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
 from pgtoolkit.tasks.tasks import Once, PromptRows, Score, Seeds, Task
-from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Processes, as_number
+from pgtoolkit.tasks.verifiers import as_number
 
 if TYPE_CHECKING:
     from torch import Tensor

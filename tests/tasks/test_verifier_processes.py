@@ -12,7 +12,8 @@ import pytest
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.tasks.verifiers import CRASH, TIMEOUT, Named, Question, verifiers_of
+from pgtoolkit.tasks.processes import CRASH, TIMEOUT
+from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 from pgtoolkit.training.train import train
 
 SCRIPTED = "tasks.verifiers_for_tests.scripted"
