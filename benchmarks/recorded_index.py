@@ -66,7 +66,7 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 
 
 def index(path: Path) -> None:
-    from pgtoolkit.config.schema_completions import RecordedRolloutConfig
+    from pgtoolkit.config.schema_completions import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
     from pgtoolkit.rollouts.advantages import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
 
@@ -78,10 +78,10 @@ def index(path: Path) -> None:
         shuffle=True,
         group_size=None,
         max_completion_length=None,
-        chat="auto",
-        trained_turns="all",
-        too_long="refuse",
-        truncated="train",
+        chat=Chat.auto,
+        trained_turns=TrainedTurns.all,
+        too_long=TooLong.refuse,
+        truncated=Truncated.train,
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for pass_name in ("indexed", "found"):

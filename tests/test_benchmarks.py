@@ -1,10 +1,12 @@
-"""`python -m benchmarks.kernels` on a CPU: it runs, its errors are small, and what it writes says what it printed."""
+"""Benchmarks on a CPU: they run, the errors of the kernels are small, and what is written says what was printed."""
 
 import csv
+import re
 
 import pytest
 import torch
 
+from benchmarks import recorded_index
 from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.workloads import document_lengths, make_workload
 from pgtoolkit.losses.families import FAMILIES
@@ -55,3 +57,10 @@ def test_workloads_clip_what_they_say():
         assert int((workload.half_untrained().labels >= 0).sum()) == 2048
         zero = float((workload.half_zero_advantage().advantages == 0).float().mean())
         assert 0.45 < zero <= 0.5
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_recorded_rollouts_are_indexed_and_found(tmp_path, capsys, suffix):
+    recorded_index.write(tmp_path / f"rows.{suffix}", 16, 8, 4)
+    recorded_index.index(tmp_path / f"rows.{suffix}")
+    assert re.findall(r"(\w+) 16 rows in", capsys.readouterr().out) == ["indexed", "found"]

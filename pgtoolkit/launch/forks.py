@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
+import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch import job
 from pgtoolkit.system.imports import without
@@ -35,9 +38,8 @@ _MODULES = (
 _WHILE_IMPORTED = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-"""NumPy and Arrow start no threads, and torch counts GPUs without CUDA: a fork would inherit half of either."""
+"""NumPy and Arrow start no threads, which a fork would inherit half."""
 
 
 class JobProcess:
@@ -121,6 +123,7 @@ def serve() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # which may come to all processes of a node at once
     launcher = [socket.socket(fileno=os.dup(0))]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    loaded = _code()
     _load()
     lines: dict[int, socket.socket] = {}
     while launcher or lines:
@@ -133,6 +136,8 @@ def serve() -> int:
             if (process := os.fork()) == 0:
                 for inherited in (channel, *lines.values()):
                     inherited.close()
+                if _code() != loaded:
+                    _begin_anew(request.decode(), line.fileno(), log)
                 return _job(*json.loads(request), line, log)
             lines[process] = line
             os.close(log)
@@ -146,7 +151,25 @@ def serve() -> int:
     return 0
 
 
+def _code() -> dict[Path, int]:
+    """When each file of this package was changed last."""
+    changed = {}
+    for file in Path(pgtoolkit.__file__).parent.rglob("*.py"):
+        with contextlib.suppress(FileNotFoundError):
+            changed[file] = file.stat().st_mtime_ns
+    return changed
+
+
+def _begin_anew(request: str, line: int, log: int) -> NoReturn:
+    """A job as if it was started alone, by another code than was imported here; what it imports later, too, is new."""
+    for inherited in (line, log):
+        os.set_inheritable(inherited, True)
+    command = [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", request, str(line), str(log)]
+    os.execv(sys.executable, command)
+
+
 def _load() -> None:
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch counts GPUs without CUDA; Lightning sets it for good, too
     before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
     os.environ |= _WHILE_IMPORTED
     with without():
@@ -163,6 +186,7 @@ def _load() -> None:
 
 def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
     os.setsid()
+    atexit.unregister(shutil.rmtree)  # of matplotlib's folder, where the home cannot be written: others still need it
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
@@ -188,7 +212,10 @@ def _obey(line: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    status = serve()
+    if len(sys.argv) > 1:
+        status = _job(*json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+    else:
+        status = serve()
     # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares with the others,
     # only to free it: 0.4 s.
     threading._shutdown()

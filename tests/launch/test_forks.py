@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from builders.commands import ENVIRONMENT, Command, wait_until
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, metrics_of
 from omegaconf import OmegaConf
 
+import pgtoolkit
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch import engines
 from pgtoolkit.launch.forks import Forks, JobProcess
@@ -41,8 +43,11 @@ def forks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(TELLING)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40)))
-    return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2"})
+    return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", COUNTING: "0"})
 
+
+COUNTING = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""A variable that Lightning sets."""
 
 OVERRIDES = [
     *(one for one in SHORT if not one.startswith(("task.", "tracking"))),
@@ -69,7 +74,7 @@ def test_forked_jobs_are_those_that_are_started_alone(tmp_path, forks):
     """Metrics, weights and moments, to the last bit; random states, environment, threads and signals."""
     jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
     assert [job.wait() for job in jobs] == [0, 0], (tmp_path / "seed-1" / "output.log").read_text()
-    alone = Command(tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2"})
+    alone = Command(tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2", COUNTING: "0"})
     assert "reward" in alone.end()
     assert metrics_of(tmp_path / "seed-2") == metrics_of(alone.directory) != metrics_of(tmp_path / "seed-1")
     assert_equal(checkpoint_of(tmp_path / "seed-2", 6), checkpoint_of(alone.directory, 6))
@@ -109,6 +114,31 @@ def test_a_killed_process_that_forks_is_said(forks):
     assert (waiting.wait(), waiting.reason) == (75, "the process that forks the jobs was ended")
     with pytest.raises(PgtoolkitError, match="the process that forks the jobs has ended"):
         start(forks, "next")
+
+
+ANSWER = """
+import os, sys
+def run_file(file):
+    return {} if {} else 8
+"""
+"""In the place of `pgtoolkit/launch/job.py`."""
+
+
+def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
+    """That of its start: code that was changed since the first job is imported anew, by the jobs that follow.
+
+    Where the home cannot be written, and matplotlib makes a folder for a while, a job leaves it to those that follow.
+    """
+    shutil.copytree(Path(pgtoolkit.__file__).parent, package := tmp_path / "pgtoolkit")
+    (tmp_path / "temporary").mkdir()
+    unwritable = {"HOME": "/proc/none", "MPLCONFIGDIR": "/proc/none", "TMPDIR": str(tmp_path / "temporary")}
+    logs = [tmp_path / f"log-{number}" for number in range(3)]
+    (package / "launch" / "job.py").write_text(ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])"))
+    forks = Forks(ENVIRONMENT | unwritable | {"PYTHONPATH": str(tmp_path)})
+    assert [forks.start("any", log).wait() for log in logs[:2]] == [6, 6]
+    (package / "launch" / "job.py").write_text(ANSWER.format(7, "'matplotlib' not in sys.modules"))
+    assert forks.start("any", logs[2]).wait() == 7
+    assert [log.read_text() for log in logs] == [""] * 3
 
 
 class Recorded:
