@@ -145,7 +145,10 @@ def explain(words: str) -> str:
         return "\n\n".join(pages)
     if rows := list(_rows_with(words)):
         return "\n\n".join(rows)
-    near = nearest(words, known)
+    saying = [page for pages in known.values() for page in pages if re.search(rf"\b{re.escape(words)}", page, re.I)]
+    if titles := dict.fromkeys(page.partition("\n")[0] for page in saying if "a group of options" not in page):
+        return "\n  ".join([f"{words}: a word in what `pgtk explain` says of", *titles])
+    near = nearest(words, known, 0.65)
     reason = "It is no key, group, option, metric or exit status."
     use = f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md"
     raise ConfigError(refusal(f"pgtk explain {words}", "a word that is known", words, reason, use))
@@ -171,7 +174,7 @@ def explanations() -> dict[str, list[str]]:
             explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
-        words = [] if entry.key.option else [entry.key.name, entry.key.leaf]
+        words = [] if entry.key.option else [entry.key.name, entry.key.leaf, *map(str, entry.key.names)]
         explained(words, f"{entry.key.name}: a key{of}", entry.told())
     for heads, row in [*_table("metrics.md"), *_table("evaluation.md")]:
         for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
@@ -215,12 +218,13 @@ def _cells(line: str) -> list[str]:
 
 
 def _rows_with(word: str) -> Iterator[str]:
-    """The rows in which a word of another trainer stands, such as verl's clip_ratio_high."""
+    """The rows in which a word stands, of another trainer, such as verl's clip_ratio_high, or of a file's schema."""
     for page in ("losses.md", "adapters.md", "data.md"):
         for heads, row in _table(page):
-            if any(re.search(rf"`[^`]*\b{re.escape(word)}\b[^`]*`", cell) for cell in row):
+            codes = re.findall("`[^`]+`", " ".join(row))
+            if any(re.search(rf"\b{re.escape(word)}\b", code) for code in codes):
                 shown = {head or "here": cell for head, cell in zip(heads, row, strict=False) if cell}
-                yield _page(f"{word}: of another trainer, see docs/{page}", shown)
+                yield _page(f"{word}: see docs/{page}", shown)
 
 
 def _page(title: str, shown: dict[str, str]) -> str:

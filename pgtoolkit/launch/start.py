@@ -20,7 +20,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
-from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts
+from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts, problems_of_folder
 from pgtoolkit.config.rules.executed import written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
@@ -100,20 +100,27 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     if step is None and places:
         reason, use = "A run goes on where it lies.", f"pgtk resume {shell_path(run_dir)} --step N {places[0]}"
         raise ConfigError(refusal(places[0], "--step N, which makes a run of its own", "none", reason, use))
-    if step is not None:
-        if len(places) != 1:
-            needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
-            use = f"pgtk resume {shell_path(run_dir)} --step {step} hydra.run.dir=outputs/NEW"
-            raise ConfigError(refusal(f"--step={step}", needs, " ".join(places) or "none", reason, use))
-        overrides = [override for override in overrides if override not in places]
-        folder = Path(str(parse(places)[0][0].value()))
+    overrides = [override for override in overrides if override not in places]
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     run.report.problems += written_elsewhere(run.config, run_dir, parse(overrides)[0])
-    if step is not None and (problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None))):
-        run.report.problems.append(problem)
-    if step is not None and step >= (most := run.values.trainer.max_steps):
-        needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
-        run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)
+    if step is not None:
+        from pgtoolkit.training.export import branch, lacks_checkpoint  # which loads torch
+
+        most = run.values.trainer.max_steps
+        if problem := lacks_checkpoint(run_dir, f"pgtk resume {shell_path(run_dir)}", step, most):
+            run.report.problems.insert(0, problem)
+        elif step >= most:
+            needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
+            run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)
+        if not places:
+            needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
+            run.report.refuse(f"--step={step}", needs, "none", reason, "hydra.run.dir=outputs/NEW")
+        elif found := (new := compose(places)).problems or problems_of_folder(new.config, "hydra.run.dir"):
+            run.report.problems += found
+        else:
+            folder = Path(new.config.hydra.run.dir)
+        if problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None)):
+            run.report.problems.append(problem)
     check_machine(run.values, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
@@ -122,8 +129,6 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             run.config.tracking.run_name = None  # that of its folder
         if (rank := joined()) is None or rank.number == 0:
             try:
-                from pgtoolkit.training.export import branch  # which loads torch
-
                 branch(run_dir, step, folder)
             except PgtoolkitError as error:
                 raise _ending_other_ranks(error, run) from error

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -131,18 +132,28 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
             f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
             f"end. Use pgtk resume {shell_path(run_dir)}."
         )
+    if problem := lacks_checkpoint(run_dir, use, step):
+        raise ConfigError(problem)
     path = folder / f"step-{step:06d}"
-    if not path.is_dir():
-        there = [step_of(checkpoint) for checkpoint in list_checkpoints(folder)]
-        reason = "The run keeps trainer.keep_checkpoints of them, and the best."
-        needs, got = f"one of the steps {', '.join(map(str, there)) or 'with a checkpoint'}", step
-        raise ConfigError(refusal(f"{use} --step={step}", needs, got, reason, f"--step={there[-1] if there else 'N'}"))
     try:
         return read_checkpoint(path)
     except PgtoolkitError:
         raise
     except Exception as error:  # of damaged files its parsers each raise their own
         raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
+
+
+def lacks_checkpoint(run_dir: Path, use: str, step: int, most: float = math.inf) -> str | None:
+    """What is said of a run without a checkpoint of this step; most: trainer.max_steps, where it is to be continued."""
+    there = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
+    if step in there:
+        return None
+    reason = "The run keeps trainer.keep_checkpoints of them, and the best."
+    needs = f"one of the steps with a checkpoint, {', '.join(map(str, there)) or 'of which there is none'}"
+    instead = f"pgtk resume {shell_path(run_dir)}"
+    if there:
+        instead = f"--step={there[-1]}" + (f" trainer.max_steps={2 * there[-1]}" if there[-1] >= most else "")
+    return refusal(f"{use} --step={step}", needs, step, reason, instead)
 
 
 def refuse_occupied(use: str, folder: Path) -> None:

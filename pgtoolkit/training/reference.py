@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
@@ -26,21 +27,21 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
     """
     if not config.kl.needs_model:
         return None
-    path = config.kl.reference
-    if path == "initial" and adapted_layers(policy.model):
+    own = config.kl.reference in NO_FOLDER
+    if own and adapted_layers(policy.model):
         return policy  # the frozen weights under the adapters are those that the run starts from
-    loaded = replace(policy, model=copy.deepcopy(policy.model)) if path in NO_FOLDER else _loaded(path, policy, layout)
+    loaded = replace(policy, model=copy.deepcopy(policy.model)) if own else _loaded(config, policy, layout)
     model = loaded.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32:
         _narrow(model, policy.compute_dtype)
     return loaded
 
 
-def _loaded(path: str, policy: Policy, layout: Layout) -> Policy:
+def _loaded(config: Config, policy: Policy, layout: Layout) -> Policy:
     dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
     off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False, "compile": False}
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
-    chosen = HuggingFaceModelConfig(name="huggingface", path=path, dtype=dtype, **off, **no_lora)
+    chosen = HuggingFaceModelConfig(name="huggingface", path=config.kl.reference, dtype=dtype, **off, **no_lora)
     try:
         loaded = build_policy(chosen, None, policy.by_document, layout, policy.compiled)  # as the policy was built
     except ConfigError as error:
@@ -48,11 +49,9 @@ def _loaded(path: str, policy: Policy, layout: Layout) -> Policy:
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
     if loaded.tokenizer.get_vocab() != tokens or sizes[0] != sizes[1]:
         own = len(set(tokens.items()) & set(loaded.tokenizer.get_vocab().items()))
-        raise ConfigError(
-            f"kl.reference={path} needs the vocabulary of the policy, {sizes[0]} rows of the head and "
-            f"{len(tokens)} tokens (got {sizes[1]} rows, and {own} of these tokens under the same number). Its "
-            "log-probs would be those of other tokens. Use a model of the same family, or kl.reference=initial."
-        )
+        needs = f"the vocabulary of the policy, {sizes[0]} rows of the head and {len(tokens)} tokens"
+        got = f"{sizes[1]} rows, and {own} of these tokens under the same number"
+        raise ConfigError(other_vocabulary(config, needs, got))
     return loaded
 
 

@@ -65,7 +65,9 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
         overrides = [one for one in overrides if not one.startswith(("rollout.", "task."))] + [f"rollout.path={rows}"]
     if name == "distillation":
-        overrides.append(f"kl.reference={save_with_tokenizer(small_llama(), tmp_path / 'teacher')}")
+        student, teacher = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1))
+        named = f"model.path={student}", f"kl.reference={teacher}"
+        overrides = [*(one for one in overrides if not one.startswith("model.")), *named]
     config = config_of(*overrides)
     assert validate(config).problems == []
     train(config, tmp_path, overrides=overrides)

@@ -56,6 +56,11 @@ def test_the_page_of_keys_is_made_from_the_schema():
         ("ppo", "loss=grpo: an option"),
         ("kl_ref", "never negative level: basic, where a reference is known"),
         ("75", "stopped by a signal after saving a checkpoint; it can be resumed"),
+        ("proximal", "rollout.old_log_probs: a key of rollout=policy type: one of training, sampling, proximal"),
+        ("cosine", "optimizer.schedule: a key"),
+        ("anchor", "a word in what `pgtk explain` says of rollout.old_log_probs: a key of rollout=policy"),
+        ("teacher", "kl.reference: a key"),
+        ("trajectory", "trajectory: see docs/data.md field: `trajectory`"),
         ("clip_ratio_c", "the dual clip, which verl always has"),
         ("accumulation.docs_per_step=96 does not divide the 256 documents of a batch", "Documents per optimizer step"),
     ],
@@ -68,6 +73,11 @@ def test_what_is_said(words, says):
 def test_an_unknown_word_gets_the_nearest(capsys, word, near):
     assert main(["explain", word]) == 2
     assert capsys.readouterr().err.endswith(f"Use pgtk explain {near}.\n")
+
+
+def test_a_word_like_no_other_gets_the_page_of_keys(capsys):
+    assert main(["explain", "behaviour"]) == 2
+    assert capsys.readouterr().err.endswith("Use pgtk --help, or docs/keys.md.\n")
 
 
 def test_it_loads_no_torch():

@@ -63,6 +63,7 @@ def problems(capsys, *overrides):
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
         ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
+        ("kl.coefficient=null", "kl=k3 kl.reference=initial", "kl.coefficient=0.04"),
         ("hydra.run.dir=/proc/foo", "", "hydra.run.dir=outputs/FOLDER"),
         ("hydra.run.dir=prompts.jsonl/run", "", "hydra.run.dir=outputs/FOLDER"),
         (f"hydra.run.dir={'x' * 256}", "", "hydra.run.dir=outputs/FOLDER"),

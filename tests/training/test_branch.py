@@ -68,13 +68,17 @@ def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, t
     [
         (
             ["--step", "7", "hydra.run.dir=new", "trainer.max_steps=9"],
-            "needs one of the steps 1, 2, 3, 4, 5, 6 (got 7)",
+            "needs one of the steps with a checkpoint, 1, 2, 3, 4, 5, 6 (got 7)",
         ),
         (
             ["--step", "3", "hydra.run.dir=there"],
             "hydra.run.dir=there needs a new or empty folder (got one with 1 entry)",
         ),
+        (["--step", "9", "hydra.run.dir=new"], "and the best. Use --step=6 trainer.max_steps=12.\n"),
+        (["--step", "9", "hydra.run.dir=new", "loss=none"], "2 problems in the configuration:\n  pgtk resume"),
         (["--step", "3"], "--step=3 needs hydra.run.dir=NEW (got none)"),
+        (["--step", "3", "hydra.run.dir=a b("], "hydra.run.dir=a b( needs the form key=value"),
+        (["--step", "3", "hydra.run.dir=${x}"], "hydra.run.dir needs a value that resolves"),
         (["--step", "x", "hydra.run.dir=new"], "argument --step: invalid int value: 'x'"),
         (["--step", "3", "hydra.run.dir=new", "loss=none"], "loss=none"),
         (
@@ -106,11 +110,11 @@ def test_recorded_batches_of_the_parent_are_not_written_over(tmp_path, capsys):
     assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
 
 
-@pytest.mark.parametrize("place", ["inner", "."])
-def test_a_run_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, place):
+@pytest.mark.parametrize(("place", "needs"), [("inner", "a folder outside {}"), (".", "a directory without a run")])
+def test_a_run_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, place, needs):
     before = files_of(copied)
     assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={copied / place}"]) == 2
-    assert f"needs a folder outside {copied}" in capsys.readouterr().err
+    assert f"needs {needs.format(copied)}" in capsys.readouterr().err
     assert files_of(copied) == before
 
 

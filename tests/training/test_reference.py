@@ -76,7 +76,7 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
     """experiment=distillation on a policy of another architecture and width than its teacher, against their logits."""
     teacher = llama(tmp_path / "teacher", seed=3, hidden_size=8)
     chosen = f"kl={kind}", "kl.coefficient=2", f"kl.reference={teacher}", f"kernel={kernel}", "rollout.temperature=0.7"
-    module, loader = built(*WITHOUT_AGGREGATION, "experiment=distillation", *chosen)
+    module, loader = built(*WITHOUT_AGGREGATION, "experiment=distillation", "model=tiny", *chosen)
     step = next(iter(loader))
     for model in (module.policy.model, module.reference.model):  # for a distance that rounding does not hide
         model.get_output_embeddings().weight.data.mul_(30)
@@ -94,7 +94,7 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
 
 def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path):
     teacher = llama(tmp_path / "teacher", seed=3)
-    settings = "experiment=distillation", "kl=full_reverse", "kl.coefficient=1", f"kl.reference={teacher}"
+    settings = "experiment=distillation", "model=tiny", "kl=full_reverse", "kl.coefficient=1", f"kl.reference={teacher}"
     more = "trainer.max_steps=12", "optimizer.learning_rate=0.02"
     rows = metrics_of(run(tmp_path / "run", *settings, *more))
     assert rows[-1]["kl_ref"] < rows[0]["kl_ref"] / 3
@@ -139,7 +139,7 @@ def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
     assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
-PROMPTED = ("experiment=distillation", "kl.coefficient=1", "kl.reference_prompt='{answer}={prompt}'")
+PROMPTED = ("experiment=distillation", "model=tiny", "kl.coefficient=1", "kl.reference_prompt='{answer}={prompt}'")
 WITHOUT_AGGREGATION = [one for one in SHORT if not one.startswith("aggregation")]
 
 
@@ -183,9 +183,12 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
 
 def test_another_vocabulary_is_refused(tmp_path):
     path = llama(tmp_path / "model")
-    wider = llama(tmp_path / "wider", vocab_size=14)
-    with pytest.raises(ConfigError, match=r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"):
+    wider, others = llama(tmp_path / "wider", vocab_size=14), ", or kl.reference=initial"
+    refused = r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"
+    with pytest.raises(ConfigError, match=f"{refused}.* the same family{others}.$"):
         built(*with_model(path, "kl=k3", f"kl.reference={wider}"))
+    with pytest.raises(ConfigError, match=f"{refused}.* the same family.$"):  # which may not be the policy itself
+        built(*with_model(path, "experiment=distillation", f"kl.reference={wider}", of=WITHOUT_AGGREGATION))
     renamed = llama(tmp_path / "renamed")
     tokenizer = json.loads((renamed / "tokenizer.json").read_text())
     numbers = tokenizer["model"]["vocab"]
@@ -234,7 +237,7 @@ def test_a_teacher_s_recorded_log_probs_distil_without_rewards(tmp_path):
     rows = [{key: x for key, x in row.items() if key not in ("reward", "advantage")} for row in rows_with_reference()]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     chosen = "experiment=distillation", "rollout=recorded", f"rollout.path={path}", "kl.reference=recorded"
-    module, loader = built("tracking=none", *chosen, "model.hidden_size=8", "model.num_heads=2")
+    module, loader = built("tracking=none", "model=tiny", *chosen, "model.hidden_size=8", "model.num_heads=2")
     step = next(iter(loader))
     (micro_batch,) = step.micro_batches
     new = module.log_probs(micro_batch)[micro_batch.labels >= 0].double()

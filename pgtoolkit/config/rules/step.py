@@ -17,7 +17,7 @@ from pgtoolkit.losses.kl import FULL_KINDS
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.model_folder import model_settings
-from pgtoolkit.system.report import Report, is_whole, text
+from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 
 def loss(c: Config, report: Report) -> None:
@@ -85,7 +85,7 @@ def advantage(c: Config, report: Report) -> None:
         setting, needs = "advantage=none", "kl other than none and k1, or entropy.coefficient > 0"
         reason = "Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference."
         report.refuse(setting, needs, f"kl={c.kl.kind}", reason, "kl=k3_ratio with kl.coefficient and kl.reference")
-    elif estimator == "none" and (c.kl.reference, c.kl.reference_prompt, c.entropy.coefficient) == ("initial", None, 0):
+    elif needs_teacher(c) and c.kl.reference == "initial":
         reason = "The policy begins there, where the distance from it is least, and would stay."
         report.refuse("advantage=none", "kl.reference to be a teacher", "initial", reason, "kl.reference=FOLDER")
     if estimator == "custom" and c.advantage.path is None:
@@ -114,7 +114,8 @@ def penalties(c: Config, report: Report) -> None:
     if c.kl.coefficient is None:
         reason = "The penalty is multiplied by it."
         report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
-    of_teacher = c.advantage.estimator == "none" and c.kl.reference_prompt is None
+        c.kl.coefficient = 0.04  # for the sake of what follows
+    of_teacher = needs_teacher(c)
     usual = "kl.reference=FOLDER" if of_teacher else "kl.reference=initial"
     if reference is None:
         use = f"{usual} of a teacher" if of_teacher else f"{usual} for the run's first weights, or kl=none"
@@ -130,13 +131,22 @@ def penalties(c: Config, report: Report) -> None:
     existing(report, "kl.reference", reference, hub=True)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
-        reason = "Its log-probs would be those of other tokens."
-        use = "a model of the same family" + ("" if of_teacher else ", or kl.reference=initial")
-        report.refuse(f"kl.reference={reference}", f"a vocabulary of {sizes[0]} entries", sizes[1], reason, use)
+        report.problems.append(other_vocabulary(c, f"a vocabulary of {sizes[0]} entries", sizes[1]))
     if c.kl.needs_model and (stages := c.parallelism.pipeline_parallel) > 1:
         reason = "The stages hand on the training policy's hidden states, and no others."
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
+
+
+def needs_teacher(c: Config) -> bool:
+    """Whether nothing but the distance from the reference trains, and both read the same prompt."""
+    return c.advantage.estimator == "none" and c.kl.reference_prompt is None and c.entropy.coefficient == 0
+
+
+def other_vocabulary(c: Config, needs: str, got: Any) -> str:
+    """What is said of a reference whose tokens are not the policy's."""
+    use = "a model of the same family" + ("" if needs_teacher(c) else ", or kl.reference=initial")
+    return refusal(f"kl.reference={c.kl.reference}", needs, got, "Its log-probs would be those of other tokens.", use)
 
 
 def _reference_prompt(c: Config, report: Report) -> None:
