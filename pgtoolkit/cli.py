@@ -14,7 +14,7 @@ from pgtoolkit import __version__
 from pgtoolkit.config.files import sweep_file
 from pgtoolkit.errors import ConfigError, PgtoolkitError, unusable
 from pgtoolkit.launch.commands import REPORTS, report
-from pgtoolkit.launch.help import complete, help_page, unknown_command
+from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, say
 
@@ -48,7 +48,7 @@ def _dispatch(argv: list[str]) -> int:
     if command in REPORTS:  # whose parsers know --help
         return report(command, argv[1:])
     if "--help" in argv or "-h" in argv:
-        say(help_page(COMMANDS))
+        say(training_help(command, *COMMANDS[command][:2]) if command in COMMANDS else help_page(COMMANDS))
         return 0
     if "--version" in argv:
         say(f"pgtk {__version__}")
@@ -118,7 +118,7 @@ def _for_hydra(argv: list[str]) -> list[str]:
 
 COMMANDS = {
     "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
-    "check": ("...", "of any of these: print the plan and every problem, start nothing", _check),
+    "check": ("[OVERRIDES]", "print the plan and every problem; also: pgtk check sweep NAME", _check),
     "resume": ("RUN_DIR [OVERRIDES]", "continue a run; with --step N hydra.run.dir=NEW as a new one", _resume),
     "continue": ("DIR [OVERRIDES]", "start a run there, or continue it: a job script can repeat it", _continue),
     **REPORTS,

@@ -1,5 +1,6 @@
 """The command `pgtk`: exit statuses, help, suggestions; nothing is created before the configuration is right."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -160,6 +161,15 @@ def test_help_fits_one_screen():
     for group, names in options().items():
         assert group in help_page(COMMANDS)
         assert all(name in help_page(COMMANDS) for name in names)
+
+
+def test_each_command_has_a_help_of_its_own(capsys):
+    for command in COMMANDS:
+        with contextlib.suppress(SystemExit):  # argparse's
+            main([command, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: pgtk {command} ")
+    main(["sweep", "-h"])
+    assert {"loss_by_aggregation,", "--fail-fast:"} <= {*capsys.readouterr().out.split()}
 
 
 def test_help_loads_nothing(tmp_path):

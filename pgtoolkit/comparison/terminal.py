@@ -58,7 +58,7 @@ def heading(compared: Compared) -> str:
     apart = [key for key in compared.keys if len({repr(group.values[key]) for group in compared.groups}) > 1]
     if not apart:
         return f"{start}: they differ in nothing but the seed"
-    follows = f"; {', '.join(compared.following)} with them" if compared.following else ""
+    follows = f" (and so in {', '.join(compared.following)})" if compared.following else ""
     return f"{start}, which differ in {', '.join(apart)}{follows}"
 
 
@@ -133,8 +133,8 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     few = ""
     if min(min(pair.counts) for pair in tested) <= 10:
         few = (
-            ". It takes the few seeds for all there could be: with 3 it holds the true difference in about 75 of 100 "
-            "cases, with 5 in 85, with 10 in 90"
+            ". It knows these few seeds alone and is too narrow: with 3 it holds the true difference in about 75 of "
+            "100 cases, with 5 in 85, with 10 in 90"
         )
     paired = "paired: both have the same seeds, so the same prompts; the difference of each seed is tested."
     more = "better" if compared.sign else "higher"

@@ -135,7 +135,7 @@ def explain(words: str) -> str:
     Raises ConfigError for a word that nothing is known of, with the nearest.
     """
     known = explanations()
-    word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ")
+    word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ").removeprefix("exit status ")
     if pages := known.get(word) or known.get(word.partition("=")[0] if "." in word else ""):
         return "\n\n".join(pages)
     inside = [part.strip(".") for part in re.findall(r"[\w./@=]+", words)] if " " in words.strip() else []
@@ -143,7 +143,7 @@ def explain(words: str) -> str:
     names = [name for part in inside for name in (part, part.partition("=")[0]) if re.search("[=._]", name)]
     if pages := [page for name in dict.fromkeys(names) for page in known.get(name, ())]:
         return "\n\n".join(pages)
-    if rows := list(_rows_with(words)):
+    if rows := sorted(_rows_with(words), key=lambda row: f": `{words}`\n" not in row):  # first where it stands alone
         return "\n\n".join(rows)
     saying = [page for pages in known.values() for page in pages if re.search(rf"\b{re.escape(words)}", page, re.I)]
     if titles := dict.fromkeys(page.partition("\n")[0] for page in saying if "a group of options" not in page):
@@ -218,10 +218,10 @@ def _cells(line: str) -> list[str]:
 
 
 def _rows_with(word: str) -> Iterator[str]:
-    """The rows in which a word stands, of another trainer, such as verl's clip_ratio_high, or of a file's schema."""
+    """The rows with a word, or with heads that have it: of another trainer, such as beta, or of a file's schema."""
     for page in ("losses.md", "adapters.md", "data.md"):
         for heads, row in _table(page):
-            codes = re.findall("`[^`]+`", " ".join(row))
+            codes = re.findall("`[^`]+`", " ".join(heads + row))
             if any(re.search(rf"\b{re.escape(word)}\b", code) for code in codes):
                 shown = {head or "here": cell for head, cell in zip(heads, row, strict=False) if cell}
                 yield _page(f"{word}: see docs/{page}", shown)

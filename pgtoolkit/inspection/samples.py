@@ -152,6 +152,8 @@ def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, 
             page += _texts(row, {"completion": row}, lines)
     rose, fell, stayed = shown.counts
     changed = f"{rose} prompts better, {fell} worse, {stayed} the same (by mean reward of what was kept)"
+    if not any(shown.counts):
+        changed = "unknown, no prompt was asked twice; an evaluation (evaluation.every=20) asks the same ones each time"
     page += ["", *folded(f"Changed since step {shown.since}: {changed}")]
     for change in shown.changes:
         before, after = change.means

@@ -17,7 +17,7 @@ class _Parser(argparse.ArgumentParser):
     """command: the line as it was typed, for the pages that it makes."""
 
     def __init__(self, name: str, argv: list[str]):
-        super().__init__(f"pgtk {name}", description=REPORTS[name][1])
+        super().__init__(f"pgtk {name}", description=REPORTS[name][1].partition("; --")[0])
         self.command = redact(shlex.join(["pgtk", name, *argv]))
 
     def error(self, message):
@@ -39,7 +39,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
     measure = parser.add_mutually_exclusive_group()
-    measure.add_argument("--metric", metavar="NAME", help="what is compared, area:NAME or final:NAME (default: fits)")
+    measure.add_argument("--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)")
     measure.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or more")
     parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
     parser.add_argument("--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is")
@@ -177,7 +177,7 @@ def _convert(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("system", metavar="SYSTEM", help=known)
     parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
-    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="compare its log-probs, as a proof")
+    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="compare with its log-probs")
     parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
     args = parser.parse_intermixed_args(argv)
     if args.out.suffix != ".parquet" or args.out.exists():
@@ -236,7 +236,7 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
 def _tokens(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side")
-    step = "default: the last before new rollouts, after a checkpoint"
+    step = "default: the last step on its batch of rollouts, soon after a checkpoint"
     parser.add_argument("--step", type=_positive, metavar="N", help=step)
     parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
     args = parser.parse_intermixed_args(argv)

@@ -34,6 +34,13 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     return "\n".join(lines)
 
 
+def training_help(command: str, words: str, says: str) -> str:
+    """What `pgtk COMMAND --help` says of one whose words are Hydra's."""
+    page = f"usage: pgtk {command} {words}\n\n{says}\n\nOVERRIDES: GROUP=OPTION or KEY=VALUE, see pgtk --help"
+    names = f"NAME: {', '.join(sweep_files())}, or path/to/file.yaml"
+    return page + f"\n{names}\n--fail-fast: start no further job once one has failed" * (command == "sweep")
+
+
 def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     """Two on one line of 100 columns where both are short: one and the next short one after it."""
     joined: list[str] = []

@@ -160,9 +160,13 @@ class TokenizedTask:
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
             if len(prompts) > 1:
                 return [self.encode([prompt])[0] for prompt in prompts]
+            reason = first_line(error)
+            if "[UNK]" in reason:  # of the tiny model, whose tokens are the characters that its task has
+                foreign = listed([repr(sign) for sign in sorted({*prompts[0].text} - {*self.tokenizer.get_vocab()})], 5)
+                reason = f"it has no token for {foreign}, which prompts and answers of training lack"
             raise DataError(
                 f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by the model's "
-                f"tokenizer: {first_line(error)}"
+                f"tokenizer: {reason}"
             ) from error
         return tokens
 
@@ -242,6 +246,8 @@ class TokenizedTask:
         longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
         ways += [f"task.max_prompt_length={longest}"] if longest_prompt is not None else []
+        if longest_prompt is None and longest < longest_document:
+            ways.append(f"rollout.max_completion_length={longest_document - longest}")
         tokens = f"accumulation.max_tokens={longest + longest_completion}"
         ways.append(f"{tokens} with a model of as many positions, or shorter prompts")
         raise DataError(

@@ -103,7 +103,9 @@ def test_runs_that_differ_in_the_seed_are_one_group(sweep):
 def test_the_page_says_it_all(sweep, capsys):
     text = page(capsys, sweep)
     lines = text.splitlines()
-    assert lines[0].startswith("6 runs (6 counted) of 2 configurations, which differ in loss;")
+    assert lines[0].startswith(
+        "6 runs (6 counted) of 2 configurations, which differ in loss (and so in loss.epsilon_low)"
+    )
     assert lines[2].startswith("loss  reached  documents  tokens  seconds  mean           final          curve")
     assert lines[3].startswith("gspo  3 of 3   88 ± 16    550     ")
     assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[3]
@@ -299,7 +301,7 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     assert "grpo, 0.0001: this is the lowest" in said
     assert "chosen by the same runs that are compared" in said
     assert said.startswith(
-        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
+        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate (and so in loss.ep"
     )
     against = compare(find_runs([str(tmp_path)]), "final:reward", "optimizer.learning_rate", against="loss=gspo")
     assert [group.values["loss"] for group in against.groups] == ["gspo", "grpo"]
@@ -313,7 +315,7 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     assert "tried-1" in drawn
     said = " ".join(page(capsys, tmp_path, "--best-of=loss").split())  # both times a loss and its rate
     assert said.startswith(
-        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate; loss.ep"
+        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate (and so in loss.ep"
     )
 
 

@@ -117,7 +117,7 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     assert main(["samples", "run", "--set", "training", "--step", "3"]) == 0
     out = capsys.readouterr().out
     assert "All have reward 0.500; some of them\n  0.500  a: advantage -0.500, 1 token, ended by itself" in out
-    assert "Changed since step 3: 0 prompts better, 0 worse, 0 the same" in out
+    assert "Changed since step 3: unknown, no prompt was asked twice" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

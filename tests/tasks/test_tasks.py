@@ -14,6 +14,7 @@ from pgtoolkit.config.schema_completions import (
     TooLong,
 )
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Prompt, make_task
 
@@ -160,7 +161,8 @@ def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
     assert str(error.value) == (
         "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A document of at most "
         "17 tokens holds a prompt and a completion of up to rollout.max_completion_length=8. Use task.too_long=skip, "
-        "or accumulation.max_tokens=21 with a model of as many positions, or shorter prompts."
+        "or rollout.max_completion_length=4, or accumulation.max_tokens=21 with a model of as many positions, "
+        "or shorter prompts."
     )
     assert task.num_prompts == 1505
 
@@ -182,7 +184,9 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
             (5, "p.jsonl:5"),
             (6, "p.jsonl:10"),
         ]
-    with pytest.raises(DataError, match=r"4 of 4 prompts do not have 1 to 1 tokens.* Use accumulation.max_tokens=15"):
+    with pytest.raises(
+        DataError, match=r"4 of 4 prompts do not have 1 to 1 tokens.* Use rollout.max_completion_length=2, or"
+    ):
         check_lengths(task, 9, 8, skip=True)
 
 
@@ -209,6 +213,13 @@ def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
     prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
     with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
         encoded(prompts, lambda text: list(text.encode("ascii")))
+
+
+def test_the_tiny_model_says_which_characters_it_has_no_token_for():
+    tokenized = TokenizedTask(None, character_tokenizer("0123="))
+    assert tokenized.encode([Prompt("123=", "", 0, "p.jsonl:1")]) != []
+    with pytest.raises(DataError, match=r"'194=' at p\.jsonl:2 .*: it has no token for '4', '9', which prompts"):
+        tokenized.encode([Prompt("123=", "", 0, "p.jsonl:1"), Prompt("194=", "", 1, "p.jsonl:2")])
 
 
 def test_a_prompt_with_a_token_that_the_model_has_no_weights_of_is_named():

@@ -99,6 +99,10 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
     assert "MLflow" not in text
     assert "curves" not in text
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
+    with RunDirectory(tmp_path) as run:  # which the other losses could not train on: MLflow's charts alone compare it
+        run.write_config({"loss": {"name": "reinforce"}, "rollout": {"name": "recorded"}}, [])
+    text = summary({"step": np.empty(0)}, tmp_path, server)
+    assert text.endswith("\ncompare      http://h:1/#/experiments/2/runs?compareRunsMode=CHART")
     assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary({"step": np.empty(0)}, tmp_path, server)
 
 
