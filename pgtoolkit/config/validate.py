@@ -28,11 +28,6 @@ RULES = (
 )
 
 
-def validate(config: DictConfig) -> Report:
-    """Check a composed configuration; imports no torch and starts nothing. It reads only whether named files exist."""
-    return resolve_and_validate(config)[1]
-
-
 def resolve_and_validate(
     config: DictConfig,
     before: Config | None = None,
@@ -40,7 +35,10 @@ def resolve_and_validate(
     usual: Callable[[str], Any] | None = None,
     rules: Sequence[Callable[[Config, Report], Any]] = RULES,
 ) -> tuple[Config, Report]:
-    """The configuration as an object, see `resolve`, with all problems and notes. usual: what gives defaults faster."""
+    """The configuration as an object, see `resolve`, with all problems and notes; imports no torch and starts nothing.
+
+    It reads only whether named files exist. usual: what gives defaults faster.
+    """
     report = Report(usual=usual or functools.partial(default, config))
     resolved = resolve(config, report, before, names)
     for rule in rules:

@@ -112,16 +112,13 @@ def check(
     except OmegaConfBaseException:
         pass  # no folder has a name of what does not resolve; the runs say so
 
-    def compose_job(of_job: list[str]) -> Composed:
-        return compose([*of_hydra, *of_job], config_dir, sweep_file, typed=overrides)
-
     kinds: dict[tuple, _Kind] = {}
 
     def plan(of_job: list[str], number: int) -> PlannedRun:
         kind = tuple(override if _only(override) else key_of(override) for override in of_job)
         run = kinds[kind].run(of_job) if kind in kinds else None
         if run is None:
-            run = check_run(compose_job(of_job), of_job)
+            run = check_run(compose([*of_hydra, *of_job], config_dir, sweep_file, typed=overrides), of_job)
             kinds.pop(kind, None)
             if not run.report.problems:
                 kinds[kind] = _Kind(run)

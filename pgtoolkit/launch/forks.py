@@ -190,18 +190,13 @@ def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
-    for number in STOP_SIGNALS:
-        signal.signal(number, _leave)
+    for number in STOP_SIGNALS:  # until training minds them: nothing has begun that would have to be saved
+        signal.signal(number, lambda *_: os._exit(Interrupted.exit_status))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_obey, args=[line], name="launcher", daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     return job.run_file(Path(file))
-
-
-def _leave(number, frame):
-    # Nothing has begun that would have to be saved.
-    os._exit(Interrupted.exit_status)
 
 
 def _obey(line: socket.socket) -> None:

@@ -133,12 +133,8 @@ def _started(folder: Path, rank: int, count: int, port: int) -> Popen:
     if rank == 0:
         return Popen(command, env=environment, start_new_session=True)
     # The others have nothing to say that rank 0 does not; what a library prints is looked at if one dies.
-    with _stderr(folder, rank).open("wb") as file:
+    with (folder / f"stderr-{rank}").open("wb") as file:
         return Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=file)
-
-
-def _stderr(folder: Path, rank: int) -> Path:
-    return folder / f"stderr-{rank}"
 
 
 def _wait(workers: dict[int, Popen], signals: list[int]) -> list[int]:
@@ -197,7 +193,7 @@ def _conclude(
             how += " (the system does so when memory runs out)"
         elif code == -signal.SIGABRT and unanswering:  # as NCCL ends a process that has waited too long for others
             how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
-        raise RankLost(f"rank {rank} {how}.{_last_words(_stderr(folder, rank))} {resume}")
+        raise RankLost(f"rank {rank} {how}.{_last_words(folder / f'stderr-{rank}')} {resume}")
     for error in failed.values():
         if not unanswering:
             raise RankLost(f"{error}. {resume}")

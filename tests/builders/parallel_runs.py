@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from builders.processes import layout, world
 from builders.runs import SHORT, config_of, metrics_of
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
@@ -30,7 +30,7 @@ def train_on_rank(config, folder: Path, sizes: dict[str, int], resume: bool) -> 
 def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **sizes: int) -> Path:
     """A run of as many processes as the sizes multiply to; one process trains here."""
     config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
-    assert validate(config).problems == []
+    assert resolve_and_validate(config)[1].problems == []
     OmegaConf.resolve(config)  # as `launch` does: other processes know no resolvers
     if sizes:
         world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)

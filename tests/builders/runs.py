@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
@@ -74,7 +74,7 @@ def config_of(*overrides: str) -> DictConfig:
 def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     """Train in `folder` with the short settings, `overrides` on top."""
     config = config_of(*SHORT, *overrides)
-    assert validate(config).problems == []
+    assert resolve_and_validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
 

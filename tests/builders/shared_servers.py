@@ -21,7 +21,7 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.config.schema_completions import GuessTaskConfig
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.training.build import build
@@ -133,7 +133,7 @@ class SharedServers:
         recorded = "rollout=recorded" in overrides
         settings = [one for one in self._settings if not (recorded and one.startswith("rollout."))]
         config = config_of(*settings, f"sampler.urls=[{self.url(of)}]", *overrides)
-        assert validate(config).problems == []
+        assert resolve_and_validate(config)[1].problems == []
         train(config, run_dir, overrides=list(overrides))
         return run_dir
 

@@ -12,7 +12,7 @@ from pgtoolkit.config.files import config_directory, default_options, options
 from pgtoolkit.config.keys import KEYS, _files, values_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.launch.check import check
 from pgtoolkit.system.report import Report
 
@@ -24,7 +24,7 @@ def test_the_default_is_the_main_job():
     assert config.accumulation.docs_per_step == 64
     assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.95, 10)
     assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == ("dr_grpo", 6, 300)
-    assert validate(config).problems == []
+    assert resolve_and_validate(config)[1].problems == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_defaults_depend_on_whether_the_model_was_trained_before():
     for overrides, divisor in ((downloaded, 256), ([], 7), (["rollout.max_completion_length=9"], 9)):
         assert compose([*overrides, "loss=gspo", "aggregation=constant"]).config.aggregation.divisor == divisor
     for overrides in (downloaded, [*downloaded, "debug=short"]):
-        assert validate(compose(overrides).config) == Report()
+        assert resolve_and_validate(compose(overrides).config)[1] == Report()
 
 
 def test_an_older_run_is_continued_at_its_own_rate(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.runs.directory import RunDirectory
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
@@ -56,7 +56,7 @@ def outcome(overrides):
     found = composed(overrides)
     problems, notes = [*found.problems], []
     if found.config is not None:
-        report = validate(found.config)
+        report = resolve_and_validate(found.config)[1]
         problems, notes = problems + report.problems, report.notes
     for problem in problems:
         assert "\n" not in problem

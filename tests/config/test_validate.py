@@ -1,12 +1,12 @@
 """Rules of `validate` that look at more than overrides; golden_refusals.txt has all that can be typed."""
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 
 
 def problems(overrides):
     composed = compose(overrides.split())
-    return composed.problems + validate(composed.config).problems
+    return composed.problems + resolve_and_validate(composed.config)[1].problems
 
 
 def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch):

@@ -7,7 +7,7 @@ from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, built, config_of, once
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import Attempt, Estimator, gdpo, over_batch
 
@@ -131,7 +131,7 @@ def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
     verifiers = f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}}}"
     chosen = "task=prompts", "task.path=prompts.jsonl", f"task.verifiers={verifiers}", "advantage=gdpo"
     composed = config_of(*(one for one in SHORT if not one.startswith("task.")), *chosen)
-    assert validate(composed).problems == []
+    assert resolve_and_validate(composed)[1].problems == []
     estimator = Estimator.of(OmegaConf.to_object(composed))
     scores = [[(1.0, 0.0), (0.0, 1.0), (0.0, 0.5)], [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]]
     groups = [[Attempt(9.0, 1, {"reward/right": a, "reward/digits": b}) for a, b in group] for group in scores]

@@ -20,7 +20,7 @@ from builders.vllm_servers import COMMAND
 from omegaconf import OmegaConf
 
 from pgtoolkit.batch import pack
-from pgtoolkit.config.validate import validate
+from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.inspection.tokens_step import make_again
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations
@@ -186,7 +186,7 @@ LAG = ("rollout.lag=2", "optimizer.learning_rate=0.01")
 
 def trained(folder, *overrides, resume=False):
     config = config_of(*KEPT, *TALK, *overrides)
-    assert validate(config).problems == []
+    assert resolve_and_validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
 
@@ -240,7 +240,7 @@ def test_recorded_conversations_train_the_same(tmp_path):
     recorded = ["rollout=recorded", f"rollout.path={tmp_path / 'recorded'}", "advantage=given", "task=conversation"]
     recorded += [f"task.environment={ENVIRONMENTS}.Counting", "accumulation.max_tokens=64", "aggregation.divisor=16"]
     config = config_of(*without, *own, *recorded, "rollout.shuffle=false")
-    assert validate(config).problems == []
+    assert resolve_and_validate(config)[1].problems == []
     train(config, tmp_path / "two")
     found, expected = ([row["loss"] for row in metrics_of(tmp_path / name)] for name in ("two", "one"))
     assert found == pytest.approx(expected, abs=1e-9)
