@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.charts import picture
@@ -13,33 +15,8 @@ from pgtoolkit.runs.series import best
 from pgtoolkit.system.legible import escaped
 from pgtoolkit.system.report import text
 
-_HEAD = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<style>
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1320px; margin: 2rem auto; padding: 0 1.2rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .3rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
-p { max-width: 60rem; margin: .4rem 0; } .quiet { opacity: .75; font-size: .9em; }
-svg { width: 100%; height: auto; } svg text { fill: currentColor; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid rgb(128 128 128 / .3); }
-th { font-weight: 600; } th, td { white-space: nowrap; }
-summary { cursor: pointer; font-weight: 600; margin: 1.4rem 0 .5rem; } code { font-size: .92em; }
-</style>
-"""
-
 _TABLES = 20
 """Of so many configurations, the best, the page has the differences from all that are behind them."""
-
-_CAPTION = (
-    "Lines: mean over seeds, smoothed over a twentieth of the run, as far as all seeds have been; bands: from the "
-    "lowest to the highest seed; thin lines: unfinished runs; dotted: the threshold. Time begins with the first step "
-    "and leaves out evaluations and pauses before a resume."
-)
 
 
 def write(compared: Compared, kind: str, path: Path, command: str) -> None:
@@ -87,11 +64,9 @@ def _render_html(compared: Compared, command: str) -> str:
     runs = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in run_rows(compared)]
     pairs = [compared.comparisons.against(place) for place in range(min(len(compared.groups), _TABLES))]
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
+    notes = (f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes)
+    lead = [f"<p>{escaped(terminal.heading(compared))}.</p>", *notes]
     parts = [
-        f"{_HEAD}<title>{escaped(title)}</title>\n</head>\n<body>\n<h1>{escaped(title)}</h1>",
-        f"<p>{escaped(terminal.heading(compared))}.</p>",
-        *(f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes),
-        f'{svg[svg.index("<svg ") :]}<p class="quiet">{_CAPTION}</p>',
         _table(terminal.group_rows(compared)),
         _sentences(terminal.definitions(compared)),
         f"<h2>{escaped(terminal.question(compared))}</h2>",
@@ -105,9 +80,10 @@ def _render_html(compared: Compared, command: str) -> str:
         *(["<h2>Runs excluded from averages</h2>", _sentences(excluded)] if excluded else []),
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
-        f'<p class="quiet">Made by <code>{escaped(command)}</code></p>\n</body>\n</html>\n',
     ]
-    return "\n".join(parts)
+    page = Template(files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    told = {"title": escaped(title), "lead": "\n".join(lead), "chart": svg[svg.index("<svg ") :]}
+    return page.substitute(told, parts="\n".join(parts), command=escaped(command))
 
 
 def _sentences(sentences):

@@ -28,12 +28,9 @@ def _declared() -> Iterator[Key]:
         for name, shape in schemas.items():
             kinds = get_type_hints(shape)
             for field in fields(shape):
-                names, declared = _names(kinds[field.name]), {**group.metadata, **field.metadata}
+                kind, declared = kinds[field.name], {**group.metadata, **field.metadata}
+                names = next((tuple(one) for one in (kind, *get_args(kind)) if isinstance(one, EnumMeta)), ())
                 yield Key(f"{group.name}.{field.name}", name, field.type, names, **declared)
-
-
-def _names(kind: Any) -> tuple[str, ...]:
-    return next((tuple(one) for one in (kind, *get_args(kind)) if isinstance(one, EnumMeta)), ())
 
 
 KEYS = tuple(_declared())

@@ -193,15 +193,13 @@ def _conclude(
             how += " (the system does so when memory runs out)"
         elif code == -signal.SIGABRT and unanswering:  # as NCCL ends a process that has waited too long for others
             how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
-        raise RankLost(f"rank {rank} {how}.{_last_words(folder / f'stderr-{rank}')} {resume}")
+        stderr = folder / f"stderr-{rank}"
+        lines = stderr.read_text(errors="replace").strip().splitlines() if stderr.exists() else []
+        last_words = f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
+        raise RankLost(f"rank {rank} {how}.{last_words} {resume}")
     for error in failed.values():
         if not unanswering:
             raise RankLost(f"{error}. {resume}")
         names, seconds = ", ".join(map(str, unanswering)), training.config.parallelism.timeout_seconds
         limit = f"parallelism.timeout_seconds={seconds:g}"
         raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
-
-
-def _last_words(stderr: Path) -> str:
-    lines = stderr.read_text(errors="replace").strip().splitlines() if stderr.exists() else []
-    return f" Its last words: {' | '.join(lines[-5:])}." if lines else ""

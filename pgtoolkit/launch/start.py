@@ -78,8 +78,12 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     if rank is not None and args.multirun:
         reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
         raise ConfigError(refusal("-m", "one process", f"WORLD_SIZE={rank.world_size}", reason, use))
-    if rank is not None and rank.number > 0:
-        return _train_as_other_rank(args.overrides, args.config_dir)
+    if rank is not None and rank.number > 0:  # of torchrun or srun: the same run, whose directory rank 0 chooses
+        run = check_run(compose(args.overrides, args.config_dir), args.overrides)
+        if run.refused_anywhere:
+            return ConfigError.exit_status  # rank 0 says why
+        train_on_processes(Training(_without_hydra(run.config), Path(), overrides=args.overrides))
+        return 0
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file, command)
     if found := problems(checked):
         raise _ending_other_ranks(refused(found), checked.runs[0])
@@ -205,15 +209,6 @@ def _train(config: DictConfig) -> PgtoolkitError | None:
     except OSError as error:
         return unusable(error)
     return None
-
-
-def _train_as_other_rank(overrides: list[str], config_dir: Path | None) -> int:
-    """A rank other than 0 of torchrun or srun: the same run, whose directory rank 0 chooses."""
-    run = check_run(compose(overrides, config_dir), overrides)
-    if run.refused_anywhere:
-        return ConfigError.exit_status  # rank 0 says why
-    train_on_processes(Training(_without_hydra(run.config), Path(), overrides=overrides))
-    return 0
 
 
 def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitError:

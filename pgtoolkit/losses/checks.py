@@ -24,12 +24,6 @@ def check_positive(key: str, value: Any, needed: str = "") -> None:
         raise ValueError(f"{needed or f'{key} needs a finite number > 0'} (got {shown(value)})")
 
 
-def check_not_negative(key: str, value: Any) -> None:
-    """ValueError unless value is a finite number >= 0."""
-    if not is_finite(value) or value < 0:
-        raise ValueError(f"{key} needs a finite number >= 0 (got {shown(value)})")
-
-
 def is_finite(value: Any) -> bool:
     """Whether value is a finite number; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

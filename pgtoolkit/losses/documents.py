@@ -78,18 +78,15 @@ class DocumentSums:
         return sums / self.counts.clamp(min=1)
 
     def _sum(self, values: Tensor) -> Tensor:
-        sums = self._sum_here(values)
+        if self.token_order is not None:
+            values = values[self.token_order]
+        sums = torch.segment_reduce(values.contiguous(), "sum", lengths=self.lengths, unsafe=True)
+        sums = sums[: self.num_documents]
         if self.group is None or self.known_counts is not None:
             return all_sum(sums, self.group)
         both = all_sum(torch.stack([sums.double(), self.counts_here.double()]), self.group)
         self.known_counts = both[1].long()
         return both[0].to(sums.dtype)
-
-    def _sum_here(self, values: Tensor) -> Tensor:
-        if self.token_order is not None:
-            values = values[self.token_order]
-        sums = torch.segment_reduce(values.contiguous(), "sum", lengths=self.lengths, unsafe=True)
-        return sums[: self.num_documents]
 
     def _broadcast(self, values: Tensor) -> Tensor:
         if not self.is_sorted:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.aggregation import Aggregation
-from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_not_negative, check_positive
+from pgtoolkit.losses.checks import MAX_LOG_PROB, check_name, check_positive, is_finite, shown
 from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
@@ -41,7 +41,8 @@ class Loss:
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)
         check_positive("temperature", self.temperature)
-        check_not_negative("entropy_coefficient", self.entropy_coefficient)
+        if not is_finite(entropy := self.entropy_coefficient) or entropy < 0:
+            raise ValueError(f"entropy_coefficient needs a finite number >= 0 (got {shown(entropy)})")
 
     @property
     def reads_old_log_probs(self) -> bool:
@@ -224,8 +225,15 @@ class Objective:
                 f"totals.num_tokens needs to count at least the {trained} trained tokens of this piece (got "
                 f"{all_trained}). Totals are those of the whole step."
             )
-        if not (bad := self.not_finite(log_probs)).any():
-            self._refuse_positive()
+        if not (bad := self.not_finite(log_probs)).any():  # but a log-prob above 0
+            for name, values in self._given_log_probs().items():
+                if (wrong := self.mask & (values > MAX_LOG_PROB)).any():
+                    document, worst = int(self.documents.index[wrong][0]), float(values[wrong].max())
+                    raise DataError(
+                        f"{name} needs log-probs, which are at most 0, at trained positions (got {worst:.6g} in "
+                        f"document {document}). Probabilities are given as their logarithms, and logits as their "
+                        "log_softmax."
+                    )
         documents = self.documents.index[bad].unique().tolist()
         if documents[-1] == self.documents.num_documents:
             reason = f"negative or not below num_documents={documents[-1]}"
@@ -242,16 +250,6 @@ class Objective:
             f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
             "outside the vocabulary; mask the position (label -1) or drop the document"
         )
-
-    def _refuse_positive(self) -> None:
-        """For a number above 0 among the log-probs, all of which are finite."""
-        for name, values in self._given_log_probs().items():
-            if (bad := self.mask & (values > MAX_LOG_PROB)).any():
-                document, worst = int(self.documents.index[bad][0]), float(values[bad].max())
-                raise DataError(
-                    f"{name} needs log-probs, which are at most 0, at trained positions (got {worst:.6g} in document "
-                    f"{document}). Probabilities are given as their logarithms, and logits as their log_softmax."
-                )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
         """The terms of each token, kept for the same log-probs, since loss and metrics both ask for them."""

@@ -111,7 +111,11 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     dtype = torch.bfloat16 if bfloat16 else torch.float32
     tokenizer = model_folder.load_tokenizer(config.path)
     if config.random_weights:
-        model = _random(config.path, model_config)
+        from transformers import AutoModelForCausalLM
+
+        with model_folder.refused(config.path, "a config.json of a causal language model", "It says what to make."):
+            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+            model.generation_config = model_folder.load_generation_config(config.path)
     else:
         model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
     if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
@@ -122,15 +126,6 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
     packs = keeps_documents_apart(Policy(model, tokenizer), config.path)
     return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None, packs)
-
-
-def _random(path: str, model_config) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    with model_folder.refused(path, "a config.json of a causal language model", "It says what to make."):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
-        model.generation_config = model_folder.load_generation_config(path)
-    return model
 
 
 def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:

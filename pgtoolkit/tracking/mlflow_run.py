@@ -111,7 +111,13 @@ class MlflowTracker:
             known = {"pgtk.id": status["id"]} if status.get("id") else {}
             run = self._client.create_run(experiment_id, start_time, known, described.run_name)
         self._run_id = run.info.run_id
-        self._log_texts(described.tags, {} if run.data.params else described.params)
+        from mlflow.entities import Param, RunTag
+
+        params = [] if run.data.params else [Param(key, value) for key, value in described.params.items()]
+        for first in range(0, len(params), _PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=params[first : first + _PARAMS_PER_CALL], synchronous=True)
+        tags = [RunTag(store.parameter_name(key), value) for key, value in described.tags.items()]
+        self._client.log_batch(self._run_id, tags=tags, synchronous=True)
         return run
 
     def finish(self, state: str, limited: bool = True) -> list[str]:
@@ -132,15 +138,6 @@ class MlflowTracker:
         self._ended.set()
         thread.join(6 * store.request_seconds() if limited else None)
         return list(self._missing)
-
-    def _log_texts(self, tags, params):
-        from mlflow.entities import Param, RunTag
-
-        items = [Param(key, value) for key, value in params.items()]
-        for first in range(0, len(items), _PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=items[first : first + _PARAMS_PER_CALL], synchronous=True)
-        run_tags = [RunTag(store.parameter_name(key), value) for key, value in tags.items()]
-        self._client.log_batch(self._run_id, tags=run_tags, synchronous=True)
 
     def _log_artifacts(self, names):
         for name in names:

@@ -83,8 +83,10 @@ class PolicyGradientModule(DynamicAccumulation):
         reference = self._reference_states(micro_batch) if self.loss.full_kl else None
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
         head = replace(head, reference=reference)
-        if torch.is_grad_enabled() and self._head_adds_its_gradient():
-            weight = self.policy.head.weight
+        whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
+        weight = self.policy.head.weight
+        if torch.is_grad_enabled() and self.computation.fused and whole and weight.requires_grad:
+            # The loss adds the head's gradient to it, which saves a second one's memory.
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             head = replace(head, weight_gradient=weight.grad)
@@ -183,11 +185,6 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _precise(self, head: LMHead) -> LMHead:
         return replace(head, fp32_logits=self.config.model.fp32_lm_head)
-
-    def _head_adds_its_gradient(self) -> bool:
-        """Whether the loss may add the head's gradient to `weight.grad` itself, which saves a second one's memory."""
-        whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
-        return self.computation.fused and whole and self.policy.head.weight.requires_grad
 
 
 def _here(values: Tensor, micro_batch: MicroBatch) -> Tensor:
