@@ -59,13 +59,6 @@ class Aggregation:
         """The sum of the weights of a step with a trained token, whose counts are ints; None for a custom reducer."""
         return None
 
-    def check_groups(self, known: bool) -> None:
-        """ValueError where groups are needed and not known."""
-        if self.needs_groups and not known:
-            raise ValueError(
-                "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
-            )
-
 
 @dataclass(frozen=True)
 class SampleMean(Aggregation):

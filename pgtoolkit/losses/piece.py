@@ -35,7 +35,10 @@ def make_objective(
     given = (x if x is None else x.to(dtype).contiguous() for x in given)
     old_log_probs, advantages, sampling_log_probs, ref_log_probs = given
     has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
-    aggregation.check_groups(has_groups)
+    if aggregation.needs_groups and not has_groups:
+        raise ValueError(
+            "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
+        )
     made = scope_advantages = None
     if make_weights is not None and ranks.sequence is None and ranks.data is None:
         made = make_weights(tokens, aggregation, totals)

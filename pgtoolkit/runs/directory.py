@@ -130,8 +130,6 @@ class RunDirectory:
         name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent: the run that this
         one continues, and the step; and `id`, which a run shares with its copies alone.
         """
-        if state not in records.STATES:
-            raise ValueError(f"state {state!r} is not one of {', '.join(records.STATES)}")
         before = records.read_status(self.path)
         status = {
             "id": before.get("id") or uuid.uuid4().hex,

@@ -80,9 +80,6 @@ class Server:
         """What is known of it while it is not up."""
         return f"{self._health} {LOST}" if self._process is None else self._words()
 
-    def post(self, call: Call, deadline: float) -> None:
-        self._call(call, deadline)
-
     def complete(
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
@@ -90,7 +87,7 @@ class Server:
         if request.max_tokens is not None:
             sampling = replace(sampling, max_tokens=request.max_tokens)
         tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
-        answer = self._call(self._api.completions(request, sampling, salt), deadline, tokens)
+        answer = self.post(self._api.completions(request, sampling, salt), deadline, tokens)
         try:
             choices = self._api.choices(answer)
         except _FORM as error:
@@ -107,7 +104,7 @@ class Server:
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
-        answer = self._call(self._api.scores(tokens, salt), deadline, len(tokens))
+        answer = self.post(self._api.scores(tokens, salt), deadline, len(tokens))
         try:
             scores = torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
         except _FORM:
@@ -164,7 +161,7 @@ class Server:
                     f"{log_prob:.0f}: it did not draw each of them"
                 )
 
-    def _call(self, call: Call, deadline: float, tokens: int = 0) -> Any:
+    def post(self, call: Call, deadline: float, tokens: int = 0) -> Any:
         """The JSON of the answer, None where it is empty; tokens: most that it tells of."""
         (path, body), patience = call, min(deadline, time.monotonic() + _PATIENCE_SECONDS)
         while True:
