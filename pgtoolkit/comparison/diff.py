@@ -10,8 +10,7 @@ from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.provenance import code_of, commit_text, last_start
 from pgtoolkit.runs.records import known_provenance, read_config
-from pgtoolkit.system.report import text
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import shell_path, text
 
 
 def render_diff(first: Path, second: Path) -> str:

@@ -25,8 +25,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import read_metrics
-from pgtoolkit.system.report import key_of, plural
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import key_of, plural, shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
 

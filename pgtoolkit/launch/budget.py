@@ -22,8 +22,7 @@ from pgtoolkit.launch.sweep import LOCAL
 from pgtoolkit.runs.find import HELD_OUT, Run, find_runs
 from pgtoolkit.runs.records import leaves, read_evaluations
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.report import key_of, plural, refusal
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import key_of, plural, refusal, shell_path
 from pgtoolkit.training.machine import visible_gpus
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}

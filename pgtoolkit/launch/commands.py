@@ -9,8 +9,7 @@ from pathlib import Path
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal, say
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import refusal, say, shell_path
 
 
 class _Parser(argparse.ArgumentParser):

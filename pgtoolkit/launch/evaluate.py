@@ -26,8 +26,7 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import key_of, refusal, say
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import key_of, refusal, say, shell_path
 from pgtoolkit.training.machine import check_machine
 
 FOLDER = Path("outputs/evaluations")

@@ -18,8 +18,7 @@ from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.records import read_status
-from pgtoolkit.system.report import print_error, say
-from pgtoolkit.system.shell import shortest_path
+from pgtoolkit.system.report import print_error, say, shortest_path
 
 _SECONDS_TO_BECOME_FREE = 600
 """For a process whose launcher was killed, which finishes its step and saves."""

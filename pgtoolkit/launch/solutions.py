@@ -13,8 +13,7 @@ from pgtoolkit.config.rules.prompts import prompts
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import replacing
-from pgtoolkit.system.report import Report
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import Report, shell_path
 
 
 def write_solutions(out: Path, overrides: list[str], count: int) -> str:

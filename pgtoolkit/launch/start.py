@@ -30,8 +30,7 @@ from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.processes import train_on_processes
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
-from pgtoolkit.system.report import key_of, refusal, say
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import key_of, refusal, say, shell_path
 from pgtoolkit.training.machine import DataProblem, check_machine
 
 

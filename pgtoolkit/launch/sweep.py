@@ -21,8 +21,7 @@ from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
 from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
-from pgtoolkit.system.report import text
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import shell_path, text
 
 LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
 """The launcher whose jobs run on this machine."""

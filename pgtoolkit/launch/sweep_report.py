@@ -9,7 +9,7 @@ from pathlib import Path
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.series import final, read_metrics, values
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.next_commands import program
 
 OBJECTIVE = "reward"

@@ -20,8 +20,7 @@ from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
 from pgtoolkit.system.plain_files import refuse_links
-from pgtoolkit.system.report import say
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import say, shell_path
 
 SWEEPS = Path("outputs/sweeps")
 """Where the folders of sweeps are, below the directory that they were started from."""

@@ -1,12 +1,15 @@
-"""Problems in one sentence form, notes, and how an error is printed."""
+"""Problems in one sentence form, notes, paths as the user can paste them, and how an error is printed."""
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import PgtoolkitError
@@ -105,3 +108,14 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
 def is_number(value: Any) -> bool:
     """A finite int or float, not a bool."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def shell_path(path: str | Path) -> str:
+    """The path quoted for a shell; relative to the current directory where that is shorter."""
+    return shlex.quote(shortest_path(path))
+
+
+def shortest_path(path: str | Path) -> str:
+    """Absolute, or relative to the current directory, whichever is shorter."""
+    absolute = os.path.abspath(path)
+    return min(os.path.relpath(absolute), absolute, key=len)

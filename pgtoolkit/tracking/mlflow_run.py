@@ -21,8 +21,7 @@ from pgtoolkit.runs.series import read_metrics
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import plural
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking import description, store
 from pgtoolkit.tracking.description import RowFile, evaluation_metrics_of, metrics_of
 

@@ -21,7 +21,7 @@ from pgtoolkit.config.rules.executed import folders_outside, named_code
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.shell import shell_path, shortest_path
+from pgtoolkit.system.report import shell_path, shortest_path
 from pgtoolkit.tracking.store import search_literal
 
 UI_ADDRESS = "http://127.0.0.1:5000"

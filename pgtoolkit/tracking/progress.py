@@ -14,8 +14,7 @@ from pgtoolkit.config.evaluation import watched
 from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.legible import legible
-from pgtoolkit.system.report import plural
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking import next_commands
 
 WIDTH = 100

@@ -20,8 +20,7 @@ from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import text
-from pgtoolkit.system.shell import shortest_path
+from pgtoolkit.system.report import shortest_path, text
 
 _log = logging.getLogger(__name__)
 

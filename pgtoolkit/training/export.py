@@ -28,8 +28,7 @@ from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import best_checkpoint, read_config, read_drift, read_resolved, storage
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import refusal
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import refusal, shell_path
 from pgtoolkit.tasks.prompts import scored_by_nobody
 from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.tracking.description import describe

@@ -23,7 +23,7 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import read_data, read_provenance, read_status, storage
 from pgtoolkit.runs.series import Columns, read_metrics, rows_until
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command

@@ -8,7 +8,7 @@ from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 
 from pgtoolkit.cli import main
 from pgtoolkit.runs.records import read_drift, read_resolved, read_status
-from pgtoolkit.system.shell import shell_path
+from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.description import describe
 
 
