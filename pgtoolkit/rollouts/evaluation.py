@@ -18,8 +18,7 @@ from pgtoolkit.config.schema_completions import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.completions import row_of
-from pgtoolkit.rollouts.groups import scored_groups
-from pgtoolkit.rollouts.turns import completed, requests_of
+from pgtoolkit.rollouts.groups import completed, requests_of, scored_groups
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.prompts import TokenizedTask

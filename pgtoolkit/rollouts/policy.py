@@ -24,10 +24,9 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator, with_advantages
-from pgtoolkit.rollouts.groups import fill, in_groups, scored_groups
+from pgtoolkit.rollouts.groups import completed, fill, in_groups, requests_of, scored_groups
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
-from pgtoolkit.rollouts.turns import completed, requests_of
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background

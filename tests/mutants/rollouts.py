@@ -275,13 +275,13 @@ def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
     return prompt.answer[-2:] in completion
 
 
-@mutant("rollouts.turns:whole", "test_a_conversation_is_what_was_drawn_and_said")
+@mutant("rollouts.groups:whole", "test_a_conversation_is_what_was_drawn_and_said")
 def the_mask_of_a_conversation_begins_a_token_late(right, one):
     found = right(one)
     return replace(found, drawn=found.drawn.roll(1))
 
 
-@mutant("rollouts.turns:seed_of", "test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far")
+@mutant("rollouts.groups:seed_of", "test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far")
 def every_turn_is_drawn_by_the_same_numbers(right, seed, number):
     return right(seed, number & 0xFFFFFFFF)
 

@@ -10,7 +10,7 @@ from builders.runs import config_of
 from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.turns import whole
+from pgtoolkit.rollouts.groups import whole
 from pgtoolkit.tasks.completion import Completion
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.shuffle import seed_of
