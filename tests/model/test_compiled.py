@@ -20,8 +20,7 @@ from pgtoolkit.config.compilation import compilation
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import compiled, decoding
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.training.build import policy_of
-from pgtoolkit.training.reference import reference_of
+from pgtoolkit.training.build import policy_of, reference_of
 from pgtoolkit.training.train import train
 
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")

@@ -11,7 +11,7 @@ from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
 
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.training.reference import reference_of
+from pgtoolkit.training.build import reference_of
 from pgtoolkit.training.train import train
 
 PENALTIES = ("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02")
