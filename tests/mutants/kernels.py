@@ -64,7 +64,7 @@ def the_teacher_has_another_temperature(right, passes, logits, normalizer, kind,
     return right(passes, logits, normalizer, kind, ref_logits / how[1], *how)
 
 
-@mutant("kernels.passes:VocabularyShard.divergence", "test_however_a_step_is_spread")
+@mutant("kernels.given_logits:VocabularyShard.divergence", "test_however_a_step_is_spread")
 def the_full_kl_is_of_the_columns_here(right, self, *more):
     return self.implementation.divergence(*more)
 
@@ -99,7 +99,7 @@ def sums_over_ranks_are_means(right, values, group):
     return total if group is None else (total / group.size()).to(total.dtype)
 
 
-@mutant("kernels.passes:VocabularyShard.forward", "test_a_label_that_no_shard_holds_or_two_do")
+@mutant("kernels.given_logits:VocabularyShard.forward", "test_a_label_that_no_shard_holds_or_two_do")
 def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temperature, with_entropy):
     log_probs, *others = right(self, logits, labels, temperature, with_entropy)
     return log_probs.nan_to_num(0.0), *others
