@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
-from pgtoolkit.launch import job
+from pgtoolkit.launch.processes import run_job
 from pgtoolkit.system.imports import without
 from pgtoolkit.tracking.signals import STOP_SIGNALS
 from pgtoolkit.tracking.store import importing_mlflow
@@ -196,7 +196,7 @@ def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
     threading.Thread(target=_obey, args=[line], name="launcher", daemon=True).start()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    return job.run_file(Path(file))
+    return run_job(Path(file))
 
 
 def _obey(line: socket.socket) -> None:

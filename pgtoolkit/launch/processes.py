@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import pickle
 import signal
@@ -22,14 +23,18 @@ from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.saved import typed
+from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, unusable
+from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.launch.worker import Training, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
-from pgtoolkit.runs.directory import record_end
+from pgtoolkit.runs.directory import is_held, record_end
+from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.imports import without
-from pgtoolkit.system.report import say
+from pgtoolkit.system.report import print_error, say, shortest_path
 from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_recorded, stop_signals_wait
 
@@ -41,6 +46,9 @@ AFTER_WORKERS = ("running", "failed")
 
 GRACE_SECONDS = 30
 """For rank 0 to write final status and curves once another has failed; 2 for the others, who have none to write."""
+
+_SECONDS_TO_BECOME_FREE = 600
+"""For a process whose launcher was killed, which finishes its step and saves."""
 
 
 def train_on_processes(training: Training) -> None:
@@ -203,3 +211,37 @@ def _conclude(
         names, seconds = ", ".join(map(str, unanswering)), training.config.parallelism.timeout_seconds
         limit = f"parallelism.timeout_seconds={seconds:g}"
         raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
+
+
+def train_job(config: DictConfig, directory: Path, overrides: list[str], sweep: str | None = None) -> None:
+    """Train in the directory: from its newest checkpoint if a run was begun there before; nothing if it is done."""
+    wait_until_free(directory)
+    if begun := (directory / "config.yaml").is_file():
+        refuse_another(directory, plain_config(config))
+        if read_status(directory).get("state") == "done":
+            say(f"{shortest_path(directory)} is done: nothing is left to train")
+            return
+    train_on_processes(Training(config, directory, begun, overrides, sweep))
+
+
+def wait_until_free(directory: Path) -> None:
+    """Another process may still hold the directory; one that does not let go is named when training begins."""
+    if joined() is not None or not is_held(directory):
+        return  # of several ranks another one may hold it already
+    say(f"waiting for another process that still runs {shortest_path(directory)}")
+    end = time.monotonic() + _SECONDS_TO_BECOME_FREE
+    while is_held(directory) and time.monotonic() < end:
+        time.sleep(0.2)
+
+
+def run_job(file: Path) -> int:
+    """Run the job that the launcher wrote into a file; returns the exit status."""
+    job = json.loads(file.read_text())
+    sys.argv = job["command"]  # what provenance.json names
+    try:
+        train_job(typed(job["config"], str(file)), Path(job["directory"]), job["overrides"], job["sweep"])
+    except (PgtoolkitError, OSError) as error:
+        return print_error(unusable(error) if isinstance(error, OSError) else error)
+    except KeyboardInterrupt:
+        return Interrupted.exit_status
+    return 0

@@ -24,10 +24,8 @@ from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts, problems
 from pgtoolkit.config.rules.executed import written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
-from pgtoolkit.launch.job import run as start_job
-from pgtoolkit.launch.job import wait_until_free
 from pgtoolkit.launch.multirun import run_sweep
-from pgtoolkit.launch.processes import train_on_processes
+from pgtoolkit.launch.processes import train_job, train_on_processes, wait_until_free
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
@@ -157,7 +155,7 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
             return ConfigError.exit_status  # rank 0 says why
         raise _ending_other_ranks(refused(run.report.problems), run)
     run.config.tracking.run_name = name_in(run.config.hydra, run.config.tracking.run_name)
-    start_job(_without_hydra(run.config), run_dir, args.overrides)
+    train_job(_without_hydra(run.config), run_dir, args.overrides)
     return 0
 
 

@@ -17,10 +17,10 @@ from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch import job as one_job
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.launch.multirun import CheckedJobs
 from pgtoolkit.launch.plan_page import render_plan
+from pgtoolkit.launch.processes import train_job
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status, read_sweep
@@ -86,7 +86,7 @@ def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alo
     failed = copy_as_of(whole, 4, tmp_path / "failed")
     with RunDirectory(failed) as run:
         run.set_status("failed", 4, "OSError: the disk was full")
-    one_job.run(config_of(*SHORT), failed, [], "mine")
+    train_job(config_of(*SHORT), failed, [], "mine")
     status = read_status(failed)
     assert (status["state"], status["step"], status["sweep"]) == ("done", 6, "mine")
     assert metrics_of(failed) == metrics_of(whole)
@@ -94,7 +94,7 @@ def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alo
     assert [ours == first for ours, first in zip(*rows, strict=True)] == [True] * 4 + [False] * 2  # with their times
     assert_equal(checkpoint_of(failed, 6), checkpoint_of(whole, 6))
     before = {file: file.stat().st_mtime_ns for file in failed.rglob("*")}
-    one_job.run(config_of(*SHORT), failed, [], "mine")
+    train_job(config_of(*SHORT), failed, [], "mine")
     assert {file: file.stat().st_mtime_ns for file in failed.rglob("*")} == before
 
 

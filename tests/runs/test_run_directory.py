@@ -17,7 +17,7 @@ from builders.runs import SHORT, config_of
 from pgtoolkit.cli import main
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch import job
+from pgtoolkit.launch.processes import train_job
 from pgtoolkit.runs import series
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, plain, read_leaves, read_resolved, read_status
@@ -248,7 +248,7 @@ def test_a_job_does_not_continue_another_run(tmp_path):
         run.write_config(plain_config(config) | {"seed": 1}, [])
         run.set_status("interrupted", 3)
     with pytest.raises(ConfigError, match=r"got one with seed=1, not 0\)"):
-        job.run(config, tmp_path, [], "sweep")
+        train_job(config, tmp_path, [], "sweep")
 
 
 @pytest.mark.parametrize("left", [None, 1])
