@@ -1,4 +1,4 @@
-"""What a configuration would do: its equation, the step's arithmetic, when each batch of rollouts is sampled."""
+"""What a configuration would do: equation, a step's arithmetic, when each batch is sampled, whether code compiles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.keys import head_of
-from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.models import sizes, vocabulary_size
 from pgtoolkit.config.names import plain_values
 from pgtoolkit.config.schema import AccumulationConfig, Config
 from pgtoolkit.config.schema_completions import GeneratedTaskConfig, PolicyRolloutConfig, RolloutConfig
@@ -22,6 +22,12 @@ from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import text
 
 MEBIBYTE = 2**20
+
+_RATE = 3e14
+"""Operations a second of an update, as measured on an H200: 8 a weight and token."""
+
+_SAVED, _COST = 0.2, 10
+"""Which part of the updates' time is saved at least; the seconds that compiling takes where nothing is cached."""
 
 
 def describe(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
@@ -223,3 +229,22 @@ def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) 
         return rollout.lag
     own = steps_of(rollout.prompts_per_batch * rollout.group_size, accumulation)
     return min(rollout.max_staleness - (own - 1), own)
+
+
+def compilation(c: Config, on_gpu: bool) -> tuple[bool, str]:
+    """Whether it is compiled, and the reason in words."""
+    if c.model.compile != "auto":
+        return c.model.compile, "as configured"
+    if not on_gpu:
+        return False, "since it pays on a GPU alone"
+    if (shape := sizes(c.model)) is None:
+        return False, "since this is no model whose type and sizes are known from a folder"
+    room = c.accumulation.max_tokens
+    tokens = documents_per_step(c) * min(room, sum(x or 0 for x in longest_document(c)) or room)
+    tokens = tokens or c.accumulation.micro_batches_per_step * room
+    seconds = 8 * shape.weights * tokens * c.trainer.max_steps / _RATE / world_size(c.parallelism)
+    compares = "more" if (pays := _SAVED * seconds > _COST) else "less"
+    return pays, (
+        f"since {100 * _SAVED:.0f} % of about {seconds:.3g} s of updates, each of up to {tokens} tokens, is {compares} "
+        f"than the {_COST} s that compiling may take"
+    )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config import memory
-from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import name_in
-from pgtoolkit.config.plan import describe
+from pgtoolkit.config.plan import compilation, describe
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import first_line
 from pgtoolkit.launch.check import Checked, distinctive, notes, problems

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pgtoolkit.config.compilation import compilation, refuse_unknown
 from pgtoolkit.config.evaluation import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.plan import compilation
+from pgtoolkit.config.rules.run import refuse_unknown
 from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch._dynamo.utils import counters
 
 from pgtoolkit.batch import Document, pack
-from pgtoolkit.config.compilation import compilation
+from pgtoolkit.config.plan import compilation
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import compiled, decoding
 from pgtoolkit.ranks.layout import ONE_PROCESS

@@ -10,12 +10,11 @@ import shlex
 from typing import Any
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.compilation import refuse_unknown
 from pgtoolkit.config.evaluation import samples
-from pgtoolkit.config.models import shape
+from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, ModelConfig
 from pgtoolkit.config.schema_completions import GeneratedTaskConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.redaction import redact
@@ -95,6 +94,13 @@ def model(c: Config, report: Report) -> None:
             "the same computation: after every update, and with rollout.old_log_probs=sampling from the start. The "
             "clip then acts on documents for their rounding."
         )
+
+
+def refuse_unknown(model: ModelConfig, kind: str | None, report: Report) -> None:
+    """A model that is to be compiled and whose parts are not known; kind: its type, None if that is not known yet."""
+    if model.compile is True and kind not in (None, *MODEL_TYPES):
+        needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "The parts of other models are not known."
+        report.refuse("model.compile=true", needs, kind, reason, "model.compile=auto")
 
 
 def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
