@@ -35,11 +35,15 @@ def unreadable(override: str, error: Exception) -> str:
     """Not in Hydra's grammar."""
     key, equals, value = override.partition("=")
     use = "quotes around special characters: \"key='a, b'\""
-    if "~/" in value:  # which a shell does not replace within a word
+    if not equals:
+        use = "KEY=VALUE, such as loss=grpo"
+    elif value.endswith(","):
+        use = override.rstrip(",")
+    elif "~/" in value:  # which a shell does not replace within a word
         use = override.replace("~/", "$HOME/", 1)
     elif key in _LISTS:
         use = _as_list(key, value)
-    elif equals and not set("'\"[]{}") & set(value):
+    elif not set("'\"[]{}") & set(value):
         use = f"\"{key}='{value}'\""
     return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
 

@@ -107,9 +107,10 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
     """
     step = kept.steps[-1] if step is None else step
     for option, given in (("--step", step), ("--since", since)):
-        if given not in (None, *kept.steps) or (option == "--since" and given is not None and given >= step):
-            known = kept.steps if option == "--step" else [known for known in kept.steps if known < step]
-            raise ConfigError(f"{option}={given} needs one of {_listed(known)} of {kept.set} (got {given}).")
+        known = kept.steps if option == "--step" else [known for known in kept.steps if known < step]
+        if given not in (None, *known):
+            needs = f"one of {_listed(known)}" if known else f"a step before {step}, which is the first"
+            raise ConfigError(f"{option}={given} needs {needs} of {kept.set} (got {given}).")
     since = kept.steps[0] if since is None else since
     rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
     for entry in kept.entries:

@@ -130,14 +130,16 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
             "written). Its part of the loss is no number of one token. Use kl=k3_ratio, or kl=none."
         )
     tokens = made.pieces[0].micro_batch
-    lacks = {
-        "old_log_probs": loss.reads_old_log_probs and not made.has_old_log_probs,
-        "sampling_log_probs": loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
-        "ref_log_probs": loss.kl is not None and tokens.ref_log_probs is None,
-        "group_id": loss.aggregation.needs_groups and not made.has_groups,
+    lacks = {  # with what does without it
+        ("old_log_probs", "loss=reinforce correction=none kl=none"): (
+            loss.reads_old_log_probs and not made.has_old_log_probs
+        ),
+        ("sampling_log_probs", "correction=none"): loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
+        ("ref_log_probs", "kl=none"): loss.kl is not None and tokens.ref_log_probs is None,
+        ("group_id", "aggregation=token_mean"): loss.aggregation.needs_groups and not made.has_groups,
     }
-    if missing := [name for name, lacking in lacks.items() if lacking]:
+    if missing := {name: use for (name, use), lacking in lacks.items() if lacking}:
         raise ConfigError(
             f"loss={loss.family.name} with this aggregation, correction and kl needs {', '.join(missing)} of every "
-            "document (got some without). Use loss=reinforce aggregation=token_mean correction=none kl=none."
+            f"document (got some without). Use {' '.join(dict.fromkeys(' '.join(missing.values()).split()))}."
         )

@@ -181,7 +181,8 @@ def _convert(parser: _Parser, argv: list[str]) -> None:
     args = parser.parse_intermixed_args(argv)
     if args.out.suffix != ".parquet" or args.out.exists():
         got = "one that exists" if args.out.exists() else "another kind"
-        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file", got, "Nothing is written over.", "one"))
+        use = args.out.with_name(f"{args.out.stem}-2.parquet")
+        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file", got, "Nothing is written over.", use))
 
     from pgtoolkit.dumps import convert
     from pgtoolkit.dumps.systems import system_of

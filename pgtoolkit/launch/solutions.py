@@ -27,8 +27,8 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     composed = compose(overrides)
     report = Report([*composed.problems], usual=functools.partial(default, composed.config))
     if out.suffix != ".jsonl" or out.exists():
-        got = "one that exists" if out.exists() else "another kind"
-        report.refuse(f"OUT={out}", "a new .jsonl file", got, "Nothing is written over.", "one")
+        got, use = "one that exists" if out.exists() else "another kind", out.with_name(f"{out.stem}-2.jsonl")
+        report.refuse(f"OUT={out}", "a new .jsonl file", got, "Nothing is written over.", use)
     for other in [one for one in overrides if not re.match(r"task[.=]|seed=", one)]:
         reason = "Prompts and answers follow from these alone."
         report.refuse(other, "to be the task, a key of it, or the seed", "another key", reason, "task=chain_sum seed=7")

@@ -14,8 +14,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.config.compose import name_directories
+from pgtoolkit.config.keys import shown
 from pgtoolkit.config.names import changed, digest, name_in, plain_values
 from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.saved import fixed_keys
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.directory import is_held, lock
@@ -83,10 +85,11 @@ def refuse_another(directory: Path, config: dict) -> None:
     for key, (before, now) in changed(read_config(directory)[0], config).items():
         if isinstance(before, str) and str(Path.cwd() / before) == now:
             continue
+        fixed = key in [one.name for one in fixed_keys(config)]
+        resumed = "" if fixed else f", or pgtk resume {shell_path(directory)} {shown(key)}={text(now)}"
         raise ConfigError(
-            f"{directory} needs to be free for this run (got one with {key}={text(before)}, not {text(now)}). "
-            f"A run is continued as it was. Use another directory, or pgtk resume {shell_path(directory)} {key}=... to "
-            "change what a run can change."
+            f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, not {text(now)}). "
+            f"A run is continued as it was. Use another directory{resumed}."
         )
 
 

@@ -246,10 +246,11 @@ class TokenizedTask:
         longest = max(length for _, length in bad)
         ways = ["task.too_long=skip"] if skippable else []
         ways += [f"task.max_prompt_length={longest}"] if longest_prompt is not None else []
-        if longest_prompt is None and longest < longest_document:
+        if (tokens := longest + longest_completion) > longest_document > longest:
             ways.append(f"rollout.max_completion_length={longest_document - longest}")
-        tokens = f"accumulation.max_tokens={longest + longest_completion}"
-        ways.append(f"{tokens} with a model of as many positions, or shorter prompts")
+        if tokens > longest_document:
+            ways.append(f"a model of {tokens} positions, in training with accumulation.max_tokens={tokens}")
+        ways.append("other prompts")
         raise DataError(
             f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt and a completion of "
             f"up to rollout.max_completion_length={longest_completion}. Use {', or '.join(ways)}."

@@ -63,6 +63,7 @@ def problems(capsys, *overrides):
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
         ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
+        ("loss=grpo,", "", "loss=grpo"),
         ("kl.coefficient=null", "kl=k3 kl.reference=initial", "kl.coefficient=0.04"),
         ("hydra.run.dir=/proc/foo", "", "hydra.run.dir=outputs/FOLDER"),
         ("hydra.run.dir=prompts.jsonl/run", "", "hydra.run.dir=outputs/FOLDER"),
@@ -99,6 +100,10 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
     said = problems(capsys, *before.split(), typed.format(function))
     assert f"needs a function that can be called as {says}" in said
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
+
+
+def test_a_word_without_a_value_is_not_told_to_take_quotes(capsys):
+    assert problems(capsys, "aggregation").endswith("Use KEY=VALUE, such as loss=grpo.")
 
 
 @pytest.mark.parametrize("typed", [[], ["kl.reference=recorded"]])

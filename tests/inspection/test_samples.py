@@ -125,6 +125,7 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     [
         (["--step", "99"], "--step=99 needs one of steps 0, 50, 100 of held_out (got 99)."),
         (["--since", "100"], "--since=100 needs one of steps 0, 50 of held_out (got 100)."),
+        (["--since", "5", "--step", "0"], "--since=5 needs a step before 0, which is the first of held_out (got 5)."),
         (["--set", "other"], "--set=other needs one of held_out, training (got other)."),
         (["--count", "0"], "argument --count: '0' is no whole number >= 1"),
     ],

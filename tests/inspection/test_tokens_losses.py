@@ -142,7 +142,7 @@ def test_penalty_and_bonus_are_part_of_a_token_s_share(step):
     assert not np.allclose(plain.vectors["share"], judged.vectors["share"])
     with pytest.raises(ConfigError, match="needs group_id"):
         loss_on_step(replace(made, has_groups=False), Loss(family, aggregation_of("prompt_mean")))
-    with pytest.raises(ConfigError, match="needs ref_log_probs"):
+    with pytest.raises(ConfigError, match=r"needs ref_log_probs .* Use kl=none\.$"):
         loss_on_step(made, Loss(family, aggregation_of("token_mean"), kl=kl))
 
 
@@ -158,7 +158,7 @@ def test_documents_without_old_log_probs_have_no_ratio(step):
     judged = loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean")))
     assert "ratio" not in judged.vectors
     assert judged.count("inside") == bare.totals.num_tokens
-    with pytest.raises(ConfigError, match="needs old_log_probs"):
+    with pytest.raises(ConfigError, match=r"needs old_log_probs .*=reinforce correction=none kl=none\.$"):
         loss_on_step(made, Loss(family_of("grpo"), aggregation_of("token_mean")))
     with pytest.raises(ConfigError, match="needs old_log_probs"):
         loss_on_step(made, Loss(Reinforce(), aggregation_of("token_mean"), correction=CORRECTIONS["token masked"]))

@@ -101,7 +101,10 @@ def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_do
     assert main(["continue", "my run", *overrides]) == 0
     assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
     assert main(["continue", "my run", *once(*overrides, "seed=5")]) == 2
-    assert "(got one with seed=0, not 5)" in capsys.readouterr().err
+    refused = "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"  # nor by a resume
+    assert capsys.readouterr().err.endswith(refused)
+    assert main(["continue", "my run", *overrides, "loss=grpo"]) == 2
+    assert capsys.readouterr().err.endswith("Use another directory, or pgtk resume 'my run' loss=grpo.\n")
     assert main(["continue", "seed=5"]) == 2
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")} == before
 

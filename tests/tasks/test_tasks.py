@@ -161,8 +161,8 @@ def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
     assert str(error.value) == (
         "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A document of at most "
         "17 tokens holds a prompt and a completion of up to rollout.max_completion_length=8. Use task.too_long=skip, "
-        "or rollout.max_completion_length=4, or accumulation.max_tokens=21 with a model of as many positions, "
-        "or shorter prompts."
+        "or rollout.max_completion_length=4, or a model of 21 positions, in training with accumulation.max_tokens=21, "
+        "or other prompts."
     )
     assert task.num_prompts == 1505
 
@@ -184,9 +184,8 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
             (5, "p.jsonl:5"),
             (6, "p.jsonl:10"),
         ]
-    with pytest.raises(
-        DataError, match=r"4 of 4 prompts do not have 1 to 1 tokens.* Use rollout.max_completion_length=2, or"
-    ):
+    room = r"4 of 4 prompts do not have 1 to 1 tokens.* Use rollout.max_completion_length=2, or a model of 15 positions"
+    with pytest.raises(DataError, match=room):
         check_lengths(task, 9, 8, skip=True)
 
 
