@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf, ValueNode
 
-from pgtoolkit.config.files import OPTIONAL
+from pgtoolkit.config.files import OPTIONAL, default_options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, comment, default, describe, fits, keys_of
 from pgtoolkit.config.schema import SCHEMAS
@@ -106,8 +106,7 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
     word = next((text(name) for name in several if name not in names), None)
     if word is None:
         return None
-    near = nearest(word, names)
-    use = f"{key}={near}" if near else " or ".join(f"{key}={name}" for name in names)
+    use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
     elsewhere = next((f"{one}={word}" for one in groups if word != "none" and word in groups[one]), None)
     use = ALSO_CALLED.get(word) or elsewhere or use
     reason = f"The options of {key} are the files in conf/{key}."

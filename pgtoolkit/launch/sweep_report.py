@@ -9,7 +9,7 @@ from pathlib import Path
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.series import final, read_metrics, values
-from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking.next_commands import program
 
 OBJECTIVE = "reward"
@@ -61,7 +61,7 @@ def summary(sweep: Sweep) -> str:
         return f"search {sweep.name}"
     counts = Counter(job.status for job in sweep.jobs.values())
     states = [f"{counts[state]} {state}" for state in _STATES if counts[state]]
-    return f"sweep {sweep.name}: {len(sweep.jobs)} jobs, " + ", ".join(states)
+    return f"sweep {sweep.name}: {plural(len(sweep.jobs), 'job')}, " + ", ".join(states)
 
 
 def next_steps(sweep: Sweep, again: bool) -> list[str]:

@@ -128,8 +128,8 @@ def optimizer(c: Config, report: Report) -> None:
         report.note(f"{settings}: the learning rate never reaches its value.")
     if usual_rate is not None and rate >= 100 * usual_rate:
         report.note(
-            f"optimizer.learning_rate={text(rate)} is {rate / usual_rate:.3g} times the {text(usual_rate)} that models "
-            "such as this one usually take: the policy may leave its clip, or break, within a few steps."
+            f"optimizer.learning_rate={text(rate)} is {rate / usual_rate:,.0f} times the {text(usual_rate)} that "
+            "models such as this one usually take: the policy may leave its clip, or break, within a few steps."
         )
 
 
