@@ -12,11 +12,11 @@ from pgtoolkit.config.schema_completions import Mixed, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.samplers import Sampler
-from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import Completion, Request
 
 
 def requests_of(task: TokenizedTask, prompts: Sequence[Prompt], count: int, seeds: Iterable[int]) -> list[Request]:

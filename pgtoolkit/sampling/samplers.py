@@ -15,8 +15,8 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.draw import draw, uniform_numbers
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
-from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.stops import StopStrings
+from pgtoolkit.tasks.tasks import Completion, Request
 
 
 class Sampler(Protocol):

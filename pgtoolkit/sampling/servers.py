@@ -32,8 +32,8 @@ from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.model_folder import end_tokens
-from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.stops import StopStrings
+from pgtoolkit.tasks.tasks import Completion, Request
 
 log = logging.getLogger("pgtoolkit")
 

@@ -16,13 +16,11 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Processes
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
-from pgtoolkit.tasks.tasks import Once, PromptRows, Score, Seeds, Task
+from pgtoolkit.tasks.tasks import Completion, Once, PromptRows, Score, Seeds, Task
 from pgtoolkit.tasks.verifiers import as_number
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pgtoolkit.tasks.completion import Completion
 
 ENDS = ENVIRONMENT, MAX_TURNS, LENGTH = "environment", "max_turns", "length"
 """What may end a conversation, besides TIMEOUT and CRASH of its environment."""

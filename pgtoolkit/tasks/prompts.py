@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig, TaskConfig
@@ -18,10 +18,7 @@ from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import ANSWER, QUESTION, Between
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Once, Prompt, Score, Task, make_task
-
-if TYPE_CHECKING:
-    from pgtoolkit.tasks.completion import Completion
+from pgtoolkit.tasks.tasks import Completion, Once, Prompt, Score, Task, make_task
 
 log = logging.getLogger("pgtoolkit")
 

@@ -1,4 +1,4 @@
-"""Tasks: prompts by number, and the score of a completion."""
+"""Tasks: prompts by number, what a sampler is asked and what it writes, and the score of that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pgtoolkit.config.evaluation import QUESTIONS
 from pgtoolkit.config.schema_completions import (
@@ -23,6 +23,48 @@ from pgtoolkit.system.functions import blaming
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
+
+if TYPE_CHECKING:  # `pgtk check` does without torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to be completed.
+
+    tokens: the prompt's token ids. completions: how many completions of it are wanted.
+    seed: of this prompt in this run, below 2^32: with the number of a completion it decides all that is drawn for it.
+    max_tokens: of a completion, where that is less than the sampler's own number; None: that.
+    prompt: whose tokens these are, for whoever scores the completions.
+    """
+
+    tokens: list[int]
+    completions: int
+    seed: int
+    max_tokens: int | None = None
+    prompt: Prompt | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a sampler wrote after one prompt.
+
+    tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
+        whichever comes first, and with it.
+    log_probs: (N,) float32, of each drawn token under the distribution it was sampled from: tempered, and renormalised
+        if top_p cuts it.
+    finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
+    model_version: of the weights that wrote it, as `publish` was told.
+    drawn: (C,) bool, False for what an environment said; None: the model drew all tokens, and N = C.
+    conversation: of a task of several turns, what its score is made of.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    finish_reason: Literal["stop", "length"]
+    model_version: int
+    drawn: Tensor | None = None
+    conversation: Any = None
 
 
 @dataclass(frozen=True)

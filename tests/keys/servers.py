@@ -12,7 +12,7 @@ from keys import key, settings
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.sampling.server_api import plan
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents, by_document
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 QUERIES, KEYS = [3, 5, 1, 0, 40], [7, 5, 1, 0, 40]

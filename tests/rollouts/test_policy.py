@@ -10,10 +10,9 @@ from omegaconf import OmegaConf
 from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.policy import PolicyRollouts
-from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.tasks import Completion, Request, make_task
 from pgtoolkit.training.build import build
 
 TEXTS = ("", "12", "4321", "123")

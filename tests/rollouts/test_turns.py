@@ -25,8 +25,8 @@ from pgtoolkit.inspection.tokens_step import make_again
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.train import train
 
 ENVIRONMENTS = "tasks.environments_for_tests"

@@ -13,7 +13,7 @@ from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_
 from pgtoolkit.sampling.server_api import Call, Sampling
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 
 
 def update(module, size: float = 0.05) -> None:

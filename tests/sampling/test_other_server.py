@@ -17,7 +17,7 @@ from sampling.server_checks import assert_trained, update
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import Call, Choice
 from pgtoolkit.sampling.servers import ServerSampler
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.state import write_settings
 

@@ -14,7 +14,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 

@@ -21,7 +21,7 @@ from sampling.server_checks import assert_trained, update
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")

@@ -23,7 +23,7 @@ from sampling.server_checks import ARRIVING, ASKED, assert_trained, otherwise, s
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 
 PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
 REQUESTS = [Request(prompt, 2 + i % 3, seed=1000 + 97 * i) for i, prompt in enumerate(PROMPTS)]

@@ -13,10 +13,9 @@ from transformers import AutoTokenizer
 from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
-from pgtoolkit.tasks.completion import Request
 from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, preview
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Prompt
+from pgtoolkit.tasks.tasks import Prompt, Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 

@@ -11,10 +11,9 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.groups import whole
-from pgtoolkit.tasks.completion import Completion
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.tasks import Completion, make_task
 
 COUNTING = "tasks.environments_for_tests.Counting"
 

@@ -9,10 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.tasks.completion import Completion, Request
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Prompt, Score
+from pgtoolkit.tasks.tasks import Completion, Prompt, Request, Score
 from pgtoolkit.training.build import build
 
 TEXTS = ["the answer is </answer> and </think>", "ünï🎉 wörld", "a\n\nb", "so so so"] * 8

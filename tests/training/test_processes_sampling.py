@@ -16,7 +16,7 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations
-from pgtoolkit.tasks.completion import Request
+from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 pytestmark = pytest.mark.slow  # ranks are processes
