@@ -74,8 +74,7 @@ def _sweep(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
-    from pgtoolkit.launch.check import check, problems
-    from pgtoolkit.launch.plan_page import render_plan
+    from pgtoolkit.launch.check import check, problems, render_plan
     from pgtoolkit.launch.start import hydra_arguments
 
     file = None

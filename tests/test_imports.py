@@ -119,7 +119,7 @@ def test_the_command_line_starts_without_the_heavy_libraries():
 
 def test_checking_imports_none_of_them():
     code = (
-        "import sys; from pgtoolkit.launch.check import check; from pgtoolkit.launch.plan_page import render_plan;"
+        "import sys; from pgtoolkit.launch.check import check, render_plan;"
         "render_plan(check(['experiment=dapo']));"
         "print(sorted({'torch', 'lightning', 'mlflow', 'transformers', 'numpy'} & set(sys.modules)))"
     )

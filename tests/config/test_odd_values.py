@@ -7,8 +7,7 @@ import pytest
 
 from pgtoolkit.config.files import options
 from pgtoolkit.config.schema import SCHEMAS
-from pgtoolkit.launch.check import check, problems
-from pgtoolkit.launch.plan_page import render_plan
+from pgtoolkit.launch.check import check, problems, render_plan
 
 ODD = (
     *("[]", "{}", "{a: 1}", "[1, 2]", "???", "${nope}", "${loss}", "abc", "-1", "true", "null", "''", "nan"),

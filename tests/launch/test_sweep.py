@@ -17,9 +17,8 @@ from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.config.overrides import jobs
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.check import check, problems, render_plan
 from pgtoolkit.launch.multirun import CheckedJobs
-from pgtoolkit.launch.plan_page import render_plan
 from pgtoolkit.launch.processes import train_job
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory
