@@ -118,10 +118,10 @@ def test_a_killed_process_that_forks_is_said(forks):
 
 ANSWER = """
 import os, sys
-def run_file(file):
+def run_job(file):
     return {} if {} else 8
 """
-"""In the place of `pgtoolkit/launch/job.py`."""
+"""In the place of `pgtoolkit/launch/processes.py`."""
 
 
 def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
@@ -133,10 +133,10 @@ def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     unwritable = {"HOME": "/proc/none", "MPLCONFIGDIR": "/proc/none", "TMPDIR": str(tmp_path / "temporary")}
     logs = [tmp_path / f"log-{number}" for number in range(3)]
-    (package / "launch" / "job.py").write_text(ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])"))
+    (package / "launch" / "processes.py").write_text(ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])"))
     forks = Forks(ENVIRONMENT | unwritable | {"PYTHONPATH": str(tmp_path)})
     assert [forks.start("any", log).wait() for log in logs[:2]] == [6, 6]
-    (package / "launch" / "job.py").write_text(ANSWER.format(7, "'matplotlib' not in sys.modules"))
+    (package / "launch" / "processes.py").write_text(ANSWER.format(7, "'matplotlib' not in sys.modules"))
     assert forks.start("any", logs[2]).wait() == 7
     assert [log.read_text() for log in logs] == [""] * 3
 
