@@ -4,7 +4,8 @@
 
 unpacks benchmarks/data/study/*.tar.xz into a temporary folder, and fills what stands in the page between a line such as
 `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study.png -->` and `<!-- end -->`
-with what `pgtk compare` says, in tables; `<!-- runs -->` is filled with what was run, from the runs' own files.
+with what `pgtk compare` says, in tables; `<!-- runs -->` is filled with what was run, from the runs' own files, and
+`<!-- repeats SWEEP -->` with the evaluations of its runs.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "study.md"
 DATA = ROOT / "benchmarks" / "data" / "study"
 SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_starts", "study_starts_controls", "study_repeats")
-SWEEPS += ("study_lag", "study_aggregation")
-_PART = re.compile(r"(?s)(<!-- (compare|runs)([^>]*) -->\n).*?(<!-- end -->)")
+SWEEPS += ("study_lag", "study_aggregation", "study_anchor")
+_PART = re.compile(r"(?s)(<!-- (compare|runs|repeats)([^>]*) -->\n).*?(<!-- end -->)")
 _NONE = "Not run.\n\n"
 
 
@@ -50,26 +51,32 @@ def filled(page: str, sweeps: Path, draw: bool = True) -> str:
 
     def part(found: re.Match) -> str:
         words = found[3].split()
-        content = _compared(sweeps, words, draw) if found[2] == "compare" else _ran(sweeps)
+        makes = {"compare": lambda: _compared(sweeps, words, draw), "runs": lambda: _ran(sweeps)}
+        content = (makes | {"repeats": lambda: _repeated(sweeps / words[0])})[found[2]]()
         return f"{found[1]}{content}{found[4]}"
 
     return _PART.sub(part, page)
 
 
 def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
-    """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE."""
+    """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE, or --by=KEY for a row a value."""
     names = [word for word in words if not word.startswith("--")]
     options = {
         name.replace("-", "_"): value for name, _, value in (w[2:].partition("=") for w in words if w[:2] == "--")
     }
-    picture, file = options.pop("png", None), options.pop("predictions", None)
+    picture, file, by = (options.pop(name, None) for name in ("png", "predictions", "by"))
     args = Namespace(**dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")) | options)
+    args.best_of = by or args.best_of
     expected = predictions.take(ROOT / file, args) if file else {}
     if not all((sweeps / name).exists() for name in names):
         return _NONE + "".join(f"* Predicted: {name} {text(value)}\n" for name, value in expected.items())
     metric = parse_metric(args.metric)[1] if args.metric else args.reach.rpartition("=")[0]
     runs = find_runs([str(sweeps / name) for name in names], needed_for(metric))
     compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
+    if by:
+        names, *rows = zip(*terminal.tried_rows(compared), strict=True)
+        rows = [(Path(name).name, *values) for name, *values in sorted(rows, key=lambda row: row[1], reverse=True)]
+        return f"{compared.measured}, mean over {compared.blocks}s:\n\n{_table([(by, *names[1:]), *rows])}"
     if picture and draw:
         write(compared, "png", ROOT / picture, "")
     shown = f"\n![{compared.measured}]({Path(picture).relative_to('docs')})\n" if picture else ""
@@ -80,13 +87,14 @@ def _parts(compared: Compared, expected: dict) -> list[str]:
     """Tables and sentences, each a paragraph."""
     parts, judged = [_table(terminal.group_rows(compared))], predictions.judged(compared, expected)
     if rows := terminal.tried_rows(compared):
+        rows[1:] = sorted(rows[1:], key=_natural)
         parts += [f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n", _table(rows)]
     for pairs in terminal.planned(compared) if compared.comparisons.primary else ():  # of tuning runs nothing is tested
         base = compared.groups[pairs[0].first]
         parts += [f"Against {base.label}:\n", _table(terminal.difference_rows(compared, pairs))]
-    many = max((seeds.size for one in compared.comparisons.samples for seeds in one.strata.values()), default=0) > 1
-    if compared.over and expected and many:
-        found = compared.comparisons
+    found = compared.comparisons
+    several = any(values.size > 1 for one in found.samples for values in one.strata.values())
+    if compared.over and found.primary and several:
         starts = [Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
         compared.comparisons = Comparisons(starts, found.margin, found.primary)
         for pairs in terminal.planned(compared):
@@ -97,6 +105,13 @@ def _parts(compared: Compared, expected: dict) -> list[str]:
     return [*parts, "".join(f"* {line}\n" for line in said)] if said else parts
 
 
+def _repeated(sweep: Path) -> str:
+    """Held-out pass@1 of each run at each evaluation."""
+    runs = [[r for r in read_evaluations(run) if r["set"] == "held_out"] for run in sorted(sweep.iterdir())]
+    rows = [[str(place), *(f"{row['pass@1']:.4f}" for row in found)] for place, found in enumerate(runs, 1)]
+    return _table([["run", *(f"step {row['step']}" for row in runs[0])], *rows])
+
+
 def _ran(sweeps: Path) -> str:
     """A row per sweep, from the configurations, the evaluations and the times of its runs."""
     rows = [["sweep", "runs", "minutes", *_FACTS]]
@@ -105,6 +120,7 @@ def _ran(sweeps: Path) -> str:
             rows.append([f"`{name}`", "not run", *[""] * (len(rows[0]) - 2)])
             continue
         runs = find_runs([str(sweeps / name)], {"reward"})
+        runs.sort(key=lambda run: _natural([run.config["model.path"], str(run.config["seed"])]))
         facts = [", ".join(dict.fromkeys(map(str, values))) for values in zip(*map(_facts, runs), strict=True)]
         rows.append([f"`{name}`", str(len(runs)), f"{_minutes(runs):.1f}", *facts])
     if every := find_runs([str(sweeps)], {"reward"}) if sweeps.exists() else []:
@@ -133,6 +149,11 @@ def _minutes(runs: list[Run]) -> float:
         times += [datetime.strptime(one["time"], TIME).timestamp() for one in (start, *start.get("resumed", ())) if one]
     gaps = np.diff(np.sort(times))
     return float(gaps[gaps < 60].sum()) / 60
+
+
+def _natural(words: list[str]) -> list[list]:
+    """What sorts small-2 before small-10, and 8 before 32."""
+    return [[(0, int(x), "") if x.isdigit() else (1, 0, x) for x in re.split(r"(\d+)", word) if x] for word in words]
 
 
 def _table(rows: list[list[str]]) -> str:

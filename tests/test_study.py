@@ -84,7 +84,7 @@ def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
 def test_the_page_is_what_its_command_writes(tmp_path):
     page = study_page.PAGE.read_text()
     assert study_page.filled(page, study_page.unpack(tmp_path), draw=False) == page
-    assert page.count("<!-- end -->") == page.count("<!-- compare ") + page.count("<!-- runs ") == 9
+    assert page.count("<!-- end -->") == len(re.findall("<!-- (compare|runs|repeats) ", page)) == 18
     for picture in re.findall(r"\]\((images/study\S+)\)", page):
         assert (study_page.PAGE.parent / picture).stat().st_size > 10_000
 
@@ -101,5 +101,17 @@ def test_what_is_said_of_the_study_are_numbers_of_its_tables():
     said = page[page.index("## Results") : page.index("## Controls")]
     said += readme[readme.index("[The study]") : readme.index("Three promises")]
     numbers = re.findall(r"[-+]\d\.\d{3}\b", said)
-    assert len(numbers) == 24
+    assert len(numbers) == 51
     assert [number for number in numbers if number not in tables] == []
+
+
+def test_the_largest_stable_rates_are_those_of_the_table():
+    page = study_page.PAGE.read_text()
+    said = page[page.index("## Q3") : page.index("## Q2")]
+    rates = re.search(r"\| loss \| rollout\.lag \| ([\d.e|\- ]+) \|\n", said)[1].split(" | ")
+    tried = re.findall(r"(?m)^\| (\w+) \| (\d+) \| ((?:\d\.\d{3} \| ?)+)$", said)
+    assert len(tried) == 12
+    for loss, lag, finals in tried:
+        stable = [rate for rate, final in zip(rates, finals.split("|"), strict=False) if float(final) >= 0.181]
+        shown = re.search(rf"(?m)^\| `{loss}`.*", said)[0].split(" | ")[1:]
+        assert shown[["0", "8", "32", "128"].index(lag)].strip(" |") == stable[-1]

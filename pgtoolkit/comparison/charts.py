@@ -54,11 +54,13 @@ def picture(compared: Compared, kind: str) -> bytes:
             _draw_tried(figure.add_subplot(1, panels, 3), compared)
         if handles:
             groups = [compared.groups[place] for place in handles]
+            labels = [legible(f"{group.label} (n = {len(group.counted)})") for group in groups]
+            fits = int(5.5 * panels / (0.6 + 0.08 * max(map(len, labels))))  # in inches: a line, and its letters
             figure.legend(
                 handles.values(),
-                [legible(f"{group.label} (n = {len(group.counted)})") for group in groups],
+                labels,
                 loc="outside lower center",
-                ncols=min(4, len(handles)),
+                ncols=max(1, min(4, fits, len(handles))),
                 frameon=False,
                 title=legible(", ".join(compared.keys)) or None,
             )
@@ -102,7 +104,7 @@ def _draw_tried(axes, compared):
     """Draw what is tested over every value of the key of which each group has its best: mean, lowest and highest."""
     values = compared.tried
     axes.set(xlabel=legible(compared.best_of), ylabel=legible(compared.measured))
-    axes.set_xticks(range(len(values)), [*map(legible, values)])
+    axes.set_xticks(range(len(values)), [*map(legible, values)], rotation=30 if sum(map(len, values)) > 40 else 0)
     for place, group in enumerate(compared.groups):
         x, look = sorted(map(values.index, group.tried)), _LOOKS[place % len(_LOOKS)]
         found = [compared.tested(group.tried[values[one]]) for one in x]

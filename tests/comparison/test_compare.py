@@ -324,3 +324,13 @@ def test_final_and_best():
     assert final(values) == pytest.approx(0.6)
     assert best(values) == pytest.approx(2.0)
     assert (final([3.0]), best([3.0])) == (3.0, 3.0)
+
+
+def test_the_legend_of_long_names_stays_within_the_picture(tmp_path):
+    for number in range(4):
+        more = {"advantage": {"path": f"a_module_with_a_long_name.of_functions.function_{number}"}}
+        save(tmp_path / str(number), "grpo", 0, 0.5, **more)
+    drawn = picture(compare(find_runs([str(tmp_path)]), "final:reward"), "svg").decode()
+    names = re.findall(r'<text [^>]*x="([-\d.]+)"[^>]*>a_module|<text [^>]*translate\(([-\d.]+) [^>]*>a_module', drawn)
+    assert len(names) == 4
+    assert min(float(one or other) for one, other in names) > 0

@@ -15,7 +15,8 @@ from pgtoolkit.launch.check import check, problems
 
 SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
 SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24, "study_loss_rates": 56, "study_loss": 48}
-SIZES |= {"study_aggregation": 80, "study_lag": 288, "study_controls": 12, "study_starts": 28}
+SIZES |= {"study_aggregation": 80, "study_lag": 216, "study_controls": 12, "study_starts": 28}
+SIZES |= {"study_anchor": 128}
 
 
 @pytest.mark.slow
@@ -31,7 +32,7 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     lines = sweep_file(name).read_text().splitlines()
     assert lines[0] == f"# pgtk sweep {name}"
     assert "?" in lines[1]
-    if name in ("study_loss", "study_starts", "study_aggregation", "study_lag"):
+    if name in ("study_loss", "study_starts", "study_aggregation", "study_lag", "study_anchor"):
         args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
         predicted = predictions.take(sweep_file(name).parent / "predictions" / f"{name}.yaml", args)
         assert budget._contrasts(checked, args) == sorted(predicted)
