@@ -88,7 +88,8 @@ def group_advantages(estimator: str, rewards: list[float], lengths: Sequence[int
     others = len(rewards) - 1
     if estimator == "rloo":
         return [difference * len(rewards) / others for difference in centred]
-    return [difference / (_deviation(rewards) + EPSILON) for difference in centred]
+    deviation = _deviation(rewards) + EPSILON
+    return [difference / deviation for difference in centred]
 
 
 def check_rewards(rewards: list[float]) -> None:

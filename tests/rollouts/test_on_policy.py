@@ -23,6 +23,7 @@ BESIDE = [
     ("metrics=with_entropy", "entropy.coefficient=0.01", "rollout.top_p=0.9", "rollout.temperature=0.8"),
     ("kl=k3_ratio", "kl.coefficient=0.1", "kl.reference=initial", "aggregation=token_mean", "aggregation.divisor=null"),
     ("correction=off_policy_mask", "correction.threshold=0.01", "advantage=rloo"),
+    ("kl=full_reverse", "kl.coefficient=0.1", "kl.reference=initial", "rollout.truncated=mask"),
     ("correction=token_truncate", "metrics=none"),
     ("rollout.max_sampling_rounds=3", "accumulation.last_step=carry"),
     ("aggregation=prompt_mean", "aggregation.divisor=null"),
@@ -83,6 +84,18 @@ def test_adapters_and_their_model_as_reference(tmp_path):
     assert (sum(passed), sum(twice)) == (0, 48)
 
 
+def test_conversations(tmp_path):
+    game = "task=guess", "task.numbers=6", "task.max_turns=3", "rollout.max_completion_length=24"
+    chosen = [*(one for one in SHORT if not one.startswith("task.")), *game, "accumulation.max_tokens=64"]
+    rows, weights, passed = trained(4, "loss=gspo", "kernel=torch", of=chosen)
+    expected, others, twice = trained(
+        4, "loss=gspo", "kernel=torch", f"rollout.save_path={tmp_path / 'saved'}", of=chosen
+    )
+    assert rows == expected
+    assert_equal(weights, others)
+    assert 0 < sum(passed) < sum(twice) == 32
+
+
 def test_the_first_update_of_a_batch_has_ratios_of_one():
     rows, _, passed = trained(3, WHOLE, "loss=gspo", "rollout.temperature=0.7")
     assert passed == []
@@ -123,12 +136,23 @@ def test_documents_that_an_update_came_before_need_old_log_probs():
     loader.source.close()
 
 
-@pytest.mark.parametrize("sizes", [{"data_parallel": 2}, {"tensor_parallel": 2}])
-def test_ranks_make_no_pass_of_their_own(tmp_path, sizes):
-    chosen = [*SHORT, WHOLE, "loss=gspo", "advantage=rloo", "trainer.max_steps=3", "trainer.checkpoint_every=3"]
+@pytest.mark.parametrize(
+    ("sizes", "more"),
+    [
+        ({"data_parallel": 2}, []),
+        ({"data_parallel": 2}, ["accumulation.docs_per_step=8"]),
+        ({"tensor_parallel": 2}, []),
+        ({"sequence_data_parallel": 2}, ["accumulation.docs_per_step=8"]),
+        ({"pipeline_parallel": 2}, ["metrics=none"]),
+    ],
+    ids=str,
+)
+def test_ranks_make_no_pass_of_their_own(tmp_path, sizes, more):
+    chosen = [*SHORT, WHOLE, "loss=gspo", "advantage=rloo", "trainer.max_steps=3", "trainer.checkpoint_every=3", *more]
     found = run_on_ranks(tmp_path / "run", once(*chosen), **sizes)
     expected = run_on_ranks(tmp_path / "two", once(*chosen, f"rollout.save_path={tmp_path / 'saved'}"), **sizes)
-    if "data_parallel" in sizes:  # of two passes the first deals out groups, the second documents: they round otherwise
+    if sizes == {"data_parallel": 2} and not more:
+        # Of two passes the first deals out groups, the second documents: they round otherwise.
         for row, two in zip(metrics_of(found), metrics_of(expected), strict=True):
             assert row == pytest.approx(two, rel=1e-5, abs=1e-6)
         return
