@@ -193,6 +193,9 @@ def accumulation(c: Config, report: Report) -> None:
         reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
         needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
         report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
+    if docs and fixed and fixed == report.usual("accumulation.micro_batches_per_step"):  # any other counts as ignored
+        reason, use = "A step then has that many documents.", "accumulation=dynamic or accumulation.docs_per_step=0"
+        report.refuse("accumulation=fixed", "accumulation.docs_per_step=0", docs, reason, use)
     if (longest := tokens_at_least(c)) > (tokens := c.accumulation.max_tokens):
         reason = "A document is never split over micro-batches, so the longest must fit into one."
         needs = f"at least the longest document, {longest} tokens"
