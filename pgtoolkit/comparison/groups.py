@@ -11,7 +11,7 @@ import numpy as np
 from pgtoolkit.comparison import measures
 from pgtoolkit.comparison.compared import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
-from pgtoolkit.comparison.statistics import Comparisons, Sample, margin_of
+from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import changes_learning, key_named, shown
 from pgtoolkit.config.schema_completions import POSITION
 from pgtoolkit.errors import ConfigError
@@ -45,7 +45,7 @@ def compare(
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
     if margin is not None:
-        margin_of(margin)
+        measures.margin_of(margin)
     option, measure, threshold, notes = "--metric", None, None, []
     if reach is not None:
         option, (metric, threshold) = "--reach", measures.parse_reach(reach)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 
 import numpy as np
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.series import final, first, mean
+from pgtoolkit.system.report import refusal
 
 AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}
 """What it takes to reach a threshold is counted in these: key of a row -> its name in words."""
@@ -123,6 +124,19 @@ def parse_reach(text: str) -> tuple[str, float]:
         reason = "It is reached where the metric is at least that high."
         raise ConfigError(f"--reach={text} needs METRIC=NUMBER. {reason} Use --reach=exact_match=0.9.")
     return metric, threshold
+
+
+def margin_of(text: str, mean: float = 1.0) -> float:
+    """The margin of `0.02`, or of `3%`, which is a share of this mean. Raises ConfigError for any other text."""
+    number = text.removesuffix("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value = nan
+    if not 0 < value < inf:
+        reason = "Differences within it are called equal."
+        raise ConfigError(refusal(f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"))
+    return value if number == text else value / 100 * abs(mean)
 
 
 def goal_of(groups: list[list[Run]], metric: str, threshold: float | None, measure: str | None = None) -> Goal:

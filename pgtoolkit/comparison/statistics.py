@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import refusal
+from pgtoolkit.comparison.measures import margin_of
 
 LEVEL = 0.05
 """A difference with an adjusted p below this is called more than seed noise; intervals are of 1 - LEVEL."""
@@ -163,19 +162,6 @@ def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
     again = [values[draw.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata]
     means = interquartile_mean(np.concatenate(again, axis=1))
     return tuple(map(float, np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])))
-
-
-def margin_of(text: str, mean: float = 1.0) -> float:
-    """The margin of `0.02`, or of `3%`, which is a share of this mean. Raises ConfigError for any other text."""
-    number = text.removesuffix("%")
-    try:
-        value = float(number)
-    except ValueError:
-        value = np.nan
-    if not 0 < value < np.inf:
-        reason = "Differences within it are called equal."
-        raise ConfigError(refusal(f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"))
-    return value if number == text else value / 100 * abs(mean)
 
 
 def holm(p: np.ndarray) -> np.ndarray:

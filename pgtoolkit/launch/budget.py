@@ -99,8 +99,7 @@ def _contrasts(checked: Checked, args: Namespace) -> list[str]:
 def _deviation_and_margin(args: Namespace) -> tuple[float | None, float | None]:
     """Of the paired differences: given, or of earlier runs, pooled; and the margin, for a share that of their mean."""
     from pgtoolkit.comparison.groups import compare
-    from pgtoolkit.comparison.measures import needed_for, parse_metric
-    from pgtoolkit.comparison.statistics import margin_of
+    from pgtoolkit.comparison.measures import margin_of, needed_for, parse_metric
 
     margin = margin_of(args.margin) if args.margin else None
     if args.sd is not None and not 0 < args.sd < np.inf:

@@ -77,7 +77,7 @@ def equal_runs_are_no_improvement(right, first, second):
     return np.mean([(theirs[name][:, None] > ours[name]).mean() for name in ours if name in theirs] or [0])
 
 
-@mutant("comparison.statistics:margin_of", "test_two_one_sided_tests_are_those_of_scipy")
+@mutant("comparison.measures:margin_of", "test_two_one_sided_tests_are_those_of_scipy")
 def a_margin_is_two_sided(right, text, mean=1.0):
     return 2 * right(text, mean)
 
