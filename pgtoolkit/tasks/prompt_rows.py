@@ -115,13 +115,14 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
                 continue
             there = ", ".join(file.names or row) or "no fields"
             values = []
-            for field, read in ((prompt_field, _prompt), (answer_field, _answer)):
+            for key, field, read in (("prompt", prompt_field, _prompt), ("answer", answer_field, _answer)):
                 try:
                     if row.get(field) is None:
                         raise ValueError("is missing")
                     values.append(read(row[field]))
                 except ValueError as reason:
-                    use = ". Use task.prompt_field=messages" if field == prompt_field and "messages" in row else ""
+                    other = "messages" if key == "prompt" and "messages" in row else "COLUMN"
+                    use = "" if field in row else f". Use task.{key}_field={other}"
                     problems.add(f"{place}:{field}", f"{reason}; the row has {there}{use}")
             if len(values) == 2:
                 (asked, messages), answer = values

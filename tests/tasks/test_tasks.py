@@ -93,7 +93,7 @@ def test_bad_prompts_are_listed_together(tmp_path):
     message = str(error.value)
     for part in (
         "7 problems",
-        "p.jsonl:2:answer: is missing; the row has prompt",
+        "p.jsonl:2:answer: is missing; the row has prompt. Use task.answer_field=COLUMN",
         "p.jsonl:3:prompt: needs a text or a list of chat messages (got ['a'])",
         "p.jsonl:4: not JSON",
         "p.jsonl:5:prompt: needs a text or a list of chat messages (got '')",
