@@ -201,7 +201,7 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
     if not far:
         return (
             f"All {len(pairs)} recorded metrics of step {number} come out the same but for rounding, {len(other)} of "
-            "them not bit for bit: the hardware, a library or the number of processes is another."
+            "them not bit for bit: hardware, a library or the number of processes is another, or a GPU rounds anew."
         )
     name, (made_again, recorded) = next(iter(far.items()))
     raise DataError(
