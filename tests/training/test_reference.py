@@ -92,12 +92,13 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
     assert metrics["loss"] > 0.02
 
 
-def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path):
+def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path, capsys):
     teacher = llama(tmp_path / "teacher", seed=3)
     settings = "experiment=distillation", "model=tiny", "kl=full_reverse", "kl.coefficient=1", f"kl.reference={teacher}"
     more = "trainer.max_steps=12", "optimizer.learning_rate=0.02"
     rows = metrics_of(run(tmp_path / "run", *settings, *more))
     assert rows[-1]["kl_ref"] < rows[0]["kl_ref"] / 3
+    assert "\ncompare " not in capsys.readouterr().out  # another loss would train the same
 
 
 def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
