@@ -19,8 +19,7 @@ from pgtoolkit.config.evaluation import (
     watched,
 )
 from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, values_of
-from pgtoolkit.config.rules.run import existing, installed, room_for, room_for_answer
-from pgtoolkit.config.rules.step import importable
+from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completions import TRAINING
 from pgtoolkit.system.report import Report, is_number, text

@@ -17,6 +17,7 @@ from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_o
 from pgtoolkit.config.schema import Config, ModelConfig
 from pgtoolkit.config.schema_completions import GeneratedTaskConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
+from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, text
 
@@ -167,6 +168,13 @@ def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
     if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):
         reason = "There is nothing at that path, seen from the current directory."
         report.refuse_value(path, value, "an existing file, folder or glob", reason, "PATH")
+
+
+def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
+    """Refuse what is no dotted path of a function or class; whether it can be imported is tried before the start."""
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+        needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
+        report.refuse(f"{key}={path}", needs, path, reason, use)
 
 
 def launcher(hydra: Any, report: Report) -> None:

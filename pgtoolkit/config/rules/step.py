@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
-from pgtoolkit.config.rules.run import existing
+from pgtoolkit.config.rules.run import existing, importable
 from pgtoolkit.config.schema import Config, ParallelismConfig
 from pgtoolkit.config.schema_completions import RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
@@ -15,7 +14,6 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import FULL_KINDS
 from pgtoolkit.ranks.environment import AXES, joined, world_size
-from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_whole, refusal, text
 
@@ -42,13 +40,6 @@ def aggregation(c: Config, report: Report) -> None:
     family = family_of_config(c)
     if family is not None and family.by_document and mode != "sample_mean" and reducer is None:
         report.note(f"loss={c.loss.name} with aggregation={mode} weights a document by its number of trained tokens.")
-
-
-def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
-    """Refuse what is no dotted path of a function or class; whether it can be imported is tried before the start."""
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
-        needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
-        report.refuse(f"{key}={path}", needs, path, reason, use)
 
 
 def correction(c: Config, report: Report) -> None:
