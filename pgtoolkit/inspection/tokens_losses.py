@@ -130,10 +130,9 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
             "written). Its part of the loss is no number of one token. Use kl=k3_ratio, or kl=none."
         )
     tokens = made.pieces[0].micro_batch
+    no_ratio = loss.reads_old_log_probs and not made.has_old_log_probs
     lacks = {  # with what does without it
-        ("old_log_probs", "loss=reinforce correction=none kl=none"): (
-            loss.reads_old_log_probs and not made.has_old_log_probs
-        ),
+        ("old_log_probs", "loss=reinforce correction=none kl=none"): no_ratio,
         ("sampling_log_probs", "correction=none"): loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
         ("ref_log_probs", "kl=none"): loss.kl is not None and tokens.ref_log_probs is None,
         ("group_id", "aggregation=token_mean"): loss.aggregation.needs_groups and not made.has_groups,

@@ -18,9 +18,10 @@ from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.key import resolved
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
-from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts, problems_of_folder
+from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts
 from pgtoolkit.config.rules.executed import written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
@@ -113,13 +114,12 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         elif step >= most:
             needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
             run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)
-        if not places:
-            needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
-            run.report.refuse(f"--step={step}", needs, "none", reason, "hydra.run.dir=outputs/NEW")
-        elif found := (new := compose(places)).problems or problems_of_folder(new.config, "hydra.run.dir"):
-            run.report.problems += found
+        run.report.problems += (new := compose(places)).problems
+        if place := places and resolved(new.config, "hydra.run.dir"):
+            folder = Path(place)
         else:
-            folder = Path(new.config.hydra.run.dir)
+            needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
+            run.report.refuse(f"--step={step}", needs, " ".join(places) or "none", reason, "hydra.run.dir=outputs/NEW")
         if problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None)):
             run.report.problems.append(problem)
     check_machine(run.values, run.report)

@@ -103,12 +103,11 @@ def _quoted(value: str | list) -> str:
 
 
 def has_counterpart(run_dir: str | Path) -> bool:
-    """Whether the other loss would train on the same documents, and be another one: not where these may lack the old
-    log-probs, nor where no advantage reaches a loss."""
+    """Whether the other loss could train otherwise on the same documents: old log-probs may lack, or advantages."""
     config = read_config(run_dir)[0]
+    family = FAMILIES.get(config["loss"]["name"])
     if config.get("advantage", {}).get("estimator") == "none":
         return False
-    family = FAMILIES.get(config["loss"]["name"])
     return config.get("rollout", {}).get("name") != "recorded" or family is None or family.reads_old_log_probs
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, TinyModelConfig
-from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
+from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import best_checkpoint, read_config, read_drift, read_resolved, storage
@@ -127,32 +127,27 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
         if (state := load_newest(folder)) is not None:
             return state
         refuse_lost_checkpoint(run_dir, use)
-        raise ConfigError(
-            f"{use} needs a checkpoint (got none). A run saves one every trainer.checkpoint_every steps and at its "
-            f"end. Use pgtk resume {shell_path(run_dir)}."
-        )
     if problem := lacks_checkpoint(run_dir, use, step):
         raise ConfigError(problem)
     path = folder / f"step-{step:06d}"
     try:
         return read_checkpoint(path)
-    except PgtoolkitError:
-        raise
     except Exception as error:  # of damaged files its parsers each raise their own
         raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
 
 
-def lacks_checkpoint(run_dir: Path, use: str, step: int, most: float = math.inf) -> str | None:
+def lacks_checkpoint(run_dir: Path, use: str, step: int | None, most: float = math.inf) -> str | None:
     """What is said of a run without a checkpoint of this step; most: trainer.max_steps, where it is to be continued."""
     there = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
     if step in there:
         return None
+    if not there:
+        reason = "A run saves one every trainer.checkpoint_every steps and at its end."
+        return refusal(use, "a checkpoint", "none", reason, f"pgtk resume {shell_path(run_dir)}")
+    needs = f"one of the steps with a checkpoint, {', '.join(map(str, there))}"
     reason = "The run keeps trainer.keep_checkpoints of them, and the best."
-    needs = f"one of the steps with a checkpoint, {', '.join(map(str, there)) or 'of which there is none'}"
-    instead = f"pgtk resume {shell_path(run_dir)}"
-    if there:
-        instead = f"--step={there[-1]}" + (f" trainer.max_steps={2 * there[-1]}" if there[-1] >= most else "")
-    return refusal(f"{use} --step={step}", needs, step, reason, instead)
+    more = f" trainer.max_steps={2 * there[-1]}" if there[-1] >= most else ""
+    return refusal(f"{use} --step={step}", needs, step, reason, f"--step={there[-1]}{more}")
 
 
 def refuse_occupied(use: str, folder: Path) -> None:

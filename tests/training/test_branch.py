@@ -78,7 +78,7 @@ def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, t
         (["--step", "9", "hydra.run.dir=new", "loss=none"], "2 problems in the configuration:\n  pgtk resume"),
         (["--step", "3"], "--step=3 needs hydra.run.dir=NEW (got none)"),
         (["--step", "3", "hydra.run.dir=a b("], "hydra.run.dir=a b( needs the form key=value"),
-        (["--step", "3", "hydra.run.dir=${x}"], "hydra.run.dir needs a value that resolves"),
+        (["--step", "3", "hydra.run.dir=${x}"], "hydra.run.dir=NEW (got hydra.run.dir=${x}). It becomes"),
         (["--step", "x", "hydra.run.dir=new"], "argument --step: invalid int value: 'x'"),
         (["--step", "3", "hydra.run.dir=new", "loss=none"], "loss=none"),
         (
@@ -110,11 +110,11 @@ def test_recorded_batches_of_the_parent_are_not_written_over(tmp_path, capsys):
     assert json.loads((tmp_path / "new/status.json").read_text())["state"] == "done"
 
 
-@pytest.mark.parametrize(("place", "needs"), [("inner", "a folder outside {}"), (".", "a directory without a run")])
-def test_a_run_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, place, needs):
+@pytest.mark.parametrize("place", ["inner", "."])
+def test_a_run_inside_its_parent_is_refused_and_leaves_it_alone(copied, capsys, place):
     before = files_of(copied)
     assert main(["resume", str(copied), "--step", "3", f"hydra.run.dir={copied / place}"]) == 2
-    assert f"needs {needs.format(copied)}" in capsys.readouterr().err
+    assert f"needs a folder outside {copied}" in capsys.readouterr().err
     assert files_of(copied) == before
 
 
