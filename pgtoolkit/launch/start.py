@@ -219,6 +219,6 @@ def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitErro
 def _without_hydra(config: DictConfig) -> DictConfig:
     config = copy.deepcopy(config)
     with open_dict(config):
-        config.pop("hydra")
+        config.pop("hydra", None)  # a saved configuration has none
     make_absolute(config)
     return config
