@@ -50,9 +50,11 @@ def filled(page: str, sweeps: Path, draw: bool = True) -> str:
     """The page with all its tables; draw: whether to write its pictures, too."""
 
     def part(found: re.Match) -> str:
-        words = found[3].split()
-        makes = {"compare": lambda: _compared(sweeps, words, draw), "runs": lambda: _ran(sweeps)}
-        content = (makes | {"repeats": lambda: _repeated(sweeps / words[0])})[found[2]]()
+        kind, words = found[2], found[3].split()
+        if kind == "compare":
+            content = _compared(sweeps, words, draw)
+        else:
+            content = _repeated(sweeps / words[0]) if kind == "repeats" else _ran(sweeps)
         return f"{found[1]}{content}{found[4]}"
 
     return _PART.sub(part, page)

@@ -79,9 +79,12 @@ def advantage(c: Config, report: Report) -> None:
     elif needs_teacher(c) and c.kl.reference == "initial":
         reason = "The policy begins there, where the distance from it is least, and would stay."
         report.refuse("advantage=none", "kl.reference to be a teacher", "initial", reason, "kl.reference=FOLDER")
-    if estimator == "none" and c.correction.name != "none" and c.loss.name not in ("kimi", "custom"):
+    if estimator == "none" and c.loss.name not in ("kimi", "custom"):
+        if c.loss.name != "reinforce":
+            report.note(f"advantage=none: loss={c.loss.name} is 0 and trains nothing; penalties alone do.")
         reason, use = "It multiplies the surrogate, which is 0, and no penalty.", "correction=none or advantage=dr_grpo"
-        report.refuse("advantage=none", "correction=none", c.correction.name, reason, use)
+        if c.correction.name != "none":
+            report.refuse("advantage=none", "correction=none", c.correction.name, reason, use)
     if estimator == "custom" and c.advantage.path is None:
         reason, use = "It makes advantages of rewards.", "advantage.path=my_module.my_advantages"
         report.refuse("advantage=custom", "advantage.path", None, reason, use)
