@@ -36,7 +36,8 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
         content = plain_yaml(file.read_bytes())
         expected = {text(name): value for name, value in content.pop("expected").items()}
     except (OSError, ValueError, AttributeError, KeyError) as error:
-        raise refused(type(error).__name__, "YAML with the key expected", "It was read before the runs.") from error
+        got = error.strerror if isinstance(error, OSError) else "something else"
+        raise refused(got, "YAML with the key expected", "It has what was expected before the runs.") from error
     if "against" not in content:
         raise refused("none", "the key against", "A contrast is predicted with its base.")
     if typed := [f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(args, name) is not None]:

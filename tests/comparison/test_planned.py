@@ -194,7 +194,8 @@ def test_a_planned_comparison_with_its_predictions(study, capsys):
             "predictions need runs of dppo (got contrasts cispo; gspo; reinforce)",
         ),
         (["--over", "los"], None, "--over=los needs a key that tells the runs apart. These are loss. Use"),
-        ([], "expected:", "YAML with the key expected"),
+        ([], "expected:", "YAML with the key expected (got something else)"),
+        (["--predictions", "none.yaml"], None, "YAML with the key expected (got No such file or directory)"),
         ([], "folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),
         (
             ["--margin", "0.1"],
