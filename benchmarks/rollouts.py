@@ -203,8 +203,9 @@ def _pgtoolkit(case: Case) -> None:
         "accumulation.max_tokens=65536",
         *("loss=gspo", "aggregation=constant", f"aggregation.divisor={case.length}"),
         *(f"trainer.max_steps={case.iterations}", "trainer.checkpoint_every=1000000", "tracking=none"),
-        *case.overrides,
     ]
+    chosen = {override.partition("=")[0] for override in case.overrides}
+    job = [one for one in job if one.partition("=")[0] not in chosen] + case.overrides
     if status := pgtk(job):
         raise SystemExit(f"pgtk ended with {status}")
 

@@ -231,6 +231,11 @@ def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) 
     return min(rollout.max_staleness - (own - 1), own)
 
 
+def samples_beside(c: Config) -> bool:
+    """Whether completions are sampled during updates by the process that makes these."""
+    return c.sampler.name == "transformers" and getattr(c.rollout, "max_staleness", None) is not None
+
+
 def compilation(c: Config, on_gpu: bool) -> tuple[bool, str]:
     """Whether it is compiled, and the reason in words."""
     if c.model.compile != "auto":

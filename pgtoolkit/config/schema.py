@@ -182,6 +182,7 @@ class TrainerConfig:
     max_steps: int = key(1, 10**9)
     device: Device = key(evaluate="run", machine=True)
     num_threads: int | None = key(1, 1024, evaluate="run", machine=True)
+    deterministic: AutoOrBool = key(**_CUT)
     checkpoint_every: int = key(1, 10**9, learns=False)
     keep_checkpoints: int = key(1, 10**6, learns=False)
     max_bad_steps: int = key(1, 10**6)

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch, known_vectors
 from pgtoolkit.model.architectures import is_known
+from pgtoolkit.model.fixed_order import in_fixed_order
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.layout import Layout
 
@@ -114,16 +115,10 @@ def by_document(
     if has_kernel(query.device, query.dtype, query.shape[2]):
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(
-            query,
-            key,
-            value,
-            *documents.ends,
-            max(documents.queries),
-            max(documents.keys),
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-        )
+        longest = max(documents.queries), max(documents.keys)
+        sides = (-1 if window is None else window - 1, 0)
+        out = varlen_attn(query, key, value, *documents.ends, *longest, scale=scaling, window_size=sides)
+        return in_fixed_order(out)
     lengths = (documents.queries, documents.keys, documents.keys)
     parts = zip(*(x.split(n) for x, n in zip((query, key, value), lengths, strict=True)), strict=True)
     return torch.cat([_one_document(*part, scaling, window) for part in parts])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model import attention, compiled, lora
+from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.agreement import read_once
@@ -52,6 +52,7 @@ def build_policy(
     # What each process sets in its own transformers, or as hooks, which are not sent.
     if getattr(config, "gradient_checkpointing", False):
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    fixed_order.switch_on(policy.model)
     if on_gpu and not tiny:
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
     if not (compiles and is_known(policy.model)):

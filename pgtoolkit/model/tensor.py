@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from pgtoolkit.model.architectures import Architecture, architecture_of
+from pgtoolkit.model.fixed_order import in_fixed_order
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.collectives import local
 
@@ -227,5 +228,5 @@ class VocabularyEmbedding(nn.Module):
         padding = None if self.padding is None else self.padding - self.start
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
-        part = functional.embedding(torch.where(mine, rows, 0), weight, padding)
+        part = in_fixed_order(functional.embedding(torch.where(mine, rows, 0), weight, padding))
         return collectives.sum_over(torch.where(mine[..., None], part, 0), self.group)

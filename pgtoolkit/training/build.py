@@ -14,12 +14,13 @@ from torch import nn
 from pgtoolkit.config.evaluation import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.plan import compilation
+from pgtoolkit.config.plan import compilation, samples_beside
 from pgtoolkit.config.rules.run import refuse_unknown
 from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.model import fixed_order
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.policy import Policy
@@ -93,6 +94,8 @@ def begin(config: Config) -> None:
     # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
     # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    repeats = config.trainer.deterministic
+    fixed_order.switch(not samples_beside(config) if repeats == "auto" else repeats)
 
 
 def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:

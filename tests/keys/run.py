@@ -19,11 +19,12 @@ from omegaconf import OmegaConf
 from keys import SMALL, key, module_of, recorded, rows_file, settings
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import _process_group
+from pgtoolkit.model import fixed_order
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.training.build import accelerator
+from pgtoolkit.training.build import accelerator, begin
 from pgtoolkit.training.train import _start_tracker
 
 
@@ -112,6 +113,19 @@ def num_threads():
             assert torch.get_num_threads() == number
     finally:
         torch.set_num_threads(before)
+
+
+@key("trainer.deterministic")
+def deterministic():
+    beside = ["rollout=policy", "task=reverse", "rollout.max_staleness=7", "rollout.old_log_probs=sampling"]
+    embedding = torch.nn.Embedding(2, 2)
+    fixed_order.switch_on(embedding)
+    for chosen, expected in (["true"], True), (["false"], False), (["auto"], True), (["auto", *beside], False):
+        begin(OmegaConf.to_object(config_of(f"trainer.deterministic={chosen[0]}", *chosen[1:])))
+        seen, out = [], embedding(torch.tensor([1]))
+        out.grad_fn.register_prehook(lambda _, seen=seen: seen.append(torch.are_deterministic_algorithms_enabled()))
+        out.sum().backward()
+        assert seen == [expected]
 
 
 @key("tracking.name", "tracking.uri", "tracking.experiment", "tracking.run_name", "tracking.system_metrics")

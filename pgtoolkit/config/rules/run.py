@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
-from pgtoolkit.config.plan import documents_per_batch, family_of_config, steps_of, tokens_at_least
+from pgtoolkit.config.plan import documents_per_batch, family_of_config, samples_beside, steps_of, tokens_at_least
 from pgtoolkit.config.schema import Config, ModelConfig
 from pgtoolkit.config.schema_completions import GeneratedTaskConfig, VllmSamplerConfig
 from pgtoolkit.ranks.environment import world_size
@@ -54,6 +54,10 @@ def rollout(c: Config, report: Report) -> None:
     if rollout.max_staleness is not None and rollout.max_staleness < steps:
         needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
         report.refuse_value("rollout.max_staleness", rollout.max_staleness, needs, reason, 2 * steps - 1)
+    if c.trainer.deterministic is True and samples_beside(c):
+        needs, got = "completions from another process", "sampler=transformers with rollout.max_staleness"
+        reason = "PyTorch has one setting for a process, and what samples beside training must not have it."
+        report.refuse("trainer.deterministic=true", needs, got, reason, "trainer.deterministic=auto")
     if isinstance(c.task, GeneratedTaskConfig):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:

@@ -1,0 +1,56 @@
+"""Backward passes of PyTorch's that would add up in another order each time on a GPU, in the same order each time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils import deterministic
+
+_on = False
+_before: list[tuple[bool, bool, bool]] = []
+"""PyTorch's settings as they were when a backward pass in a fixed order began."""
+
+
+def switch(on: bool) -> None:
+    """Whether the models of this process compute `in_fixed_order` from now on."""
+    global _on
+    _on = on
+
+
+def in_fixed_order(out: Tensor, operation: str = "") -> Tensor:
+    """`out` of attention or of an embedding, whose backward pass will add up in the same order each time.
+
+    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums, PyTorch from 2.11 on
+    (https://github.com/pytorch/pytorch/pull/170589) also those of an embedding of few rows and more than 3072 tokens.
+    PyTorch's strict mode has a fixed order for both. It holds for these operations alone: others, such as a
+    floating-point cumsum of somebody's loss, raise in it.
+
+    operation: the name of its node, where that may lie behind others that made `out` of its result.
+    """
+    node = out.grad_fn if _on else None
+    while node is not None and operation not in node.name():
+        node = node.next_functions[0][0] if node.next_functions else None
+    if node is not None:
+        node.register_prehook(_begin)
+        node.register_hook(_end)
+    return out
+
+
+def switch_on(model: nn.Module) -> None:
+    """Make the embeddings of a model compute `in_fixed_order`."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _module, _inputs, out: in_fixed_order(out, "EmbeddingBackward"))
+
+
+def _begin(_gradients) -> None:
+    strict = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    _before.append((strict, only_warns, deterministic.fill_uninitialized_memory))
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # which costs time, and finds mistakes in kernels only
+
+
+def _end(_inputs, _outputs) -> None:
+    strict, only_warns, deterministic.fill_uninitialized_memory = _before.pop()
+    torch.use_deterministic_algorithms(strict, warn_only=only_warns)
