@@ -20,12 +20,12 @@ def switch(on: bool) -> None:
 def in_fixed_order(out: Tensor, operation: str = "") -> Tensor:
     """`out` of attention or of an embedding, whose backward pass will add up in the same order each time.
 
-    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums, PyTorch from 2.11 on
-    (https://github.com/pytorch/pytorch/pull/170589) also those of an embedding of few rows and more than 3072 tokens.
-    PyTorch's strict mode has a fixed order for both. It holds for these operations alone: others, such as a
-    floating-point cumsum of somebody's loss, raise in it.
+    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums, PyTorch 2.11 also those
+    of an embedding of few rows and more than 3072 tokens (https://github.com/pytorch/pytorch/pull/172454). PyTorch's
+    strict mode has a fixed order for both. It is on for these operations alone: others, such as a floating-point cumsum
+    in a loss of the user's, raise in it.
 
-    operation: the name of its node, where that may lie behind others that made `out` of its result.
+    operation: part of the name of its node, where that may lie behind others which made `out` of its result.
     """
     node = out.grad_fn if _on else None
     while node is not None and operation not in node.name():

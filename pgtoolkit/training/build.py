@@ -13,6 +13,7 @@ from torch import nn
 
 from pgtoolkit.config.evaluation import is_on
 from pgtoolkit.config.memory import refuse_overflow
+from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.plan import compilation, samples_beside
 from pgtoolkit.config.rules.run import refuse_unknown
@@ -29,7 +30,7 @@ from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
-from pgtoolkit.system.report import Report
+from pgtoolkit.system.report import Report, refusal
 from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
@@ -53,6 +54,8 @@ def build(
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
     policy = policy_of(config, task.alphabet, layout, config)
+    if config.trainer.deterministic is True and accelerator(config) == "gpu":
+        refuse_any_order(policy)
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
@@ -78,6 +81,15 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
     if config.model.compile == "auto" and config.model.name == "huggingface":
         log.info(f"model.compile=auto: {'on' if compiles else 'off'}, {reason}")
     return policy
+
+
+def refuse_any_order(policy: Policy) -> None:
+    """A model whose attention on a GPU is not ours, where trainer.deterministic=true was asked for."""
+    if not policy.by_document:
+        needs = f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16"
+        got = f"{policy.model.config.model_type} in {str(policy.compute_dtype).removeprefix('torch.')}"
+        reason = "PyTorch may add up attention's gradients in any order in others."
+        raise ConfigError(refusal("trainer.deterministic=true", needs, got, reason, "trainer.deterministic=auto"))
 
 
 def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:

@@ -3,10 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import fixed_order
-from pgtoolkit.model.attention import Documents, by_document
+from pgtoolkit.model.attention import Documents, by_document, use_packed_attention
 from pgtoolkit.model.fixed_order import in_fixed_order
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.training.build import refuse_any_order
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +61,16 @@ def test_nothing_is_set_where_it_is_off_or_nothing_is_trained():
     assert seen == [(False, False)]
     fixed_order.switch(True)
     assert in_fixed_order(torch.ones(3)).tolist() == [1.0] * 3
+
+
+def test_what_cannot_be_promised_is_refused():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=1))
+    policy = Policy(model, None, torch.bfloat16)
+    expected = r"trainer.deterministic=true needs on a GPU a model of type gpt2, .* \(got gpt2 in bfloat16\)"
+    with pytest.raises(ConfigError, match=expected):
+        refuse_any_order(policy)
+    use_packed_attention(model)
+    refuse_any_order(policy)
 
 
 class Scaled(nn.Embedding):
