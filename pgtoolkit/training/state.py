@@ -22,8 +22,8 @@ from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
 from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of each parameter."""
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was never stopped."""
 
 
 def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor]]]:

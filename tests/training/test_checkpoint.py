@@ -93,6 +93,17 @@ def test_large_models_are_written_in_several_files(trained, tmp_path, monkeypatc
     assert all(torch.equal(weight, expected["model"][name]) for name, weight in model.state_dict().items())
 
 
+def test_a_resumed_run_writes_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_SHARD_BYTES", 20_000)
+    whole = run(tmp_path / "whole", "trainer.max_steps=2")
+    resumed = copy_as_of(whole, 1, tmp_path / "resumed")
+    run(resumed, "trainer.max_steps=2", resume=True)
+    manifests = [folder / "checkpoints" / "step-000002" / "manifest.json" for folder in (whole, resumed)]
+    expected, found = (json.loads(manifest.read_text())["files"] for manifest in manifests)
+    assert sum(name.startswith("training/optimizer-") for name in expected) > 3
+    assert {n: x for n, x in found.items() if "tensors" in n} == {n: x for n, x in expected.items() if "tensors" in n}
+
+
 @pytest.mark.parametrize("damage", ["empty", "one byte", "missing"])
 @pytest.mark.parametrize("name", ["model.safetensors", "training/state.safetensors", "training/state.json"])
 def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
