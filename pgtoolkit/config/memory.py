@@ -11,7 +11,7 @@ from typing import Any
 
 from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import Sizes, sizes, tiny_sizes
-from pgtoolkit.config.plan import longest_document
+from pgtoolkit.config.plan import longest_document, samples_beside
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.environment import world_size
@@ -52,7 +52,7 @@ def plan(c: Config, gpu: float | None = None) -> Plan | None:
         teacher = None if c.kl.reference == "initial" else sizes(SimpleNamespace(path=c.kl.reference))
         always["reference"] = number * (teacher or shape).weights / ranks
     sampling = _sampling(c, shape, number) if samples(c) and c.sampler.name == "transformers" else {}
-    beside = getattr(c.rollout, "max_staleness", None) is not None
+    beside = samples_beside(c)
     if sampling and (ranks > 1 or number < 4 or rank is not None or beside):
         sampling["copy"] = number * shape.weights
     if beside:  # completions are sampled during updates

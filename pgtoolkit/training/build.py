@@ -50,11 +50,12 @@ def build(
     Whoever calls this closes the steps when the run is over, whatever ends it.
     """
     begin(config)
-    if accelerator(config) == "gpu":
+    on_gpu = accelerator(config) == "gpu"
+    if on_gpu:
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
     policy = policy_of(config, task.alphabet, layout, config)
-    if config.trainer.deterministic is True and accelerator(config) == "gpu":
+    if on_gpu and config.trainer.deterministic is True:
         refuse_any_order(policy)
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
