@@ -110,15 +110,16 @@ def by_document(
 
     window: how many keys a query sees at most, itself among them; None: all of its document up to itself.
     """
-    if (repeats := query.shape[1] // key.shape[1]) > 1:
-        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     if has_kernel(query.device, query.dtype, query.shape[2]):
         from torch.nn.attention.varlen import varlen_attn
 
         longest = max(documents.queries), max(documents.keys)
-        sides = (-1 if window is None else window - 1, 0)
-        out = varlen_attn(query, key, value, *documents.ends, *longest, scale=scaling, window_size=sides)
-        return in_fixed_order(out)
+        how = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+        if "enable_gqa" in varlen_attn.__kwdefaults__:  # PyTorch before 2.12 takes fewer key-value heads unasked
+            how["enable_gqa"] = True
+        return in_fixed_order(varlen_attn(query, key, value, *documents.ends, *longest, **how))
+    if (repeats := query.shape[1] // key.shape[1]) > 1:
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
     lengths = (documents.queries, documents.keys, documents.keys)
     parts = zip(*(x.split(n) for x, n in zip((query, key, value), lengths, strict=True)), strict=True)
     return torch.cat([_one_document(*part, scaling, window) for part in parts])

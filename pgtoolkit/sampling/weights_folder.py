@@ -100,7 +100,7 @@ class WeightsFolder:
             if room is None and type(tensor) is Tensor:
                 continue  # nobody needs a part of it from here
             numbers = whole(tensor, self._type_of(tensor)).reshape(-1)
-            if room is not None and stream is None:
+            if room is not None and (stream is None or not numbers.is_cuda):
                 room.copy_(numbers)
             elif room is not None:
                 stream.synchronize()  # so that no more than two matrices wait in the GPU's memory

@@ -123,11 +123,13 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shared", [True, False])
-def test_weights_of_a_gpu_are_in_the_file_once_they_are_written(tmp_path, shared):
+@pytest.mark.parametrize(("shared", "device"), [(True, "cuda"), (False, "cuda"), (True, "cpu")])
+def test_weights_are_in_the_file_once_they_are_written_beside_a_gpu(tmp_path, shared, device):
+    """Also those of a run with trainer.device=cpu in a process that knows a GPU."""
+    torch.cuda.init()
     folder = WeightsFolder(None if shared else tmp_path, tmp_path, torch.bfloat16)
-    weights = {"large": torch.randn(8000, 5000, device="cuda"), "small": torch.randn(3, device="cuda")}
-    weights["count"] = torch.arange(7, device="cuda")
+    weights = {"large": torch.randn(8000, 5000, device=device), "small": torch.randn(3, device=device)}
+    weights["count"] = torch.arange(7, device=device)
     folder.make(2**27, lambda _: None)
     try:
         for _ in range(3):
