@@ -156,7 +156,7 @@ class MicroBatch(Tokens):
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        moved = {name: without_waiting(tensor, device) for name, tensor in tensors.items()}
         return replace(self, **moved, for_reference=self.for_reference and self.for_reference.to(device))
 
 
@@ -293,6 +293,13 @@ def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
         parts[-1].append(document)
         free -= document.num_tokens
     return parts
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. Out of other than page-locked memory a copy may wait for what a GPU still has to do."""
+    if torch.device(device).type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _concatenate(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import DocumentCounts
+from pgtoolkit.batch import DocumentCounts, without_waiting
 from pgtoolkit.errors import DataError
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.exchange import gather_stacked
@@ -135,12 +135,12 @@ def _plan_documents(
     for place, document in enumerate(order):
         places[document] = place
     device = documents.index.device
-    by_document = torch.tensor(places, dtype=torch.int32).to(device, non_blocking=True)
+    by_document = without_waiting(torch.tensor(places, dtype=torch.int32), device)
     key, rows = torch.sort(by_document[documents.index], stable=True)
-    local = torch.tensor([counts[document] for document in order]).to(device, non_blocking=True)
+    local = without_waiting(torch.tensor([counts[document] for document in order]), device)
     overall = local
     if documents.group is not None:
-        overall = torch.tensor([sum(lengths[document]) for document in order]).to(device, non_blocking=True)
+        overall = without_waiting(torch.tensor([sum(lengths[document]) for document in order]), device)
 
     chunks, first = _without_gradient(start), 0
     for items in bins:

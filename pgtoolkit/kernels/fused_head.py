@@ -170,9 +170,10 @@ class _FusedPass:
         self.scale_rows = options.implementation.scale_rows
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask)) if not plan.chunks else None
-        # Where a whole document may turn out to have no gradient; the weight of a family without one is never 0, and
-        # penalties give every token one.
-        clips = objective.family.by_document and objective.family.slope_of == "log_ratio"
+        # Where a whole document may turn out to have no gradient; the weight of a family without one is never 0, every
+        # ratio to log-probs of this pass is 1, and penalties give every token a gradient.
+        family, old_log_probs = objective.family, objective.old_log_probs
+        clips = family.by_document and family.slope_of == "log_ratio" and old_log_probs is not None
         clips_documents = (clips or objective.off_policy is not None) and not objective.penalties.active
         for chunk in plan.chunks:
             pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from pgtoolkit.batch import MicroBatch, known_vectors
+from pgtoolkit.batch import MicroBatch, known_vectors, without_waiting
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.fixed_order import in_fixed_order
 from pgtoolkit.ranks import collectives
@@ -53,7 +53,7 @@ class Documents:
     def ends(self) -> list[Tensor]:
         """Of queries and keys the running sums from 0, (documents + 1,) int32 each."""
         sums = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (self.queries, self.keys)]
-        return [running.to(self.device) for running in sums]
+        return [without_waiting(running, self.device) for running in sums]
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:

@@ -10,8 +10,9 @@ import re
 import pytest
 import torch
 from builders.losses import EVERY_LOSS
+from builders.models import save_with_tokenizer, small_llama
 from builders.rollout_rows import good_row, write_jsonl
-from builders.runs import SHORT, assert_equal, built, config_of, metrics_of, run, some_documents
+from builders.runs import SHORT, assert_equal, built, config_of, metrics_of, run, some_documents, with_model
 
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
 from pgtoolkit.rollouts.policy import STAGES
@@ -44,6 +45,23 @@ def test_the_fused_head_adds_its_gradient_to_that_of_the_weight(tied):
     module.zero_grad()
     module.micro_batch_loss(step.micro_batches[0], step.totals)
     assert module.policy.head.weight.grad.abs().max() > 0
+
+
+@pytest.mark.gpu
+def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_path):
+    """Where every ratio is 1 by construction; PyTorch raises where the host would wait."""
+    model = save_with_tokenizer(small_llama(hidden_size=32, num_hidden_layers=2), tmp_path / "model")
+    more = "loss=gspo", "kernel=fused_linear", "model.dtype=bfloat16", "model.gradient_checkpointing=true"
+    module, _ = built(*with_model(model, *more, "model.compile=true", "trainer.device=cuda"), dtype=None)
+    module.cuda()
+    step = make_step([dataclasses.replace(d, old_log_probs=None) for d in some_documents()], 24, {})
+    assert len(step.micro_batches) > 1
+    module.backward_of_all(step.micro_batches, step.totals)  # compiles the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module.backward_of_all(step.micro_batches, step.totals)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_gradient_whose_norm_is_infinite_changes_no_weight():
