@@ -96,7 +96,8 @@ def attention(
     if torch.is_autocast_enabled(kind := query.device.type):
         # As scaled_dot_product_attention would cast them: rotary positions have left float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Not x[0], in whose backward pass the gradient would be copied, and then copied back into the order of tokens.
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if documents.group is not None:
         both = collectives.join(torch.cat([key, value], 1), documents.group, 0, True)  # one collective for the two
         key, value = both[documents.first_key : documents.last_key].chunk(2, 1)

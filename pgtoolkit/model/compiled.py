@@ -1,4 +1,4 @@
-"""What a layer computes between its matrix products as compiled code: norms, activations and gates, rotary positions.
+"""What a layer computes between its products as compiled code: norms, gates, rotary positions, attention's sum.
 
 Each is a function of rows, compiled by torch.compile once for any number of rows, and shared by all layers, and all
 models, of equal sizes and number types. Products, attention and what spreads them over ranks stay as they are.
@@ -42,6 +42,7 @@ def switch_on(model: nn.Module) -> None:
                 methods[module] = _norm if name in parts.norms else _head_norm
         for module, method in methods.items():
             module.forward = types.MethodType(method, module)
+        layer.__class__ = _with_sum(type(layer))
     if parts.positions is None:
         norm = getattr(model.base_model, parts.final_norm)
         norm.forward = types.MethodType(_norm, norm)
@@ -146,26 +147,47 @@ def _of_any_number(rows: Tensor) -> Tensor:
     return rows
 
 
+@functools.cache
+def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
+    """The class of a layer whose first sum is one piece of code with the norm behind it.
+
+    A class, since transformers checkpoints what the forward method of a layer's class computes.
+    """
+    return type(layer.__name__, (layer,), {"forward": _layer})
+
+
+def _layer(layer: nn.Module, hidden_states: Tensor, **options) -> Tensor:
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
+    norm = layer.post_attention_layernorm
+    dtype = _type_of_products(hidden_states, attended, norm.weight)
+    normalized, hidden_states = _normalized(norm, dtype, hidden_states, attended)
+    return hidden_states + layer.mlp(normalized)
+
+
 def _norm(norm: nn.Module, x: Tensor) -> Tensor:
     """In the type that the matrices behind it take, once and not for each of them."""
-    return _normalized(norm, x, _type_of_products(x, norm.weight))
+    return _normalized(norm, _type_of_products(x, norm.weight), x)[0]
 
 
 def _head_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    return _normalized(norm, x, torch.promote_types(x.dtype, norm.weight.dtype))
+    return _normalized(norm, torch.promote_types(x.dtype, norm.weight.dtype), x)[0]
 
 
-def _normalized(norm: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
-    (found,) = _rms_norm(norm.variance_epsilon, dtype)(x.reshape(-1, x.shape[-1]), weight=norm.weight)
-    return found.view(x.shape)
+def _normalized(norm: nn.Module, dtype: torch.dtype, *added: Tensor) -> tuple[Tensor, ...]:
+    """The norm of the sum of tensors (..., H), and the sum where there are several."""
+    found = _rms_norm(norm.variance_epsilon, dtype)(*(x.flatten(end_dim=-2) for x in added), weight=norm.weight)
+    return tuple(x.view(added[0].shape) for x in found)
 
 
 @functools.cache
 def _rms_norm(epsilon: float, dtype: torch.dtype) -> Rowwise:
-    def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    def rms_norm(x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        *added, weight = more
+        x = sum(added, x)
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-        return ((weight * wide.to(x.dtype)).to(dtype),)
+        normalized = (weight * wide.to(x.dtype)).to(dtype)
+        return (normalized, x) if added else (normalized,)
 
     return Rowwise(rms_norm)
 

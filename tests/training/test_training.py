@@ -54,8 +54,9 @@ def test_an_update_does_not_wait_for_the_gpu_before_its_last_micro_batch(tmp_pat
     more = "loss=gspo", "kernel=fused_linear", "model.dtype=bfloat16", "model.gradient_checkpointing=true"
     module, _ = built(*with_model(model, *more, "model.compile=true", "trainer.device=cuda"), dtype=None)
     module.cuda()
-    step = make_step([dataclasses.replace(d, old_log_probs=None) for d in some_documents()], 24, {})
-    assert len(step.micro_batches) > 1
+    documents = [dataclasses.replace(d, old_log_probs=None, on_policy=True) for d in some_documents()]
+    step = make_step(documents, 24, {})
+    assert len(step.micro_batches) == 3
     module.backward_of_all(step.micro_batches, step.totals)  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
