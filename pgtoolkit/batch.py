@@ -296,7 +296,7 @@ def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. Out of other than page-locked memory a copy may wait for what a GPU still has to do."""
+    """On the device. A copy from memory that is not page-locked may wait for all that the GPU still has to do."""
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -169,9 +169,8 @@ class Policy:
 
     def in_one_row(self, micro_batch: MicroBatch) -> Tensor:
         """`hidden_states` by one row of all documents, as a model can that keeps them apart."""
-        return self._body(
-            micro_batch.tokens[None], micro_batch.position_ids[None], micro_batch.document_lengths
-        ).squeeze(0)
+        tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
+        return self._body(tokens, positions, micro_batch.document_lengths).squeeze(0)
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         """What the loss needs of the model: hidden states, the head, and the ranks that share them."""
