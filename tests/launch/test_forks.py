@@ -27,7 +27,9 @@ def score(completion, answer):
     told["draws"].append([random.random(), float(numpy.random.rand()), float(torch.rand(1))])
     if len(told["draws"]) == 1:
         told["environment"] = dict(os.environ)
-        told["threads"] = [torch.get_num_threads(), sorted(one.name for one in threading.enumerate())]
+        names = [one.name for one in threading.enumerate()]
+        lasting = [name for name in names if not name.endswith("(call)")]  # which is what MLflow is asked just now
+        told["threads"] = [torch.get_num_threads(), sorted(lasting)]
         told["blocked"] = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         told["sockets"] = sum(os.path.exists(link) and "socket" in os.readlink(link) for link in links)
