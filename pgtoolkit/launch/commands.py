@@ -222,6 +222,8 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
     checkpoint = parser.add_mutually_exclusive_group()
     checkpoint.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
     checkpoint.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
+    allow = "evaluate a run on the prompts that it was trained on, too"
+    parser.add_argument("--training-prompts", action="store_true", help=allow)
     args = parser.parse_intermixed_args(argv)
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
     if len(named) > 1:
@@ -230,7 +232,8 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.launch.evaluate import evaluate
 
     overrides = [word for word in args.words if word not in named]
-    say(evaluate(plain_run(named[0]) if named else None, args.step, args.best, overrides))
+    source = plain_run(named[0]) if named else None
+    say(evaluate(source, args.step, args.best, overrides, args.training_prompts))
 
 
 def _tokens(parser: _Parser, argv: list[str]) -> None:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
+from pgtoolkit.config.key import resolved
 from pgtoolkit.config.keys import ignored
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
@@ -24,6 +25,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
+from pgtoolkit.runs.records import plain
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
@@ -33,27 +35,35 @@ FOLDER = Path("outputs/evaluations")
 """Where the results are, below the directory that the command was typed in."""
 
 
-def evaluate(source: Path | None, step: int | None, best: bool, overrides: list[str]) -> str:
-    """Evaluate, write the results into a folder of their own, and give what to print. Raises PgtoolkitError.
+def evaluate(
+    source: Path | None,
+    step: int | None,
+    best: bool,
+    overrides: list[str],
+    training_prompts: bool = False,
+) -> str:
+    """Evaluate, write the results into a folder of their own, and return the text to print.
 
-    source: a run or a model's folder; None: the model that a configuration begins with. step, best: which checkpoint
-    of a run, if not the newest. overrides: what was typed.
+    source: a run or a model's folder; None: the model that a configuration begins with.
+    step, best: which checkpoint of a run, if not the newest. overrides: what was typed.
+    training_prompts: allow sets that hold the prompts that the run was trained on.
+    Raises PgtoolkitError.
     """
     from pgtoolkit.runs.find import is_run
 
     of_run = source is not None and is_run(source)
-    if not of_run and (step is not None or best):
-        flag = "--best" if best else f"--step={step}"
-        raise ConfigError(refusal(flag, "a run directory", source, "A run has several checkpoints.", f"no {flag}"))
+    if not of_run:
+        _refuse_flags_of_runs(source, step, best, training_prompts)
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
     config = _configuration(command, source, of_run, overrides)
     for note in _check(config):
         say(f"note: {note}")
     trained = OmegaConf.to_object(saved_config(source)) if of_run else None
     chosen: Config = OmegaConf.to_object(config)
-    for one in held_out_sets(chosen):
-        if trained is not None and (reason := are_training_prompts(trained, one)):
-            say(f"note: set {one.name} holds prompts of the run's training. {reason}")
+    if trained is not None and (problems := _asked_in_training(command, trained, chosen)):
+        if not training_prompts:
+            raise refused(problems)
+        say("Warning: evaluated on training prompts.")
 
     from pgtoolkit.training.evaluations import evaluate as measured
     from pgtoolkit.training.export import saved_state
@@ -75,8 +85,23 @@ def evaluate(source: Path | None, step: int | None, best: bool, overrides: list[
     return render_evaluation(rows, chosen, model, folder)
 
 
+def _refuse_flags_of_runs(source: Path | None, step: int | None, best: bool, training_prompts: bool) -> None:
+    """Raise ConfigError for a flag that only a run has a meaning for."""
+    flags = {
+        f"--step={step}": (step is not None, "A run has several checkpoints."),
+        "--best": (best, "A run has several checkpoints."),
+        "--training-prompts": (training_prompts, "A run says which prompts it was trained on."),
+    }
+    for flag, (is_set, reason) in flags.items():
+        if is_set:
+            raise ConfigError(refusal(flag, "a run directory", source, reason, f"no {flag}"))
+
+
 def _configuration(command: str, source: Path | None, of_run: bool, typed: list[str]) -> DictConfig:
-    """The configuration, of which nothing says how to train any more. Raises ConfigError with all problems."""
+    """Return the configuration without what says how to train.
+
+    Raises ConfigError with all problems.
+    """
     overrides = typed
     if source is not None and not of_run:
         if not (source / "config.json").is_file():
@@ -86,21 +111,66 @@ def _configuration(command: str, source: Path | None, of_run: bool, typed: list[
         overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
     kind, run_dir = ("run", source) if of_run else ("model", None)
     composed = compose(overrides, run_dir=run_dir, typed=typed, evaluate=kind)
-    if composed.problems:
-        raise refused(composed.problems)
-    config, keys = composed.config, {key_of(override) for override in typed}
+    problems = composed.problems
+    if of_run and composed.config is not None:
+        problems = problems + _in_no_set(composed.config, saved_config(source), typed)
+    if problems:
+        raise refused(problems)
+    config = composed.config
     with open_dict(config):
         config.pop("hydra", None)
-    own_task = any(key.partition(".")[0] == "task" for key in keys)
-    if own_task and not any(key.startswith("evaluation.sets") for key in keys):
-        config.evaluation.sets = {}
     make_absolute(config)
     config.evaluation.every, config.evaluation.best, config.trainer.stop_at = 1, None, None
-    if of_run and not own_task and getattr(config.task, "path", None) and not config.evaluation.sets:
-        reason = "The run has no held-out prompts of its own."
-        use = "task.path=test.jsonl or evaluation.sets.test.path=test.jsonl"
-        raise ConfigError(refusal(command, "prompts to evaluate on", "none", reason, use))
     return config
+
+
+def _in_no_set(config: DictConfig, saved: DictConfig, typed: list[str]) -> list[str]:
+    """Return the problems with typed keys of the task that no set of the run takes from it."""
+    sets = plain(OmegaConf.to_container(config.evaluation.sets))
+    sets = {name: given for name, given in sets.items() if isinstance(given, dict)}
+    if not sets:
+        return []  # the only set is the task, with the evaluation's seed
+    names = ", ".join(sets)
+    problems = []
+    for override in typed:
+        key = key_of(override)
+        if key == "task" and config.task.name != saved.task.name:
+            needs = f"the task of the run, {saved.task.name}"
+            reason = f"The run has the sets {names}, and typing a task does not change them."
+            use = f"'evaluation.sets.NAME={{task: {config.task.name}, ...}}'"
+            problems.append(refusal(override, needs, config.task.name, reason, use))
+        if not key.startswith("task.") or resolved(config, key) == resolved(saved, key):
+            continue
+        leaf = key.split(".")[1]
+        if all("task" in given or leaf in _decided_by(given) for given in sets.values()):
+            reason = f"It would be ignored: the sets {names} have their own."
+            use = f"evaluation.sets.NAME.{leaf}=VALUE, for one of them or for a new set"
+            problems.append(refusal(override, "a set that takes it", "none", reason, use))
+    return problems
+
+
+def _decided_by(given: dict) -> set[str]:
+    """Return the keys of a task that a set of this task does not take from it; see `held_out_sets`."""
+    keys = {*given}
+    if "path" in given:
+        keys |= {"split"}
+    if "verifier" in given:
+        keys |= {"pattern", "verifiers"}
+    return keys
+
+
+def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[str]:
+    """Return a problem for each set with prompts that the run was trained on."""
+    problems = []
+    for held_out in held_out_sets(chosen):
+        if reason := are_training_prompts(trained, held_out):
+            use = "evaluation.sets.NAME.path=FILE with other prompts"
+            if held_out.files is None:
+                use = "another evaluation.seed"
+            use += ", or --training-prompts to evaluate on these"
+            got = f"set {held_out.name}: {held_out.source}"
+            problems.append(refusal(command, "prompts that training did not ask", got, reason, use))
+    return problems
 
 
 def _check(config: DictConfig) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pgtoolkit.runs.completions import read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints
+from pgtoolkit.training.train import train
 
 EVALUATED = (
     *("evaluation.every=2", "evaluation.prompts_per_set=6", "evaluation.completions_per_prompt=2"),
@@ -187,3 +189,100 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
     with caplog.at_level("WARNING", logger="pgtoolkit"):
         build(OmegaConf.to_object(config_of(*shorter, "evaluation.every=1", *more)))
     assert "2 of the 4 prompts of evaluation set test are also prompts of training" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def of_files(tmp_path_factory):
+    """A run on prompts of one file with a verifier of its own; evaluated on none, and on another file."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "rewards_of_evaluation.py").write_text(
+        "def right(completion, answer):\n    return float(completion == answer)\n"
+    )
+    for name, numbers in (("train", range(6)), ("test", range(40, 45)), ("other", range(50, 54))):
+        rows = [{"prompt": f"{i}=", "answer": str(i)} for i in numbers]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [setting for setting in SHORT if not setting.startswith("task.")]
+    settings += ["trainer.max_steps=1", "task=prompts", f"task.path={folder}/train.jsonl"]
+    settings += ["task.verifier=rewards_of_evaluation.right"]
+    sets = ["evaluation.every=1", f"evaluation.sets.test.path={folder}/test.jsonl"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.syspath_prepend(folder)
+        for name, more in (("without", ()), ("with", sets)):
+            train_in(folder / name, *settings, *more)
+        yield folder
+
+
+def train_in(folder, *overrides):
+    train(config_of(*overrides), folder, overrides=list(overrides))
+
+
+def sets_of(said):
+    """The name, number of prompts and source of each set that `pgtk evaluate` has shown."""
+    words = next(shlex.split(line) for line in said.splitlines() if line.startswith("results"))
+    folder = Path(words[1]).parent
+    config = OmegaConf.load(folder / "evaluation.yaml")
+    rows = read_evaluations(folder)
+    return {row["set"]: (row["prompts"], Path(config.evaluation.sets[row["set"]].path).name) for row in rows}
+
+
+VERIFIER = "task.verifier=rewards_of_evaluation.right"
+
+
+def test_typing_a_verifier_keeps_the_sets_of_the_run(of_files, capsys):
+    assert main(["evaluate", "with", VERIFIER]) == 0
+    said = capsys.readouterr().out
+    assert sets_of(said) == {"test": (5, "test.jsonl")}
+    assert "training prompts" not in said
+
+
+def test_a_set_that_is_typed_stands_beside_those_of_the_run(of_files, capsys):
+    assert main(["evaluate", "with", VERIFIER, "evaluation.sets.more.path=other.jsonl"]) == 0
+    expected = {"test": (5, "test.jsonl"), "more": (4, "other.jsonl")}
+    assert sets_of(capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["with", VERIFIER, "task.path=other.jsonl"],
+            "task.path=other.jsonl needs a set that takes it (got none). It would be ignored: the sets test have "
+            "their own. Use evaluation.sets.NAME.path=VALUE, for one of them or for a new set.",
+        ),
+        (
+            ["with", "task=reverse"],
+            "task=reverse needs the task of the run, prompts (got reverse). The run has the sets test, and typing a "
+            "task does not change them. Use 'evaluation.sets.NAME={task: reverse, ...}'.",
+        ),
+        (
+            ["without", VERIFIER],
+            "pgtk evaluate without needs prompts that training did not ask (got set held_out: ",
+        ),
+        (["with", VERIFIER, "evaluation.sets.test.path=train.jsonl"], "(got set test: "),
+        (["without", VERIFIER], "Use evaluation.sets.NAME.path=FILE with other prompts, or --training-prompts to"),
+        (["model=tiny", "--training-prompts"], "--training-prompts needs a run directory (got null)."),
+    ],
+)
+def test_prompts_that_are_no_set_of_the_run_are_refused(of_files, capsys, words, message):
+    assert main(["evaluate", *words]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "results" not in said.out
+
+
+def test_training_prompts_are_evaluated_on_where_that_is_asked_for(of_files, capsys):
+    assert main(["evaluate", "without", VERIFIER, "--training-prompts"]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == "Warning: evaluated on training prompts."
+    assert f"held_out     {of_files}/train.jsonl" in said
+
+
+def test_the_generator_with_the_seed_of_training_is_refused(short, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    seed = OmegaConf.load(short / "config.yaml").seed
+    assert main(["evaluate", str(short), f"evaluation.seed={seed}"]) == 2
+    assert (
+        "The same generator with the same seed asks the same. Use another evaluation.seed, or"
+        in capsys.readouterr().err
+    )
