@@ -21,6 +21,9 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.tasks import Prompt
 
 EPSILON = 1e-6
+EQUAL_REWARDS = 1e-6
+"""Rewards that lie at most this far apart are equal: sums of weighted scores differ by rounding."""
+
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "max_rl", "batch_std", "pass_at_k", "opo", "none")
 ESTIMATORS += ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Those that are made of rewards and lengths alone."""
@@ -39,6 +42,12 @@ def reward_problem(reward: float) -> str | None:
     return None
 
 
+def are_equal(rewards: Iterable[float]) -> bool:
+    """Return whether rewards are equal within EQUAL_REWARDS, so that nothing is learned from comparing them."""
+    rewards = [*rewards]
+    return not rewards or max(rewards) - min(rewards) <= EQUAL_REWARDS
+
+
 def group_advantages(estimator: str, rewards: list[float], lengths: Sequence[int] = ()) -> list[float]:
     """One advantage per completion of a group, in float64; `over_batch` makes of some what they are in their batch.
 
@@ -53,8 +62,8 @@ def group_advantages(estimator: str, rewards: list[float], lengths: Sequence[int
         reinforce_plus_plus           r, whitened over the batch (2501.03262)
         reinforce_plus_plus_baseline  r - m, whitened over the batch
         none     0: for penalties that train alone, as in distillation
-    A group of equal rewards gives exactly 0 for each, whatever the rounding of m; so does a group of one, but
-    under rloo and pass_at_k. Not so under reinforce_plus_plus. `given` advantages come from the data.
+    A group of equal rewards (`are_equal`) gives exactly 0 for each; so does a group of one, but under rloo and
+    pass_at_k. Not so under reinforce_plus_plus. `given` advantages come from the data.
 
     Raises DataError for a reward that `reward_problem` names, for rloo and pass_at_k with one completion and for max_rl
     with a negative reward, ValueError for another estimator.
@@ -71,7 +80,7 @@ def group_advantages(estimator: str, rewards: list[float], lengths: Sequence[int
         )
     if estimator == "reinforce_plus_plus":
         return [*rewards]
-    if estimator == "none" or len(set(rewards)) <= 1:
+    if estimator == "none" or are_equal(rewards):
         return [0.0] * len(rewards)
     if estimator == "pass_at_k":
         second, best = sorted(rewards)[-2:]
@@ -113,7 +122,7 @@ def over_batch(estimator: str, groups: list[list[float]], rewards: list[list[flo
 
     batch_std divides by the standard deviation of all rewards, as `group_advantages` has it, plus 1e-6. The estimators
     of REINFORCE++ and gdpo are whitened: less their mean, over their standard deviation plus 1e-6. Each completion
-    counts once, whatever its length; equal ones give exactly 0.
+    counts once, whatever its length; equal ones (`are_equal`) give exactly 0.
     """
     if estimator == "batch_std":
         deviation = _deviation([*itertools.chain.from_iterable(rewards)]) + EPSILON
@@ -121,9 +130,11 @@ def over_batch(estimator: str, groups: list[list[float]], rewards: list[list[flo
     if estimator not in ("gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         return groups
     flat = [*itertools.chain.from_iterable(groups)]
-    mean, deviation = math.fsum(flat) / max(1, len(flat)), _deviation(flat) + EPSILON
-    are_equal = len(set(flat)) <= 1
-    return [[0.0 if are_equal else (one - mean) / deviation for one in group] for group in groups]
+    if are_equal(flat):
+        return [[0.0] * len(group) for group in groups]
+    mean = math.fsum(flat) / len(flat)
+    deviation = _deviation(flat) + EPSILON
+    return [[(advantage - mean) / deviation for advantage in group] for group in groups]
 
 
 def _deviation(rewards: list[float]) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.batch import Document
+from pgtoolkit.rollouts.advantages import are_equal
 from pgtoolkit.runs.completions import FOLDER, CompletionRow, read_completions, redacted, write_redacted
 from pgtoolkit.tasks.tasks import Prompt
 
@@ -86,9 +87,11 @@ def chosen(documents: list[Document], names: dict[int, str], count: int) -> list
     groups: dict[int, list[Document]] = {}
     for document in documents:
         groups.setdefault(document.group, []).append(document)
-    ranked = sorted(
-        groups, key=lambda group: (len({d.reward for d in groups[group]}) == 1, zlib.crc32(names[group].encode()))
-    )
+
+    def rank(group: int) -> tuple[bool, int]:
+        return are_equal(document.reward for document in groups[group]), zlib.crc32(names[group].encode())
+
+    ranked = sorted(groups, key=rank)
     kept = [document for group in ranked for document in _best_and_worst(groups[group])][:count]
     places = {id(document) for document in kept}
     return [document for document in documents if id(document) in places]

@@ -11,6 +11,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_completions import Mixed, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
+from pgtoolkit.rollouts.advantages import are_equal
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
 from pgtoolkit.tasks.prompt_rows import Prompt
@@ -143,4 +144,4 @@ def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
     """Whether the task scores the completions differently, or finds only some right; without what lengths take off."""
     if mixed == Mixed.exact_match:
         return len({document.exact_match for document in group}) > 1
-    return len({d.reward if d.task_reward is None else d.task_reward for d in group}) > 1
+    return not are_equal(d.reward if d.task_reward is None else d.task_reward for d in group)

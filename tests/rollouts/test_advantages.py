@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders.runs import SHORT, built, once
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pgtoolkit.errors import DataError
@@ -32,23 +32,23 @@ def test_worked_example():
 
 @given(REWARDS)
 def test_definitions(rewards):
+    assume(max(rewards) - min(rewards) > 1e-6)  # equal ones give 0, whatever the rounding: see below
     mean = statistics.fmean(rewards)
     size = max(abs(reward) for reward in rewards) + 1
     assert group_advantages("dr_grpo", rewards) == pytest.approx([r - mean for r in rewards], abs=1e-12 * size)
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
     expected = [r - o for r, o in zip(rewards, others, strict=True)]
     assert group_advantages("rloo", rewards) == pytest.approx(expected, abs=1e-12 * size)
-    if min(rewards) >= 0 and len(set(rewards)) > 1:
+    if min(rewards) >= 0:
         expected = [(r - mean) / mean for r in rewards]
         assert group_advantages("max_rl", rewards) == pytest.approx(expected, rel=1e-9, abs=1e-9)
     others = [max(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
     expected = [max(rewards) - other for other in others]  # leave one out: 0 where another one is as good
     assert group_advantages("pass_at_k", rewards) == expected
-    if len(set(rewards)) > 1:
-        deviation = statistics.stdev(rewards)
-        expected = [(r - mean) / (deviation + 1e-6) for r in rewards]
-        # The rounding of the mean is divided by a deviation that may be as small as epsilon.
-        assert group_advantages("grpo", rewards) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    deviation = statistics.stdev(rewards)
+    expected = [(r - mean) / (deviation + 1e-6) for r in rewards]
+    # The rounding of the mean is divided by a deviation that may be as small as epsilon.
+    assert group_advantages("grpo", rewards) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -57,6 +57,17 @@ def test_definitions(rewards):
 def test_equal_rewards_give_exactly_zero(estimator, reward, size):
     groups = [group_advantages(estimator, [reward] * size, range(size))] * 2
     assert over_batch(estimator, groups, [[reward] * size] * 2) == [[0.0] * size] * 2
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rewards_that_differ_by_rounding_are_equal(estimator):
+    """As sums of weighted scores do; 1e-6 apart is equal, and more is not."""
+    for rewards in ([0.1 + 0.2, 0.3], [0.0, 1e-6]):
+        groups = [group_advantages(estimator, rewards, [1, 1])]
+        assert over_batch(estimator, groups, [rewards]) == [[0.0, 0.0]]
+    rewards = [0.0, 1.1e-6]
+    [[low, high]] = over_batch(estimator, [group_advantages(estimator, rewards, [1, 1])], [rewards])
+    assert high > low or (estimator == "none" and high == low == 0)
 
 
 def test_a_group_of_one():
@@ -88,6 +99,9 @@ def whitened(groups):
     for group in groups:
         for one in group:
             count, mean = count + 1, mean + one
+    flat = [one for group in groups for one in group]
+    if max(flat) - min(flat) <= 1e-6:
+        return [[0.0] * len(group) for group in groups]
     mean /= count
     for group in groups:
         for one in group:
@@ -104,7 +118,8 @@ def assert_close(found, expected, tolerance=1e-6):
 def test_reinforce_plus_plus_is_whitened_over_the_batch(groups):
     rewards, baseline = [[reward for reward, _ in group] for group in groups], []
     for group in rewards:
-        baseline.append([reward - sum(group) / len(group) for reward in group])
+        are_equal = max(group) - min(group) <= 1e-6
+        baseline.append([0.0 if are_equal else reward - sum(group) / len(group) for reward in group])
     for name, expected in (("reinforce_plus_plus", rewards), ("reinforce_plus_plus_baseline", baseline)):
         parts = [group_advantages(name, group) for group in rewards]
         assert_close(over_batch(name, parts, rewards), whitened(expected))
@@ -118,6 +133,8 @@ def test_opo_weighs_the_baseline_by_lengths(groups):
             weighted, tokens = weighted + reward * length, tokens + length
         rewards, lengths = [[*column] for column in zip(*group, strict=True)]
         expected = [reward - weighted / tokens for reward in rewards]
+        if max(rewards) - min(rewards) <= 1e-6:
+            expected = [0.0] * len(rewards)
         assert group_advantages("opo", rewards, lengths) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
@@ -132,7 +149,8 @@ def test_gdpo_normalises_each_score_in_its_group(groups):
             mean = sum(values) / len(values)
             deviation = (sum((x - mean) ** 2 for x in values) / (len(values) - 1)) ** 0.5
             for i, x in enumerate(values):
-                row[i] += weight * (x - mean) / (deviation + 1e-6) if len(set(values)) > 1 else 0.0
+                are_equal = max(values) - min(values) <= 1e-6
+                row[i] += 0.0 if are_equal else weight * (x - mean) / (deviation + 1e-6)
         expected.append(row)
         parts.append(gdpo(both, (2.0, -0.5)))
         scores.append(both[0])
@@ -155,8 +173,8 @@ def test_worked_examples_of_a_batch():
     assert_close(over_batch("gdpo", parts, rewards), [[-(1.5**0.5), 1.5**0.5], [0, 0]], 1e-5)
 
 
-def test_max_rl_of_rewards_whose_mean_is_too_small_for_a_float():
-    assert group_advantages("max_rl", [5e-324, 0.0, 0.0, 0.0]) == [3, -1, -1, -1]
+def test_max_rl_of_a_mean_that_is_barely_above_zero():
+    assert group_advantages("max_rl", [2e-6, 0.0, 0.0, 0.0]) == [3, -1, -1, -1]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

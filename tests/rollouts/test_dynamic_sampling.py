@@ -37,6 +37,7 @@ def filled(rewards, further, rounds):
 
 
 NONE, ALL, SOME = (0.0, 0.0), (1.0, 1.0), (0.0, 1.0)
+ROUNDED = (0.3, 0.1 + 0.2)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ NONE, ALL, SOME = (0.0, 0.0), (1.0, 1.0), (0.0, 1.0)
         ([NONE, SOME, ALL], [SOME, NONE, SOME], 5, [1, 3, 5], [2, 1], 3 / 6),  # a second time, for what is missing
         ([NONE, SOME, ALL], [SOME, NONE, ALL], 3, [0, 1, 3], [2, 1], 3 / 6),  # rounds are over: the earliest stays
         ([NONE, ALL], [NONE, ALL], 2, [0, 1], [2], 2 / 4),
+        ([ROUNDED, SOME], [SOME], 2, [1, 2], [1], 1 / 3),  # equal but for the rounding of weighted scores
         ([NONE, SOME, ALL], [], 1, [0, 1, 2], [], None),  # off
     ],
 )

@@ -128,15 +128,18 @@ def test_one_that_fails_on_a_batch_names_it(functions):
 def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
     digits = "{verifier: regular_expression, pattern: '(.)', weight: -1}"
-    verifiers = f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}}}"
+    letters = "{verifier: regular_expression, pattern: '(.)'}"  # of the weight 1
+    verifiers = f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}, letters: {letters}}}"
     chosen = "task=prompts", "task.path=prompts.jsonl", f"task.verifiers={verifiers}", "advantage=gdpo"
     composed = config_of(*(one for one in SHORT if not one.startswith("task.")), *chosen)
     assert resolve_and_validate(composed)[1].problems == []
     estimator = Estimator.of(OmegaConf.to_object(composed))
     scores = [[(1.0, 0.0), (0.0, 1.0), (0.0, 0.5)], [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]]
-    groups = [[Attempt(9.0, 1, {"reward/right": a, "reward/digits": b}) for a, b in group] for group in scores]
+    scores = [[(a, b, c) for (a, b), c in zip(group, (0.25, 0.0, 1.0), strict=True)] for group in scores]
+    names = "reward/right", "reward/digits", "reward/letters"
+    groups = [[Attempt(9.0, 1, dict(zip(names, one, strict=True))) for one in group] for group in scores]
     found = estimator.advantages(groups, refuse=None)
-    parts = [gdpo([[a for a, _ in group], [b for _, b in group]], (2.0, -1.0)) for group in scores]
+    parts = [gdpo([[*column] for column in zip(*group, strict=True)], (2.0, -1.0, 1.0)) for group in scores]
     assert found == over_batch("gdpo", parts, [])
     assert found[0][0] > 0 > found[0][1]
-    assert len({*itertools.chain.from_iterable(found)}) == 5
+    assert len({*itertools.chain.from_iterable(found)}) == 6
