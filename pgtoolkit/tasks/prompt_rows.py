@@ -15,6 +15,15 @@ from pgtoolkit.system.report import refusal, text
 Message = dict[str, Any]
 """{"role": ..., "content": ...}, and whatever else a chat template reads."""
 
+_VERL = "reward_model"
+"""The column in which verl keeps the answer, as `ground_truth`."""
+
+TOOLS = "tools"
+UNUSED_TOOLS = (
+    "has tools, which are not handed to the chat template: the model would not see them. "
+    "Describe them in a system message, and remove the column"
+)
+
 _USUAL = ("train", "test", "validation", "valid", "dev", "eval")
 """Names of splits; a folder with files of several is not meant as a whole."""
 
@@ -107,13 +116,17 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
 
     problems = Problems(f"the prompts of task.path={path} cannot be used")
     prompts = []
-    for file in open_files(prompt_files(path, split), (prompt_field, answer_field)):
+    for file in open_files(prompt_files(path, split), (prompt_field, answer_field, _VERL, TOOLS)):
         for number, _, row in file.rows():
             place = f"{file.label}:{number}"
             if isinstance(row, str):
                 problems.add(place, row)
                 continue
             there = ", ".join(file.names or row) or "no fields"
+            if _is_of_verl(row, answer_field):
+                row[answer_field] = row[_VERL]["ground_truth"]
+            if row.get(TOOLS):
+                problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
             values = []
             for key, field, read in (("prompt", prompt_field, _prompt), ("answer", answer_field, _answer)):
                 try:
@@ -131,6 +144,26 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")
     return prompts
+
+
+def notes_on_columns(path: str, split: str | None, answer_field: str) -> list[str]:
+    """Return what may surprise of the columns that are read, by the first row."""
+    from pgtoolkit.tasks.row_files import open_files
+
+    (file,) = open_files(prompt_files(path, split)[:1], (answer_field, _VERL))
+    _, _, row = next(file.rows())
+    if not _is_of_verl(row, answer_field):
+        return []
+    return [
+        f"{file.label} has prompts as verl writes them: the answer is {_VERL}.ground_truth. data_source, by which verl "
+        "chooses how to score, ability and extra_info are not read: task.verifier scores."
+    ]
+
+
+def _is_of_verl(row: dict[str, Any], answer_field: str) -> bool:
+    """Return whether a row has its answer where verl keeps it, and no other was asked for."""
+    verl = row.get(_VERL)
+    return answer_field == "answer" and row.get("answer") is None and isinstance(verl, dict) and "ground_truth" in verl
 
 
 def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
@@ -157,8 +190,21 @@ def messages_of(value: Any, needs: str = "a list of chat messages") -> list[Mess
 
 
 def _answer(value: Any) -> str:
-    if type(value) is int or (type(value) is float and math.isfinite(value)):
+    if type(value) is int:
         return str(value)
+    if type(value) is float and math.isfinite(value):
+        return _number(value)
     if isinstance(value, str) and value:
         return value
     raise ValueError(f"needs a text (got {value!r:.40})")
+
+
+def _number(value: float) -> str:
+    """Write a number as a model would: whole ones without a point, those of a float32 column in its own digits."""
+    import numpy as np
+
+    if value.is_integer() and abs(value) < 1e16:
+        return str(int(value))
+    with np.errstate(over="ignore"):
+        narrow = np.float32(value)
+    return str(narrow) if float(narrow) == value else str(value)

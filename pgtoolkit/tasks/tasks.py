@@ -261,11 +261,11 @@ class PromptsTask(PromptRows):
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
         chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
         self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}
-        named = [
+        self.named = [
             Named(f"task.verifiers.{name}.verifier" if name else "task.verifier", one["verifier"], one.get("pattern"))
             for name, one in chosen.items()
         ]
-        self._verifiers = verifiers_of(named, config.verifier_processes, config.verifier_seconds)
+        self._verifiers = verifiers_of(self.named, config.verifier_processes, config.verifier_seconds)
         super().__init__(config, seed, once)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
@@ -280,6 +280,14 @@ class PromptsTask(PromptRows):
         ]
         scores = self._verifiers.answers(questions)
         return [self._score(scores[i : i + count]) for i in range(0, len(scores), count)]
+
+    def outcomes(self, number: int, completions: Sequence[tuple[Prompt, str]]) -> list[float | str]:
+        """Return what the verifier of this number in `named` says of each completion, TIMEOUT or CRASH if nothing."""
+        questions = [
+            Question(number, completion, prompt.answer, _called_on(completion, prompt))
+            for prompt, completion in completions
+        ]
+        return self._verifiers.answers(questions)
 
     def close(self) -> None:
         self._verifiers.close()

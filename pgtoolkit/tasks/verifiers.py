@@ -62,7 +62,7 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
 
     exact_match: the completion is the answer, up to white space around both.
     regular_expression: what the one group of `pattern` captured last in the completion is the answer, likewise.
-    math_verify: both are mathematically equal, by the math-verify package.
+    math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how answers are read.
     A function of yours takes (completion, answer) and returns a bool or a finite number.
 
     Raises ConfigError for a verifier that cannot be imported; the verifier raises DataError for a reward that is no
@@ -94,10 +94,34 @@ def _math_verify() -> Verifier:
     def equal(completion: str, answer: str) -> float:
         # Its time limit is a signal, which only the main thread may set.
         limit = 5 if threading.current_thread() is threading.main_thread() else None
-        gold = parse(answer, parsing_timeout=limit)
-        return float(verify(gold, parse(completion, parsing_timeout=limit), timeout_seconds=limit))
+        golds = [gold for text in math_golds(answer) for gold in parse(text, parsing_timeout=limit)]
+        return float(verify(golds, parse(completion, parsing_timeout=limit), timeout_seconds=limit))
 
     return equal
+
+
+_DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed\b", re.DOTALL)
+"""LaTeX that is marked as such: between dollars, \\( and \\), \\[ and \\], or boxed."""
+
+_WITH_UNIT = re.compile(r"(-?\\?\$?[\d., /]*\d)(?:\s*\\?%|\s+[A-Za-z]{4}[A-Za-z. ]*)")
+"""A number with a percent sign or words behind it."""
+
+
+def math_golds(answer: str) -> list[str]:
+    """Return the texts that math-verify is to read an answer from; a completion may equal any of them.
+
+    math-verify reads LaTeX only where it is marked, and in other texts the last plain number: of `3\\sqrt{2}` it would
+    be 3. So an answer without marks is put into a box, as verl does. Of a number with its unit the number alone is
+    right as well, which in a box math-verify knows only of units that it has a list of.
+    """
+    if _DELIMITED.search(answer):
+        return [answer]
+    answer = answer.strip()
+    readings = [answer, re.sub(r"(?<!\\)%", r"\\%", answer)]
+    with_unit = _WITH_UNIT.fullmatch(answer)
+    if with_unit is not None:
+        readings.append(with_unit[1])
+    return [f"\\boxed{{{reading}}}" for reading in dict.fromkeys(readings)]
 
 
 def as_number(value: object) -> float:

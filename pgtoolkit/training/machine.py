@@ -190,26 +190,36 @@ def _prompts(c: Config, report: Report) -> None:
         if task.name not in ("prompts", "conversation"):
             continue
         no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
-        if error := _error_of_task(os.getcwd(), pickle.dumps(task), no_template):
-            report.problems.append(type(error)(error.replace("task.", f"{place}.")))
+        tried = _tried_task(os.getcwd(), pickle.dumps(task), no_template)
+        report.problems += [type(problem)(problem.replace("task.", f"{place}.")) for problem in tried.problems]
+        report.notes += [note.replace("task.", f"{place}.") for note in tried.notes]
 
 
 @functools.cache  # the jobs of a sweep share it
-def _error_of_task(_directory: str, pickled: bytes, no_template: str) -> str | None:
-    """no_template: the setting that leaves chat messages without a template, if any."""
+def _tried_task(_directory: str, pickled: bytes, no_template: str) -> Report:
+    """Make a task and look at its prompts; report what is wrong with them, and what may surprise.
+
+    no_template: the setting that leaves chat messages without a template, if any.
+    """
+    from pgtoolkit.tasks.accepted import notes_on_answers
+    from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.tasks import PromptsTask, make_task
 
-    report = Report()
+    config, report = pickle.loads(pickled), Report()
     with _added_to(report):
-        task = make_task(pickle.loads(pickled), 0)
+        task = make_task(config, 0)
         with contextlib.closing(task):
             task.prompt(0)
+            if config.path is not None:
+                report.notes += notes_on_columns(config.path, config.split, config.answer_field)
+            if isinstance(task, PromptsTask):
+                report.notes += notes_on_answers(task)
         if no_template and isinstance(task, PromptsTask) and any(prompt.messages is not None for prompt in task.rows()):
             got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
             raise ConfigError(
                 refusal("task.prompt_field", "texts", got, reason, "model=huggingface with task.chat=auto")
             )
-    return next(iter(report.problems), None)
+    return report
 
 
 def _recorded(c: Config, loss: Loss) -> None:

@@ -187,3 +187,43 @@ def test_format_of_datasets(tmp_path):
     assert texts(tmp_path / "both", "test", "messages") == [one[0]["content"] for one in chosen["messages"]]
     with pytest.raises(ConfigError, match="needs one of train, test"):
         texts(tmp_path / "both")
+
+
+def test_numbers_are_answers_as_a_model_writes_them(tmp_path):
+    """Whole numbers of a column of floats, as pandas makes of integers with a gap, have no point."""
+    numbers = [42.0, -3.0, 0.5, 1e15, 1e22, 0.1]
+    expected = ["42", "-3", "0.5", "1000000000000000", "1e+22", "0.1"]
+    for kind in (pa.float64(), pa.float32()):
+        pq.write_table(pa.table({"prompt": ["?"] * 6, "answer": pa.array(numbers, kind)}), tmp_path / "p.parquet")
+        found = [row.answer for row in read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")]
+        assert found == (expected if kind == pa.float64() else [*expected[:3], "999999986991104", "1e+22", "0.1"])
+    lines = [json.dumps({"prompt": "?", "answer": number}) for number in (42.0, 42, 3.140000104904174)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    rows = read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
+    assert [row.answer for row in rows] == ["42", "42", "3.140000104904174"]
+
+
+def test_the_columns_of_verl(tmp_path):
+    """The prompt is a list of messages, the answer a field of `reward_model`."""
+    truths = [{"style": "rule", "ground_truth": text} for text in ("42", "7")]
+    columns = {"data_source": ["a/b"] * 2, "prompt": [CHAT] * 2, "ability": ["math"] * 2, "reward_model": truths}
+    pq.write_table(pa.table(columns | {"extra_info": [{"index": 0}] * 2}), tmp_path / "v.parquet")
+    rows = read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "answer")
+    assert [(row.text, row.messages, row.answer) for row in rows] == [
+        ("6 * 7?", tuple(CHAT), "42"),
+        ("6 * 7?", tuple(CHAT), "7"),
+    ]
+    pq.write_table(pa.table(columns | {"answer": ["1", "2"]}), tmp_path / "v.parquet")
+    rows = read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "answer")
+    assert [row.answer for row in rows] == ["1", "2"]
+    with pytest.raises(DataError, match=r"v.parquet:1:solution: is missing"):  # another column was asked for
+        read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "solution")
+
+
+def test_tools_that_the_model_would_not_see_are_refused(tmp_path):
+    row = {"prompt": CHAT, "answer": "42"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row | {"tools": []}))
+    assert len(read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")) == 1
+    (tmp_path / "p.jsonl").write_text(json.dumps(row | {"tools": [{"name": "calculator"}]}))
+    with pytest.raises(DataError, match=r"p.jsonl:1:tools: has tools, which are not handed to the chat template"):
+        read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")

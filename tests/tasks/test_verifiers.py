@@ -55,3 +55,113 @@ def test_math_verify():
     assert verify("So the result is $\\frac{1}{2}$", "0.5") == 1.0
     assert verify("So the result is $\\frac{1}{3}$", "0.5") == 0.0
     assert math.isfinite(verify("no number at all", "0.5"))
+
+
+# Answers as data sets of mathematics have them, of each kind that occurs there, with one that is wrong.
+BARE = [
+    (r"\frac{14}{3}", r"\frac{3}{14}"),
+    (r"-\frac{35}{9}", r"\frac{35}{9}"),
+    (r"\dfrac{9}{7}", "9"),
+    (r"\tfrac12", "2"),
+    (r"\frac 59", "59"),
+    ("3/56", "3"),
+    (r"2\frac{1}{2}", r"\frac12"),
+    (r"\frac{\sqrt{3}}{2}", "3"),
+    (r"\frac{x+2}{7}", "7"),
+    (r"3\sqrt{2}", "3"),
+    (r"\sqrt{51}", "51"),
+    (r"\sqrt[3]{2}", r"\sqrt{2}"),
+    (r"11\sqrt2", "11"),
+    (r"2\sqrt{5}+1", "2"),
+    (r"\pi", r"2\pi"),
+    (r"\frac{\pi}{6}", "6"),
+    ("3.5", "3"),
+    (".0000672", "672"),
+    ("-7", "7"),
+    ("10,080", "10"),
+    (r"10,\!080", "80"),
+    (r"11,\! 111,\! 111,\! 100", "11"),
+    ("1{,}234", "234"),
+    (r"\$32,348", "32"),
+    (r"\$18.90", "18"),
+    ("$36", "35"),
+    (r"50\%", "5"),
+    ("12.5%", "12"),
+    (r"90^\circ", "45"),
+    (r"10\text{ cm}", "11"),
+    (r"15\mbox{ cm}^2", "2"),
+    (r"6 \mathrm{~miles}", "5"),
+    ("18 dollars", "81"),
+    ("(3,4)", "(4,3)"),
+    (r"\left( 3, \frac{\pi}{2} \right)", "3"),
+    ("(6,31,-1)", "(6,31,1)"),
+    ("(1,2),(3,4)", "(1,2)"),
+    ("1,-2", "1"),
+    ("-2,1", "-2.1"),
+    ("3, 5, 7", "7"),
+    (r"\{1, 2\}", "2"),
+    ("[-2,7]", "(-2,7)"),
+    (r"(-\infty, 0] \cup [2,\infty)", "0"),
+    (r"\left[ -2, 5\right)", "5"),
+    (r"-5 < x < 3", "3"),
+    (r"x \in (-1,2]", "2"),
+    (r"1 \pm \sqrt{19}", "1"),
+    (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "4"),
+    (r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", "5/3"),
+    (r"\text{Evelyn}", r"\text{Carla}"),
+    (r"\text{(C)}", r"\text{(D)}"),
+    (r"\text{June 20}", "20"),
+    ("A", "B"),
+    ("p - q", "q - p"),
+    ("x^2+7x+10", "10"),
+    ("6r^2-4r-24", "6"),
+    ("y = 2x + 3", "3"),
+    ("x=5", "6"),
+    ("4x - 3y + 5 = 0", "5"),
+    ("2516_8", "2517_8"),
+    ("6 - 5i", "5"),
+    (r"e^{i\pi/4}", "4"),
+    ("2^{10}", "2"),
+    (r"1.5 \times 10^8", "10^8"),
+    (r"\log_2 3", "3"),
+    ("n!", "n"),
+    (r"\binom{10}{3}", "3"),
+    (r"\infty", r"-\infty"),
+    (r"\emptyset", "0"),
+    ("3:2", "3"),
+    (r"0.\overline{3}", "0"),
+    (r"5:30 \text{ p.m.}", "5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "wrong"), BARE, ids=[answer for answer, _ in BARE])
+def test_math_verify_reads_answers_without_delimiters(answer, wrong):
+    pytest.importorskip("math_verify")
+    verify = make_verifier("math_verify")
+    assert verify(f"First I tried 17, then 23. So the answer is $\\boxed{{{answer}}}$.", answer) == 1.0
+    assert verify(f"As 2 and 3 are known, the answer is \\boxed{{{answer}}}", answer) == 1.0
+    assert verify(f"The answer is $\\boxed{{{wrong}}}$.", answer) == 0.0
+    assert verify("The answer is $\\boxed{123457}$.", answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (r"3\sqrt{2}", r"\boxed{\sqrt{18}}", "So it is 3."),
+        (r"50\%", r"\boxed{50}", r"\boxed{5}"),
+        ("50%", r"So \boxed{50\%}", r"\boxed{50x}"),
+        ("18 dollars", r"\boxed{18}", r"\boxed{1}"),
+        ("18 dollars an hour", r"\boxed{\$18}", r"\boxed{8}"),
+        ("1/2 hour", r"\boxed{\frac12}", r"\boxed{2}"),
+        ("5 or 7", r"\boxed{5, 7}", r"\boxed{7}"),
+        ("x=5 or x=7", r"\boxed{5, 7}", r"\boxed{7}"),
+        (r"$\frac12$", r"\boxed{0.5}", r"\boxed{2}"),
+        (r"\(x+1\)", r"$1+x$", r"$1-x$"),
+        (r"so \boxed{7}", "7", "8"),
+        ("The sum is 40 + 2 = 42.\n#### 42", r"\boxed{42}", r"\boxed{40}"),
+    ],
+)
+def test_math_verify_accepts_other_forms_of_an_answer(answer, right, wrong):
+    pytest.importorskip("math_verify")
+    verify = make_verifier("math_verify")
+    assert (verify(right, answer), verify(wrong, answer)) == (1.0, 0.0)

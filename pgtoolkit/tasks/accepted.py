@@ -1,0 +1,136 @@
+"""Whether a task's verifiers accept the answers of its own prompts; an answer that none can give teaches nothing."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+
+from pgtoolkit.config.rules.prompts import VERIFIERS
+from pgtoolkit.errors import DataError
+from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.prompt_rows import Prompt
+from pgtoolkit.tasks.tasks import PromptsTask
+from pgtoolkit.tasks.verifiers import Named, math_golds
+
+FIRST = 100
+"""Answers that are tried."""
+
+FIRST_OF_A_FUNCTION = 10
+"""Answers that a function of the user's is tried on: it may ask a model, which takes time and money."""
+
+_SHOWN = 3
+
+_MOVES = re.compile(r"\(\?[=!<(]|\(\?P=|\\[bB1-9]")
+"""What makes a group match by what stands around it, of which nothing is known."""
+
+
+def notes_on_answers(task: PromptsTask) -> list[str]:
+    """Score the first answers against themselves; return a note for each verifier that does not accept some of them.
+
+    Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts no answer at all.
+    A function of the user's may expect a form around the answer: of that there is a note.
+    """
+    notes = []
+    for number, verifier in enumerate(task.named):
+        if verifier.name in VERIFIERS:
+            notes += _of_built_in(task, number, verifier)
+        elif number == 0:
+            notes += _of_function(task, verifier)
+    return notes
+
+
+def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
+    if verifier.name == "exact_match":  # equal texts are equal
+        return []
+    rows = task.rows()
+    first = list(itertools.islice(rows, FIRST))
+    rejected = _rejected(task, number, verifier, first)
+    if not rejected:
+        return []
+    setting = str(verifier) if verifier.pattern is None else f"{_pattern_key(verifier)}={verifier.pattern}"
+    if len(rejected) == len(first) and number == 0 and not _accepts_any(task, verifier, rows):
+        got = f"{rejected[0].answer:.80} at {rejected[0].place}, and no other is one"
+        use = "answers of another form" if verifier.pattern is None else f"another {_pattern_key(verifier)}"
+        needs = "answers that it can read" if verifier.pattern is None else "answers that its group can capture"
+        raise DataError(refusal(setting, needs, got, "Every completion would score 0.", use))
+    way_out = "" if verifier.pattern is None else f", or use another {_pattern_key(verifier)}"
+    return [
+        f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all score 0: "
+        f"{_listed(rejected)}. Mend these answers{way_out}."
+    ]
+
+
+def _accepts_any(task: PromptsTask, verifier: Named, rows: Iterator[Prompt]) -> bool:
+    while chunk := list(itertools.islice(rows, FIRST)):
+        if len(_rejected(task, 0, verifier, chunk)) < len(chunk):
+            return True
+    return False
+
+
+def _rejected(task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts whose own answer a verifier of pgtoolkit's does not accept, however it is written."""
+    if verifier.name == "regular_expression":
+        return [prompt for prompt in prompts if not can_capture(verifier.pattern, prompt.answer)]
+    outcomes = task.outcomes(number, [(prompt, math_golds(prompt.answer)[0]) for prompt in prompts])
+    return [prompt for prompt, outcome in zip(prompts, outcomes, strict=True) if outcome != 1.0]
+
+
+def _of_function(task: PromptsTask, verifier: Named) -> list[str]:
+    first = list(itertools.islice(task.rows(), FIRST_OF_A_FUNCTION))
+    try:
+        outcomes = task.outcomes(0, [(prompt, prompt.answer) for prompt in first])
+    except DataError as error:
+        raised = str(error).strip().splitlines()[-1]
+        return [f"{verifier} fails on an answer as the completion: {raised}. It must score every text."]
+    rejected = [
+        prompt for prompt, outcome in zip(first, outcomes, strict=True) if isinstance(outcome, str) or outcome < 1
+    ]
+    if not rejected:
+        return []
+    return [
+        f"{verifier} does not count a completion that repeats its answer as right, for {_counted(rejected, first)}: "
+        f"{_listed(rejected)}. Only a score of 1 or more does. That is as it should be if it expects a form around the "
+        "answer."
+    ]
+
+
+def can_capture(pattern: str, answer: str) -> bool:
+    """Return whether the one group of a pattern can match an answer, up to white space around that.
+
+    True where that depends on what stands around the group.
+    """
+    group = _group(pattern)
+    if _MOVES.search(group):
+        return True
+    expression = re.compile(group, re.compile(pattern).flags)
+    answer = answer.strip()
+    spaces = ("", " ", "\n")
+    return any(expression.fullmatch(f"{before}{answer}{after}") for before in spaces for after in spaces)
+
+
+def _group(pattern: str) -> str:
+    """Return the one capturing group of a valid pattern, with its parentheses."""
+    opened, start = [], None
+    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?!P<))?|\)", pattern, re.DOTALL):
+        if token[0] == ")":
+            if opened.pop() == start and start is not None:
+                return pattern[start : token.end()]
+        elif token[0].startswith("("):
+            opened.append(token.start())
+            if token[0] == "(":
+                start = token.start()
+    raise AssertionError(f"a pattern without a group: {pattern}")
+
+
+def _pattern_key(verifier: Named) -> str:
+    return verifier.key.removesuffix("verifier") + "pattern"
+
+
+def _counted(rejected: Sequence[Prompt], first: Sequence[Prompt]) -> str:
+    return f"{len(rejected)} of the first {len(first)} answers"
+
+
+def _listed(prompts: Sequence[Prompt]) -> str:
+    shown = ", ".join(f"{prompt.answer[:40]!r} at {prompt.place}" for prompt in prompts[:_SHOWN])
+    return shown + (f" and {len(prompts) - _SHOWN} more" if len(prompts) > _SHOWN else "")

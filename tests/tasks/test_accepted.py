@@ -1,0 +1,131 @@
+"""Answers that their own verifier does not accept are named before a run starts."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.validate import validated
+from pgtoolkit.tasks.accepted import can_capture
+from pgtoolkit.training.machine import DataProblem, check_machine
+
+
+def checked(tmp_path, answers, *overrides):
+    """Problems and notes of what a run with these answers would meet on this machine."""
+    rows = [json.dumps({"prompt": f"{number}?", "answer": answer}) for number, answer in enumerate(answers)]
+    file = Path(tempfile.mkdtemp(dir=tmp_path), "p.jsonl")  # a new place: what was tried is remembered by it
+    file.write_text("\n".join(rows) + "\n")
+    task = ["task=prompts", f"task.path={file}", *overrides]
+    values, report = validated(compose([*task, "rollout.max_completion_length=20", "tracking=none"]))
+    assert report.problems == []
+    report.notes.clear()
+    check_machine(values, report)
+    return report.problems, report.notes
+
+
+DIGITS = ("task.verifier=regular_expression", r"task.pattern='is (\d+)'")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "answer", "possible"),
+    [
+        (r"is (\d+)", "42", True),
+        (r"is (\d+)", " 42\n", True),
+        (r"is (\d+)", "1,234", False),
+        (r"is (\d+)", "42.0", False),
+        (r"is(?: it)? \((\d+)\)[)(]", "42", True),
+        (r"[](]x([^)]+)\)", "a(b", True),
+        (r"[](]x([^)]+)\)", "a)b", False),
+        (r"(?i)(?P<answer>yes|no)", "YES", True),
+        (r"(?P<answer>yes|no)", "YES", False),
+        (r"####(\s-?\d+)", "-5", True),
+        (r"answer: (.*)", "two\nlines", False),
+        (r"(?s)answer: (.*)", "two\nlines", True),
+        (r"((?<=\$)\d+)", "5", True),
+        (r"(a(?:b|(?:c))d)", "acd", True),
+    ],
+)
+def test_what_a_group_can_capture(pattern, answer, possible):
+    assert can_capture(pattern, answer) is possible
+
+
+def test_an_answer_that_the_group_never_gives_is_named(tmp_path):
+    problems, notes = checked(tmp_path, ["1,234", 42, "x"], *DIGITS)
+    assert problems == []
+    assert notes == [
+        r"task.pattern=is (\d+) accepts no completion for 2 of the first 3 answers, whose completions all score 0: "
+        "'1,234' at p.jsonl:1, 'x' at p.jsonl:3. Mend these answers, or use another task.pattern."
+    ]
+    assert checked(tmp_path, ["1", 42.0, 3], *DIGITS) == ([], [])
+
+
+def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
+    (problem,), notes = checked(tmp_path, ["x"] * 150, *DIGITS)
+    assert problem == (
+        r"task.pattern=is (\d+) needs answers that its group can capture (got x at p.jsonl:1, and no other is one). "
+        "Every completion would score 0. Use another task.pattern."
+    )
+    assert isinstance(problem, DataProblem)
+    assert notes == []
+    problems, (note,) = checked(tmp_path, ["x"] * 149 + ["1"], *DIGITS)  # one far behind the first hundred
+    assert problems == []
+    assert "100 of the first 100 answers" in note
+    several = r"task.verifiers={right: {verifier: exact_match}, form: {verifier: regular_expression, pattern: '(\d+)'}}"
+    problems, (note,) = checked(tmp_path, ["x"], several)
+    assert problems == []
+    assert note.startswith(r"task.verifiers.form.pattern=(\d+) accepts no completion for 1 of the first 1 answers")
+
+
+def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
+    pytest.importorskip("math_verify")
+    problems, (note,) = checked(tmp_path, [r"3\sqrt{2}", "$$", "$x+1$"], "task.verifier=math_verify")
+    assert problems == []
+    assert note.startswith("task.verifier=math_verify accepts no completion for 1 of the first 3 answers")
+    assert "'$$' at p.jsonl:2. Mend these answers." in note
+    (problem,), _ = checked(tmp_path, ["$$"], "task.verifier=math_verify")
+    assert "needs answers that it can read (got $$ at p.jsonl:1, and no other is one)" in problem
+
+
+def test_a_function_of_the_users_is_tried_and_never_refused(tmp_path, monkeypatch):
+    (tmp_path / "tried_rewards.py").write_text(
+        "calls = []\n"
+        "def boxed(completion, answer):\n    calls.append(answer)\n    return completion == '<' + answer + '>'\n"
+        "def right(completion, answer):\n    return completion == answer\n"
+        "def broken(completion, answer):\n    return {}[answer]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    answers = [str(number) for number in range(50)]
+    problems, (note,) = checked(tmp_path, answers, "task.verifier=tried_rewards.boxed")
+    assert problems == []
+    assert note == (
+        "task.verifier=tried_rewards.boxed does not count a completion that repeats its answer as right, for 10 of the "
+        "first 10 answers: '0' at p.jsonl:1, '1' at p.jsonl:2, '2' at p.jsonl:3 and 7 more. Only a score of 1 or more "
+        "does. That is as it should be if it expects a form around the answer."
+    )
+    import tried_rewards
+
+    assert tried_rewards.calls == answers[:10]
+    assert checked(tmp_path, answers, "task.verifier=tried_rewards.right") == ([], [])
+    problems, (note,) = checked(tmp_path, answers, "task.verifier=tried_rewards.broken")
+    assert problems == []
+    assert "fails on an answer as the completion: KeyError: '0'" in note
+    bonus = "task.verifiers={right: {verifier: exact_match}, form: {verifier: tried_rewards.boxed}}"
+    assert checked(tmp_path, answers, bonus) == ([], [])  # what does not say what is right need not accept an answer
+
+
+def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):
+    truth = {"style": "rule", "ground_truth": "42"}
+    row = {"data_source": "openai/gsm8k", "prompt": "6 * 7?", "ability": "math", "reward_model": truth}
+    (tmp_path / "v.jsonl").write_text(json.dumps(row | {"extra_info": {"index": 0}}))
+    settings = "task=prompts", f"task.path={tmp_path / 'v.jsonl'}", "rollout.max_completion_length=20", "tracking=none"
+    values, report = validated(compose([*settings]))
+    report.notes.clear()
+    check_machine(values, report)
+    assert report.problems == []
+    assert report.notes == [
+        "v.jsonl has prompts as verl writes them: the answer is reward_model.ground_truth. data_source, by which verl "
+        "chooses how to score, ability and extra_info are not read: task.verifier scores."
+    ]
