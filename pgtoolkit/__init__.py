@@ -12,9 +12,9 @@ _EXPORTS = {
     "from_padded": "pgtoolkit.losses.padded",
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
-    "families": "pgtoolkit.losses.families",
-    "corrections": "pgtoolkit.losses.corrections",
-    "kl": "pgtoolkit.losses.kl",
+    "families": "pgtoolkit.families",
+    "corrections": "pgtoolkit.corrections",
+    "kl": "pgtoolkit.kl",
 }
 
 __all__ = list(_EXPORTS)

@@ -1,5 +1,7 @@
 """The errors a user can mend, each with the exit status `pgtk` ends with."""
 
+import os
+
 
 def first_line(error: BaseException) -> str:
     """What another library's exception says, on one line; its type where it says nothing."""
@@ -57,6 +59,10 @@ class StorageError(PgtoolkitError):
 
 def unusable(error: OSError) -> StorageError:
     """What the operating system refused, such as to write on a full disk."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return StorageError("the current directory was deleted. Use cd to go to a directory that exists.")
     return StorageError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}")
 
 

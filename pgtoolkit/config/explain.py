@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pgtoolkit.config.elsewhere import keys_called, table_rows
 from pgtoolkit.config.files import default_options, docs_page, options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, head_of, in_words, shown, values_of
@@ -27,6 +28,10 @@ _STATUSES = {
     130: "Stopped by a keyboard interrupt.",
     141: "What read the output, such as head, had seen enough.",
 }
+
+
+_OF_WORD = ": a word of these pages"
+"""How the title of the page on a word from docs/losses.md ends."""
 
 
 @dataclass
@@ -136,8 +141,14 @@ def explain(words: str) -> str:
     """
     known = explanations()
     word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ").removeprefix("exit status ")
-    if pages := known.get(word) or known.get(word.partition("=")[0] if "." in word else ""):
-        return "\n\n".join(pages)
+    general = re.sub(r"@\d+", "@k", re.sub(r"^(reward|environment)/.*", r"\1/NAME", word))
+    keys = keys_called(word)
+    names_ours = all(key.endswith(f".{word}") for key in keys)
+    elsewhere = [] if names_ours else [row for row in _rows_with(word) if "\n  here:" in row]
+    if pages := known.get(general) or known.get(word.partition("=")[0] if "." in word else ""):
+        if all(f"{_OF_WORD}\n" in page for page in pages):
+            elsewhere = _rows_with(word)
+        return "\n\n".join([*pages, *elsewhere])
     inside = [part.strip(".") for part in re.findall(r"[\w./@=]+", words)] if " " in words.strip() else []
     # Of a sentence what stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`.
     names = [name for part in inside for name in (part, part.partition("=")[0]) if re.search("[=._]", name)]
@@ -163,6 +174,8 @@ def explanations() -> dict[str, list[str]]:
         for word in dict.fromkeys(words):
             pages.setdefault(word, []).append(_page(title, shown))
 
+    for word, meaning in _defined_words():
+        explained([word, f"{word}s"], f"{word}{_OF_WORD}", {"": meaning})
     for group, names in options().items():
         usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
         heads = {f"{group}={name}{' (default)' if name == usual else ''}": head_of(group, name) for name in names}
@@ -176,9 +189,16 @@ def explanations() -> dict[str, list[str]]:
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
         words = [] if entry.key.option else [entry.key.name, entry.key.leaf, *map(str, entry.key.names)]
         explained(words, f"{entry.key.name}: a key{of}", entry.told())
-    for heads, row in [*_table("metrics.md"), *_table("evaluation.md")]:
+    for heads, row in [*table_rows("metrics.md"), *table_rows("evaluation.md")]:
         for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
             explained([name], f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False)))
+    for heads, row in table_rows("metrics.md"):
+        if heads[0] == "on the line":
+            (word,) = re.findall("`([^`]+)`", row[0])
+            explained([word], f"{word}: on the line that a run prints for each step", {"": row[1]})
+            metric = re.findall("`([^`]+)`", row[1])[0]
+            if metric != word:
+                pages[word] += [page for page in pages[metric] if page.startswith(f"{metric}: a metric")]
     statuses = dict(_STATUSES)
     for kind in PgtoolkitError.__subclasses__():
         described = " ".join(kind.__doc__.split("\n\n")[0].split())
@@ -188,10 +208,18 @@ def explanations() -> dict[str, list[str]]:
     return pages
 
 
+def _defined_words() -> Iterator[tuple[str, str]]:
+    """Yield (word, the sentence that defines it) for the words in italics in docs/losses.md."""
+    section = docs_page("losses.md").partition("\n## Words\n")[2].partition("\n## ")[0]
+    for sentence in re.split(r"(?<=[.:]) ", " ".join(section.split())):
+        for word in re.findall(r"(?<!\*)\*([\w -]+)\*", sentence):
+            yield word, sentence.replace("*", "")
+
+
 def _in_docs(group: str, name: str) -> dict[str, str]:
     """What docs/ say of an option: its formula, its source, and what others call it."""
     shown = {}
-    for heads, row in _table("losses.md"):  # whose tables name the group in their first head
+    for heads, row in table_rows("losses.md"):  # whose tables name the group in their first head
         if (heads[0], row[0]) == (f"`{group}=`", f"`{name}`"):
             shown |= {head: cell for head, cell in zip(heads[1:], row[1:], strict=False) if len(cell) > 1}
     paper = re.search(rf"pgtk {group}={name}\n.*?\n```\n(.*?)(?=\n#|\Z)", docs_page("papers.md"), re.DOTALL)
@@ -200,27 +228,10 @@ def _in_docs(group: str, name: str) -> dict[str, str]:
     return shown
 
 
-def _table(page: str) -> Iterator[tuple[list[str], list[str]]]:
-    """(heads, cells) of every row of the tables in a page of docs/."""
-    heads, before = None, ""
-    for line in docs_page(page).splitlines():
-        if re.fullmatch(r"\|[-|]+\|", line):
-            heads = _cells(before)
-        elif line.startswith("|") and heads is not None:
-            yield heads, _cells(line)
-        elif not line.startswith("|"):
-            heads = None
-        before = line
-
-
-def _cells(line: str) -> list[str]:
-    return [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-
-
 def _rows_with(word: str) -> Iterator[str]:
     """The rows with a word, or with heads that have it: of another trainer, such as beta, or of a file's schema."""
     for page in ("losses.md", "adapters.md", "data.md"):
-        for heads, row in _table(page):
+        for heads, row in table_rows(page):
             codes = re.findall("`[^`]+`", " ".join(heads + row))
             if any(re.search(rf"\b{re.escape(word)}\b", code) for code in codes):
                 shown = {head or "here": cell for head, cell in zip(heads, row, strict=False) if cell}

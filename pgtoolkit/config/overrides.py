@@ -36,8 +36,9 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
         try:
             override = _parsed(typed)
             if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-                raise ValueError("Options are chosen by their names, not by a pattern")
-            parsed.append(override)
+                problems.append(refusals.pattern(override, options()))
+            else:
+                parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
             problems.append(refusals.unreadable(typed, error))
     return parsed, problems

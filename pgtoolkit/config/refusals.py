@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf, ValueNode
 
+from pgtoolkit.config.elsewhere import is_known_elsewhere, keys_called
 from pgtoolkit.config.files import OPTIONAL, default_options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, comment, default, describe, fits, keys_of
@@ -31,6 +33,17 @@ ALSO_CALLED = {"ppo": "loss=grpo"}
 """What the field calls an option, where that name is none of ours."""
 
 
+_TAKES_VALUE = {
+    "model": ("huggingface", "model.path", "{}"),
+    "task": ("prompts", "task.path", "{}"),
+    "rollout": ("recorded", "rollout.path", "{}"),
+    "sampler": ("vllm", "sampler.urls", "[{}]"),
+    "loss": ("custom", "loss.path", "{}"),
+    "advantage": ("custom", "advantage.path", "{}"),
+}
+"""Group -> the option and key for a path, an address or a function of the user's, and how the value is written."""
+
+
 def unreadable(override: str, error: Exception) -> str:
     """Not in Hydra's grammar."""
     key, equals, value = override.partition("=")
@@ -39,13 +52,22 @@ def unreadable(override: str, error: Exception) -> str:
         use = "KEY=VALUE, such as loss=grpo"
     elif value.endswith(","):
         use = override.rstrip(",")
-    elif "~/" in value:  # which a shell does not replace within a word
+    elif value.startswith("~/"):  # which a shell does not replace within a word
         use = override.replace("~/", "$HOME/", 1)
     elif key in _LISTS:
         use = _as_list(key, value)
     elif not set("'\"[]{}") & set(value):
         use = f"\"{key}='{value}'\""
     return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
+
+
+def pattern(override: Override, groups: dict[str, list[str]]) -> str:
+    """Refuse a pattern such as `loss=glob(g*)`, and name the options that it stands for."""
+    key = override.key_or_group
+    matching = override.value().filter(groups.get(key, []))
+    use = f"pgtk -m {key}={','.join(matching)}" if matching else f"{key}=OPTION"
+    reason = "Options are chosen by their names, not by a pattern."
+    return refusal(override.input_line, "names of options", "a pattern", reason, use)
 
 
 def _as_list(key: str, value: str) -> str:
@@ -63,12 +85,25 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
         use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
         return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."
     if override.is_sweep_override():
-        return f"{typed} needs -m (got several values). One run has one value of each key. Use pgtk -m {typed}."
+        use = _one_value(key, typed)
+        return f"{typed} needs -m (got several values). One run has one value of each key. Use {use}."
     if key == "hydra.searchpath":
         return SEARCH_PATH
     if override.package is not None:
         return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
     return None
+
+
+def _one_value(key: str, typed: str) -> str:
+    """Return how to type several values, or one value with a comma in it where the key may have one."""
+    value = typed.partition("=")[2]
+    is_text = any(known.name == key and known.type.startswith("str") and not known.names for known in KEYS)
+    in_quotes = f"\"{key}='{value}'\""
+    if not is_text or "(" in value or "'" in value:
+        return f"pgtk -m {typed}"
+    if os.path.exists(value):
+        return in_quotes
+    return f"pgtk -m {typed}, or {in_quotes} for one value with a comma in it"
 
 
 def holds_secret(setting: str) -> str:
@@ -108,9 +143,25 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
         return None
     use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
     elsewhere = next((f"{one}={word}" for one in groups if word != "none" and word in groups[one]), None)
-    use = ALSO_CALLED.get(word) or elsewhere or use
+    use = ALSO_CALLED.get(word) or elsewhere or _as_value(key, word, names) or use
     reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs one of {', '.join(names)} (got {word!r}). {reason} Use {use}."
+
+
+def _as_value(group: str, word: str, names: list[str]) -> str | None:
+    """Return the option that takes the word as the value of a key, if it is a path, a model or a function."""
+    if group not in _TAKES_VALUE or word in ("", "null"):
+        return None
+    option, key, form = _TAKES_VALUE[group]
+    is_path = "/" in word or os.path.exists(word) or word.endswith((".jsonl", ".json", ".parquet", ".arrow"))
+    is_function = "." in word and not is_path and all(part.isidentifier() for part in word.split("."))
+    if option == "custom":
+        fits_key = is_function
+    elif option == "huggingface":
+        fits_key = is_path or nearest(word, names, 0.6) is None
+    else:
+        fits_key = is_path
+    return f"{group}={option} {key}={form.format(word)}" if fits_key else None
 
 
 def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
@@ -139,18 +190,43 @@ def incomplete(config: DictConfig) -> list[str]:
 
 
 def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
-    """A key that the schema of the chosen options does not have."""
+    """Refuse a key that the schema of the chosen options does not have."""
+    if not key:
+        needs = "a key before the equals sign"
+        return refusal(f"={text(value)}", needs, "none", "A value alone sets nothing.", "KEY=VALUE")
     group, _, leaf = key.partition(".")
-    if having := [known.schema.replace("/", "=") for known in KEYS if known.name == key and "/" in known.schema]:
+    having = [known for known in KEYS if known.name == key and "/" in known.schema]
+    if having:
+        options = [known.schema.replace("/", "=") for known in having]
         got = f"{group}={config[group].name}"
-        reason, use = f"{got} does not have the key.", f"{having[0]} {key}={text(value)}"
-        return f"{key}={text(value)} needs {' or '.join(having)} (got {got}). {reason} Use {use}."
+        use = f"{options[0]} {_fitting(having[0], value)}"
+        choices = having[0].names
+        same = [known for known in KEYS if known.leaf == leaf and known.group != group and known.names == choices]
+        if choices and same:
+            use = f"{_fitting(same[0], value)}, or {use}"
+        reason = f"{got} does not have the key."
+        return f"{key}={text(value)} needs {' or '.join(options)} (got {got}). {reason} Use {use}."
     use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
-    if near := _nearest_key(config, key, groups):
+    keys = [name for name in keys_called(key) if group not in groups or name.startswith(f"{group}.")]
+    near = _nearest_key(config, key, groups)
+    if keys:
+        use = " ".join(f"{name}={text(value)}" for name in keys)
+        if near and near not in keys and near.rpartition(".")[2] == key:
+            use = f"{use}, or {near}={text(value)}"
+    elif near:
         use = f"{near}={text(value)}"
     elif leaf and isinstance(config.get(group), DictConfig):
         use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
-    return f"{key}={text(value)} needs a key of the configuration (got {key!r}). There is no such key. Use {use}."
+    elif is_known_elsewhere(key):
+        use = f"pgtk explain {key.rpartition('.')[2]}, which says what another trainer's key is here"
+    return f"Unknown key {key!r}. Use {use}."
+
+
+def _fitting(key: Key, value: Any) -> str:
+    """Return the override of a key with this value, or one that it takes."""
+    if not fits(key, value) and key.names:
+        value = key.names[0]
+    return f"{key.name}={text(value)}"
 
 
 def unresolvable(key: str, value: Any, error: Exception) -> str:

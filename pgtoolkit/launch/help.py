@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pgtoolkit.config.files import default_options, options, sweep_files
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import nearest, refusal
+from pgtoolkit.system.report import nearest
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
@@ -58,9 +58,8 @@ def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
     """The refusal of a first word that is no command, with the nearest."""
     uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in commands}
     uses["train"] = "pgtk [OVERRIDES]"
-    reason = f"The commands are {', '.join(commands)}."
     use = uses.get(nearest(word, uses, 0.6), "pgtk --help")
-    return ConfigError(refusal(word, "to be a command or key=value", "neither", reason, use))
+    return ConfigError(f"{word!r} is not a command. The commands are {', '.join(commands)}. Use {use}.")
 
 
 def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], int]) -> int:

@@ -132,7 +132,7 @@ class Jobs:
         def stop(number: int, _frame) -> None:
             arrived.append(number)
             if engine is None:
-                raise Interrupted(f"the sweep was stopped by {signal.Signals(number).name} before a job began.")
+                raise Interrupted(f"the sweep was stopped as asked ({signal.Signals(number).name}) before a job began.")
 
         with answered_by(stop):
             try:
@@ -150,7 +150,7 @@ class Jobs:
                 # After a defect of the launcher itself the jobs must not run on unseen.
                 self._stop_all(signal.SIGTERM)
         if self._stopped_by:
-            raise Interrupted(f"the sweep was stopped by {self._stopped_by}.")
+            raise Interrupted(f"the sweep was stopped as asked ({self._stopped_by}).")
 
     def _start(self, engine: Engine) -> None:
         """As many of the waiting jobs as there is room for."""

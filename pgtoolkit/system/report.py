@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.legible import legible
@@ -59,7 +59,8 @@ def print_error(error: PgtoolkitError) -> int:
     """Say it, of several processes once; returns its exit status."""
     rank = joined()
     if rank is None or rank.number == 0:
-        say(f"pgtk: error: {error}", error=True)
+        start = "pgtk" if isinstance(error, Interrupted) else "pgtk: error"
+        say(f"{start}: {error}", error=True)
     elif not error.on_all_ranks:
         say(f"pgtk: error: rank {rank.number}: {error}", error=True)
     return error.exit_status

@@ -76,10 +76,10 @@ def stop_signals_recorded(
                     run.set_status("interrupted", 0, str(stop), sweep=sweep)
             status = read_status(run_dir)
             if status["state"] == "done":
-                say(f"stopped by {stop} after the run was done")
+                say(f"stopped as asked ({stop}) after the run was done")
                 return
             raise Interrupted(
-                f"stopped by {stop}; the run is {status['state']} at step {status['step']}. "
+                f"stopped as asked ({stop}); the run is {status['state']} at step {status['step']}. "
                 f"Continue with: {resume_command(run_dir)}"
             ) from None
         finally:

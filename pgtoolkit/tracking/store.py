@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,9 +112,10 @@ def open_store(uri: str, experiment: str):
         client = client_of(uri)
         known = client.get_experiment_by_name(experiment)
         if known and known.lifecycle_stage == "deleted":
+            store = f"MLFLOW_TRACKING_URI={shlex.quote(redact(uri))}"
             raise StorageError(
                 f"tracking.experiment={experiment} needs an experiment that is not deleted. Use another name, or "
-                f"`mlflow experiments restore -x {known.experiment_id}`."
+                f"`{store} mlflow experiments restore -x {known.experiment_id}`."
             )
         if known:
             return client, known.experiment_id

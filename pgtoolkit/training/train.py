@@ -115,7 +115,7 @@ def train(
                     signal.signal(signal.SIGTERM, handler)
         if outcome == "interrupted":
             raise Interrupted(
-                f"stopped by {reason} after step {recorder.step}; saved up to step {recorder.saved_step}. "
+                f"stopped as asked ({reason}) after step {recorder.step}; saved up to step {recorder.saved_step}. "
                 f"Continue with: {resume_command(folder)}"
             )
 

@@ -1,5 +1,6 @@
 """`pgtk explain`: no key, option or metric lacks an explanation, and docs/keys.md is what the schema and conf/ say."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pgtoolkit.config.keys import KEYS
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.losses.metrics import _KINDS
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.tracking.progress import _FIELDS, ProgressLine
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,6 +38,17 @@ def test_every_metric_and_exit_status_is_explained(tmp_path):
     row = metrics_of(run(tmp_path / "run", "metrics=with_entropy"))[0]
     assert {*row} <= {*known}
     assert all(str(kind.exit_status) in known for kind in PgtoolkitError.__subclasses__())
+
+
+def test_every_word_of_the_line_of_a_step_is_explained():
+    known = explanations()
+    line = ProgressLine(9).line(1, dict.fromkeys(_FIELDS, 0.5))
+    words = [word for word in line.replace("%", "").split() if not re.match(r"[\d?]", word)]
+    assert len(words) == 2 + len(_FIELDS)
+    for word in words:
+        assert any("the line that a run prints" in page for page in known[word]) or word == "step", word
+    for metric in _FIELDS:
+        assert metric in known
 
 
 def test_the_page_of_keys_is_made_from_the_schema():
@@ -63,6 +76,18 @@ def test_the_page_of_keys_is_made_from_the_schema():
         ("trajectory", "trajectory: see docs/data.md field: `trajectory`"),
         ("exit status 75", "stopped by a signal after saving a checkpoint; it can be resumed"),
         ("loss_agg_mode", "aggregation=: `token_mean` TRL loss_type: `dapo`"),
+        ("epsilon", "TRL GRPOConfig: `epsilon`, `epsilon_high`"),
+        ("epsilon", "optimizer.epsilon: a key"),
+        ("clip", "clipped_ratio_fraction: a metric"),
+        ("ratio", "ratio_new_old: a metric"),
+        ("exact", "exact_match: a metric"),
+        ("tok/s", "tokens_per_second: a metric"),
+        ("kl", "kl_new_old: a metric"),
+        ("document", "Prompt and completion together are a document."),
+        ("groups", "Several completions are sampled for each prompt; they form a group."),
+        ("pass@1", "the unbiased estimate of the chance that one of k is"),
+        ("pass@8_error", "standard error of that mean"),
+        ("reward/format", "mean score of each of several verifiers"),
         ("num_generations", "here: `rollout.group_size`"),
         ("clip_ratio_c", "the dual clip, which verl always has"),
         ("accumulation.docs_per_step=96 does not divide the 256 documents of a batch", "Documents per optimizer step"),

@@ -1,6 +1,7 @@
 """golden_refusals.txt: which configurations are refused for which keys, and which are accepted with how many notes."""
 
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -51,6 +52,13 @@ def composed(overrides):
     return compose(changed.split(), run_dir=run_dir)
 
 
+def subject(problem):
+    """What a problem is about, mostly a key."""
+    if unknown := re.match("Unknown key '(.*?)'", problem):
+        return unknown[1]
+    return problem.partition(" needs " if " needs " in problem else ": ")[0]
+
+
 def outcome(overrides):
     """What the list says of them."""
     found = composed(overrides)
@@ -60,9 +68,9 @@ def outcome(overrides):
         problems, notes = problems + report.problems, report.notes
     for problem in problems:
         assert "\n" not in problem
-        assert " needs " in problem or problem.startswith("the configuration cannot be composed: "), problem
-        assert not (" needs " in problem and ("(got " not in problem or " Use " not in problem)), problem
-    keys = [problem.partition(" needs " if " needs " in problem else ": ")[0] for problem in problems]
+        other = problem.startswith(("the configuration cannot be composed: ", "Unknown key '"))
+        assert other or all(part in problem for part in (" needs ", "(got ", " Use ")), problem
+    keys = [subject(problem) for problem in problems]
     if problems:
         return "refused: " + ", ".join(key if key.startswith("=") else key.partition("=")[0] for key in keys)
     return "accepted" + (f", {len(notes)} note{'s' * (len(notes) > 1)}" if notes else "")

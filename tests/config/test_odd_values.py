@@ -38,7 +38,8 @@ def looked_at(*overrides, multirun=False):
 
 
 def in_sentences(found):
-    return all(" needs " in one or one.startswith("the configuration cannot be composed: ") for one in found)
+    other = ("the configuration cannot be composed: ", "Unknown key '")
+    return all(" needs " in problem or problem.startswith(other) for problem in found)
 
 
 @pytest.mark.slow

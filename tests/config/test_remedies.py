@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from pgtoolkit.cli import main
+from pgtoolkit.config.compose import compose
 from pgtoolkit.launch.check import check
 
 MODULE = """
@@ -64,6 +65,14 @@ def problems(capsys, *overrides):
         ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
         ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
         ("loss=grpo,", "", "loss=grpo"),
+        ("num_generations=4", "", "rollout.group_size=4"),
+        ("actor_rollout_ref.rollout.n=4", "", "rollout.group_size=4"),
+        ("kl.beta=0.1", "kl=k3 kl.reference=initial", "kl.coefficient=0.1"),
+        ("loss.epsilon=0.1", "loss=grpo", "loss.epsilon_low=0.1 loss.epsilon_high=0.1"),
+        ("algorithm.clip_ratio_high=0.3", "loss=grpo", "loss.epsilon_high=0.3"),
+        ("optimizer.beta=0.8", "", "optimizer.beta1=0.8"),
+        ("task=prompts.jsonl", "", "task=prompts task.path=prompts.jsonl"),
+        ("rollout.save_path=out~/b", "", "\"rollout.save_path='out~/b'\""),
         ("kl.coefficient=null", "kl=k3 kl.reference=initial", "kl.coefficient=0.04"),
         ("hydra.run.dir=/proc/foo", "", "hydra.run.dir=outputs/FOLDER"),
         ("hydra.run.dir=prompts.jsonl/run", "", "hydra.run.dir=outputs/FOLDER"),
@@ -100,6 +109,35 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
     said = problems(capsys, *before.split(), typed.format(function))
     assert f"needs a function that can be called as {says}" in said
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
+
+
+@pytest.mark.parametrize(
+    ("typed", "use"),
+    [
+        ("model=Qwen/Qwen2.5-0.5B", "model=huggingface model.path=Qwen/Qwen2.5-0.5B"),
+        ("model=gpt2", "model=huggingface model.path=gpt2"),
+        ("model=tinny", "model=tiny"),
+        ("model.path=~/m", "model.path=$HOME/m"),
+        ("model.path=a,b", "pgtk -m model.path=a,b, or \"model.path='a,b'\" for one value with a comma in it"),
+        ("trainer.max_steps=3,4", "pgtk -m trainer.max_steps=3,4"),
+        ("task.path=my_verifier.py,prompts.jsonl", "pgtk -m task.path=my_verifier.py,prompts.jsonl"),
+        ("loss=glob(g*)", "pgtk -m loss=gmpo,grpo,gspo"),
+        ("loss=glob(x*)", "loss=OPTION"),
+        ("loss=my_verifier.Mine", "loss=custom loss.path=my_verifier.Mine"),
+        ("rollout.chat=true", "task.chat=auto, or rollout=recorded rollout.chat=auto"),
+        ("rollout.epochs=2", "rollout=recorded rollout.epochs=2"),
+        ("epsilon=0.1", "loss.epsilon_low=0.1 loss.epsilon_high=0.1, or optimizer.epsilon=0.1"),
+        ("ppo_mini_batch_size=3", "pgtk explain ppo_mini_batch_size, which says what another trainer's key is here"),
+    ],
+)
+def test_what_others_call_it_is_answered_with_what_it_is_here(typed, use):
+    (problem, *_) = compose([typed]).problems
+    assert f"Use {use}" in problem
+
+
+def test_a_path_with_a_comma_is_told_to_take_quotes(tmp_path):
+    (tmp_path / "a,b").mkdir()
+    assert compose(["model.path=a,b"]).problems[0].endswith("Use \"model.path='a,b'\".")
 
 
 def test_a_word_without_a_value_is_not_told_to_take_quotes(capsys):

@@ -127,7 +127,7 @@ def test_a_signal_ends_the_wait_for_a_head(tmp_path):
                 pass
             launcher.send_signal(signal.SIGTERM)
             status, output = ended(launcher)
-    assert (status, "stopped by SIGTERM" in output) == (75, True), output
+    assert (status, "stopped as asked (SIGTERM)" in output) == (75, True), output
 
 
 def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):

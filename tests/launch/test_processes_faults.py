@@ -61,7 +61,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
     os.kill(run.rank(1).pid, signal.SIGTERM)
     shown = run.end(60)
     assert run.process.returncode == 75, shown
-    assert "stopped by SIGTERM after step" in shown
+    assert "pgtk: stopped as asked (SIGTERM) after step" in shown
     assert "Continue with:" in shown
     assert "Traceback" not in shown
     assert (run.status["state"], run.status["reason"]) == ("interrupted", "SIGTERM")

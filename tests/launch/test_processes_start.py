@@ -90,7 +90,7 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
     assert list(tmp_path.glob("rank-*")) == []
     processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
     recorded = stop_signals_recorded(OmegaConf.create({"seed": 1}), training.run_dir, [])
-    said = r"stopped by SIGINT; the run is interrupted at step 0. Continue with:"
+    said = r"stopped as asked \(SIGINT\); the run is interrupted at step 0. Continue with:"
     with pytest.raises(Interrupted, match=said), recorded:
         _conclude(tmp_path, processes, [signal.SIGINT], [], training)
     assert read_status(training.run_dir)["reason"] == "SIGINT"

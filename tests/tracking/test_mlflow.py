@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shlex
 import signal
 import socket
 import sqlite3
@@ -197,8 +198,10 @@ def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
     tracker = start(uri, run, experiment="gone")
     tracker.finish("done")
     MlflowClient(uri).delete_experiment(tracker.info["experiment_id"])
-    with pytest.raises(StorageError, match=f"mlflow experiments restore -x {tracker.info['experiment_id']}"):
+    with pytest.raises(StorageError) as refused:
         start(uri, run, experiment="gone")
+    command = f"MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow experiments restore -x {tracker.info['experiment_id']}"
+    assert f"`{command}`" in str(refused.value)
 
 
 def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog, monkeypatch):

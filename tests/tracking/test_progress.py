@@ -157,7 +157,7 @@ def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
             run.write_config({}, [])
             run.set_status("done", 3)
         signal.raise_signal(signal.SIGTERM)
-    assert capsys.readouterr().out == "stopped by SIGTERM after the run was done\n"
+    assert capsys.readouterr().out == "stopped as asked (SIGTERM) after the run was done\n"
     with RunDirectory(tmp_path) as run:
         run.set_status("running", 3)
     with (

@@ -19,7 +19,7 @@ from pgtoolkit.config.schema_completions import GeneratedTaskConfig, VllmSampler
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, is_whole, text
+from pgtoolkit.system.report import Report, is_whole, plural, text
 
 
 def rollout(c: Config, report: Report) -> None:
@@ -61,8 +61,7 @@ def rollout(c: Config, report: Report) -> None:
     if isinstance(c.task, GeneratedTaskConfig):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:
-        setting = f"rollout.max_completion_length={length}"
-        report.note(f"{setting} is made for task=reverse; other tasks usually need longer answers.")
+        report.note(f"rollout.max_completion_length={length}: {plural(length, 'token')} is short for this task.")
 
 
 def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:
@@ -130,7 +129,7 @@ def optimizer(c: Config, report: Report) -> None:
     warmup, steps, rate = c.optimizer.warmup_steps, c.trainer.max_steps, c.optimizer.learning_rate
     if warmup >= steps:
         settings = f"optimizer.warmup_steps={warmup} with trainer.max_steps={steps}"
-        report.note(f"{settings}: the learning rate never reaches its value.")
+        report.note(f"{settings}: the run ends during warm-up.")
     if usual_rate is not None and rate >= 100 * usual_rate:
         report.note(
             f"optimizer.learning_rate={text(rate)} is {rate / usual_rate:,.0f} times the {text(usual_rate)} that "
