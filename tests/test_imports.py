@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
     *("errors", "batch", "losses", "families", "corrections", "kl", "kernels", "api", "adapters"),
     *("ranks", "system", "runs", "config", "tracking"),
-    *("comparison", "tasks", "sampling", "rollouts", "model", "training", "dumps", "inspection", "launch", "cli"),
+    *("comparison", "tasks", "sampling", "rollouts", "model", "training", "inspection", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.plain_files import plain_run, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, say, shell_path
@@ -171,29 +171,6 @@ def _export(parser: _Parser, argv: list[str]) -> None:
     say(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
 
 
-def _convert(parser: _Parser, argv: list[str]) -> None:
-    known = "nemo-rl, open-instruct, slime, miles, prime-rl, pipelinerl or verifiers"
-    parser.add_argument("system", metavar="SYSTEM", help=known)
-    parser.add_argument("path", metavar="PATH", help="a file of its dump, or the folder that holds them")
-    parser.add_argument("out", metavar="OUT", type=Path, help="a new .parquet file")
-    parser.add_argument("overrides", nargs="*", metavar="model.path=FOLDER", help="compare with its log-probs")
-    parser.add_argument("--reward-key", metavar="KEY", help="which reward counts, where a sample has several")
-    args = parser.parse_intermixed_args(argv)
-    if args.out.suffix != ".parquet" or args.out.exists():
-        got = "one that exists" if args.out.exists() else "another kind"
-        use = args.out.with_name(f"{args.out.stem}-2.parquet")
-        raise ConfigError(refusal(f"OUT={args.out}", "a new .parquet file", got, "Nothing is written over.", use))
-
-    from pgtoolkit.dumps import convert
-    from pgtoolkit.dumps.systems import system_of
-
-    system = system_of(args.system)
-    policy = convert.policy_of(args.path, args.overrides) if args.overrides else None
-    conversion = convert.convert(system, args.path, args.out, args.reward_key, policy)
-    say(convert.render(conversion, args.system, system, args.out))
-    say("next: " + "\n      ".join(convert.next_commands(conversion.fields, shell_path(args.out))))
-
-
 def _solutions(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .jsonl file")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the task, with its keys, and the seed")
@@ -203,18 +180,6 @@ def _solutions(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.launch.solutions import write_solutions
 
     say(write_solutions(args.out, args.overrides, args.count))
-
-
-def _doctor(parser: _Parser, argv: list[str]) -> int:
-    parser.add_argument("path", metavar="FILE", help="JSONL or Parquet file, a folder of them, or a glob")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the loss to train with; a model to compare")
-    args = parser.parse_args(argv)
-
-    from pgtoolkit.dumps.doctor import diagnose, render
-
-    diagnosis = diagnose(args.path, args.overrides)
-    say(render(diagnosis))
-    return DataError.exit_status if diagnosis.count("wrong") else 0
 
 
 def _evaluate(parser: _Parser, argv: list[str]) -> None:
@@ -264,9 +229,7 @@ def _explain(parser: _Parser, argv: list[str]) -> None:
 
 REPORTS = {
     "compare": ("RUN_DIR...", "what runs reached over seeds: better, equal, unknown; --html FILE", _compare),
-    "convert": ("SYSTEM PATH OUT", "rollouts of another trainer as a file for rollout=recorded", _convert),
     "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
-    "doctor": ("FILE [OVERRIDES]", "whether recorded rollouts are fit for a comparison", _doctor),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),

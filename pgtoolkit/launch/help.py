@@ -54,8 +54,17 @@ def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
     return joined
 
 
+_REPLACED = {
+    "convert": "a script of a few lines, as docs/data.md shows for TRL and verl",
+    "doctor": "pgtk rollout=recorded rollout.path=FILE, which checks every row before it trains",
+}
+"""Commands that are gone, with what to use in their place."""
+
+
 def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
-    """The refusal of a first word that is no command, with the nearest."""
+    """The refusal of a first word that is no command, with the nearest, or with what takes its place."""
+    if word in _REPLACED:
+        return ConfigError(f"pgtk {word} is gone: use {_REPLACED[word]}.")
     uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in commands}
     uses["train"] = "pgtk [OVERRIDES]"
     use = uses.get(nearest(word, uses, 0.6), "pgtk --help")

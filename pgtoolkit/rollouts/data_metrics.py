@@ -11,7 +11,7 @@ LARGE_DIFFERENCE = 0.05
 """A larger mean difference of log-probs is noted. Rounding stays far below it (bfloat16 logits move a document of 16
 tokens by 0.004), and so do a few updates of age; another model, or log-probs one token off, go to 1 and beyond."""
 
-LARGE_SHARE = 0.1
+_LARGE_SHARE = 0.1
 """Where the difference between sampler and trainer would alone take more of the ratios out of the clip, it is noted."""
 
 
@@ -76,7 +76,7 @@ def sampling_note(metrics: dict[str, float], config: Config) -> str:
     """
     share, rollout = metrics.get("clipped_sampling_fraction", 0.0), config.rollout
     is_proximal = isinstance(rollout, PolicyRolloutConfig) and rollout.old_log_probs == OldLogProbs.proximal
-    if not share > LARGE_SHARE or is_proximal:  # of which the updates of a lag are part
+    if not share > _LARGE_SHARE or is_proximal:  # of which the updates of a lag are part
         return ""
     loss, top_p = config.loss.name, getattr(rollout, "top_p", None)
     cause = "A correction weighs each token by it (docs/losses.md)"

@@ -14,6 +14,7 @@ from pgtoolkit.config.schema import AdvantageEstimator
 from pgtoolkit.config.schema_completions import RecordedRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import Attempt, Estimator
+from pgtoolkit.rollouts.plausible import Plausibility
 from pgtoolkit.rollouts.recorded_index import ROW, RecordedIndex, first_parts, read_index, stamp_of
 from pgtoolkit.rollouts.rows import Row, Rules, has_texts, parse_row, parse_rows
 from pgtoolkit.system.report import refusal
@@ -54,6 +55,7 @@ class Indexing:
         self._groups: dict[int | str, int] = {}
         self._is_mismatched = self._is_cut = False
         self._num_too_long = 0
+        self._plausibility = Plausibility()
         stamps = [stamp_of(file.path) for file in self.files]  # before they are read: a later change is seen
         self._rows = np.fromiter(self._read(), ROW)
         self._problems.raise_if_any()
@@ -66,6 +68,7 @@ class Indexing:
             counted = f"{len(self._rows)} documents are {len(self._attempts)} trajectories"
             self.notes.append(f"{counted}, which rewards, aggregation=sample_mean and constant count (D) once each.")
         self._check_attempts()
+        self._check_plausible()
         has_groups = self._number_groups()
         self._compute_advantages(imitates)
         self._problems.raise_if_any()
@@ -99,6 +102,7 @@ class Indexing:
                 if row.trajectory is not None:  # unique in its group, or in the file where that names no groups
                     prompt = (file_number,) if row.group_id is None else row.group_id
                     trajectory = trajectories.setdefault((prompt, row.trajectory), place_of_all)
+                self._plausibility.add(row, group if trajectory in (-1, place_of_all) else -1)
                 yield file_number, number, place, *_entries(row, group, trajectory)
 
     def _check_use(self) -> None:
@@ -154,6 +158,17 @@ class Indexing:
                 reason += "An attempt has one. Let all of its"
                 self._refuse(index, name, f"{reason} rows repeat it, or leave the trajectory out")
         self._problems.raise_if_any()
+
+    def _check_plausible(self) -> None:
+        """Refuse log-probs one place off; note groups of different prompts, and rows that are there twice."""
+        misplaced = self._plausibility.misplaced()
+        if misplaced is not None:
+            raise DataError(
+                f"sampling_log_probs in rollout.path={self.config.path} needs the log-prob of each token itself (got "
+                f"{misplaced}). Every ratio between the two would compare different tokens. Move one of the two lists "
+                "by one place in the program that writes the rows."
+            )
+        self.notes += self._plausibility.notes()
 
     def _number_groups(self) -> bool:
         """Number every document's group, where the data says which it is or `group_size` does; whether they do."""

@@ -1,4 +1,4 @@
-"""The trainer of docs/dumps.md records what TRL trains on: rollouts that pass `pgtk doctor`, with TRL's log-probs."""
+"""The trainer of docs/data.md records what TRL trains on, with TRL's log-probs."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from pgtoolkit.cli import main
 
 
 def test_what_trl_trains_on_is_recorded(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/dumps.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
     names = {"GRPOTrainer": trl_runs.GRPOTrainer, "json": json}
     exec(re.search(r"```python\n(class Recorded.*?)```", page, re.DOTALL)[1], names)
     monkeypatch.setattr(trl_runs, "GRPOTrainer", names["Recorded"])
@@ -35,5 +35,4 @@ def test_what_trl_trains_on_is_recorded(tmp_path, monkeypatch):
             new = policy(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
         old = torch.tensor(row["old_log_probs"])
         assert (old[mask] - new[mask[1:]]).abs().max() < 1e-5
-    assert main(["doctor", "rollouts.jsonl", "advantage=given"]) == 0
     assert main(["check", "rollout=recorded", "rollout.path=rollouts.jsonl", "advantage=given"]) == 0

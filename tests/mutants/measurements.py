@@ -155,11 +155,6 @@ def runs_that_never_got_there_count_as_the_longest(right, goal, found):
     return {axis: max(values) if values else limits[axis] for axis, values in seen.items()}
 
 
-@mutant("dumps.alignment:Comparison._correlation", "test_log_probs_one_place_off")
-def log_probs_are_compared_at_their_own_places_alone(right, self, shift):
-    return right(self, 0)
-
-
 @mutant("config.rules.step:parallelism", "test_what_is_refused_and_what_is_accepted")
 def sequence_shards_cannot_divide_the_weights(right, c, report):
     right(c, report)

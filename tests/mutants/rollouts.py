@@ -295,3 +295,8 @@ def tokens_of_the_policy_count_as_the_environments(right, one):
 def a_miss_is_worth_how_near_it_came(right, one, messages):
     reward, measures = right(one, messages)
     return (reward if reward == 1 else 2 * reward), measures
+
+
+@mutant("rollouts.plausible:Plausibility._correlation", "test_log_probs_one_place_off_are_refused")
+def log_probs_are_compared_at_their_own_places_alone(right, self, place):
+    return right(self, 0)

@@ -1,1 +1,0 @@
-"""Rollouts of other trainers: converted into recorded rollouts, and examined."""
