@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.system import model_folder
@@ -23,15 +23,6 @@ from pgtoolkit.system.report import listed
 from pgtoolkit.tasks.prompts import END, tiny_tokenizer
 
 log = logging.getLogger("pgtoolkit")
-
-_TO_PACK, _TO_USE, _COARSER = 5e-4, 5e-3, 0.3
-"""What hidden states of the same tokens may differ by, relative to their norm: in float32 those of a model that is
-packed, which is only faster, and of one that is used at all; and in other number types.
-
-Of the models of transformers rounding moves them by up to 6e-5 in float32; a token before that should not be seen, by
-1e-3 and more where the weights are random, one behind by 8e-3. Where they are trained, as those in other number types
-are, it is most of the norm.
-"""
 
 
 def build_policy(
@@ -125,8 +116,11 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
-    packs = keeps_documents_apart(Policy(model, tokenizer), config.path)
-    return Policy(model, tokenizer, dtype, lora.add_adapters(model, config) if config.lora_rank else None, packs)
+    loaded = Policy(model, tokenizer)
+    packs = keeps_documents_apart(loaded, config.path)
+    mixes_lengths, not_sampled = continues_rightly(loaded)
+    digest = lora.add_adapters(model, config) if config.lora_rank else None
+    return Policy(model, tokenizer, dtype, digest, packs, mixes_lengths, not_sampled)
 
 
 def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
@@ -170,67 +164,3 @@ def _switch_noise_off(model_config) -> None:
             _switch_noise_off(value)
         elif ("drop" in key or "jitter" in key) and isinstance(value, float):
             setattr(model_config, key, 0.0)
-
-
-@torch.no_grad()
-def keeps_documents_apart(policy: Policy, path: str) -> bool:
-    """Whether the model, freshly loaded, confines attention, and all else, to each of several documents in one row.
-
-    Raises ConfigError about model.path=`path` for a model whose loss would be wrong: its logits are not head(hidden),
-    as where they are scaled or soft-capped; it computes other numbers each time; or tokens see those behind them.
-    """
-    needs = "a causal language model whose body gives hidden states"
-    with model_folder.refused(path, needs, "The loss computes logits itself, of hidden states and the LM head."):
-        size = policy.model.config.get_text_config().vocab_size
-        # From within the vocabulary: tokens at its ends may have had no training, and be alike.
-        first, second = _document(size // 7, size // 5, size // 3), _document(size // 2)
-        hidden, plain = _handed_to_head(policy, first.tokens)
-        rows = policy.in_rows(pack([first, second]))
-        one_row = policy.in_one_row(pack([first, second, second]))
-        apart = _same(one_row[3:], rows[[3, 3]], _TO_PACK)
-        causal = apart or _same(policy.hidden_states(pack([second])), rows[3:])
-    if not plain:
-        needs, got = "a plain linear LM head", f"{type(policy.head).__name__} whose output is not the logits"
-        reason = (
-            "The loss computes logits itself as hidden @ weight.T + bias; soft-capping or scaling is not supported."
-        )
-    elif not _same(rows[:3], hidden):
-        needs, got = "an LM head that reads the body's hidden states, the same each time", "one that is given others"
-        reason = "The loss computes logits itself: no further layer, scaling or random number may come in between."
-    elif not causal:
-        needs, got = "a causal language model", "one whose tokens see those behind them"
-        reason = "A token's log-prob would depend on the token itself."
-    else:
-        return apart
-    raise ConfigError(model_folder.refusal(path, needs, got, reason))
-
-
-def _document(*tokens: int) -> Document:
-    nothing = torch.zeros(0)
-    return Document(torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.bool), nothing, nothing, 0, "a document")
-
-
-def _handed_to_head(policy: Policy, tokens: Tensor) -> tuple[Tensor, bool]:
-    """(S, H) hidden states that the head of transformers is given, and whether what it makes of them is the logits."""
-    made = []
-
-    def replaced(_head: nn.Linear, given: tuple[Tensor], output: Tensor) -> Tensor:
-        # Large numbers in its place: random weights alone give logits that soft-capping leaves nearly as they are.
-        made[:] = given[0][0], torch.linspace(-100, 100, output.numel(), dtype=output.dtype).view_as(output)
-        return made[1]
-
-    if type(policy.head) is not nn.Linear:
-        return policy.hidden_states(pack([_document(*tokens.tolist())])), False
-    handle = policy.head.register_forward_hook(replaced)
-    try:
-        logits = policy.model(input_ids=tokens[None], use_cache=False).logits
-    finally:
-        handle.remove()
-    return made[0], torch.equal(logits.float(), made[1].float())
-
-
-def _same(states: Tensor, expected: Tensor, tolerance: float = _TO_USE) -> bool:
-    if states.shape != expected.shape:
-        return False
-    difference, norm = (x.float().norm() for x in (states - expected, expected))
-    return bool(difference <= (tolerance if states.dtype == torch.float32 else _COARSER) * norm)

@@ -31,6 +31,8 @@ class Policy:
 
     base_digest: where LoRA's adapters alone are trained, a digest of the other weights, which are in compute_dtype.
     packs: whether the model keeps documents of one row apart by itself, where their position ids start again.
+    mixes_lengths: whether prompts of different lengths, padded on the left, can be continued in one batch.
+    not_sampled: what keeps transformers from sampling the distribution that is trained; None where nothing does.
     compiled: whether it computes as `compiled.switch_on` has made it, which copies of it are to do as well.
     """
 
@@ -39,6 +41,8 @@ class Policy:
     compute_dtype: torch.dtype = torch.float32
     base_digest: str | None = None
     packs: bool = True
+    mixes_lengths: bool = True
+    not_sampled: str | None = None
     compiled: bool = False
 
     pipeline = None  # not a field: what a policy in stages has in its place

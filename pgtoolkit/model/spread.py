@@ -185,6 +185,8 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         policy.compute_dtype,
         policy.base_digest,
         policy.packs,
+        policy.mixes_lengths,
+        policy.not_sampled,
         policy.compiled,
         layout=layout,
         sharded=sharded,

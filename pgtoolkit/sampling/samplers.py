@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,14 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.draw import draw, uniform_numbers
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Completion, Request
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+log = logging.getLogger("pgtoolkit")
 
 
 class Sampler(Protocol):
@@ -60,12 +67,23 @@ class TransformersSampler:
         rollout.max_staleness completions are asked for in a thread while it is trained, and come from a copy of the
         weights that were published last.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
-    Raises ConfigError for sampler.static_cache=true with a model that it is not known to work for.
+    Raises ConfigError for a model whose steps with a cache are not its forward pass, and for sampler.static_cache=true
+    with one that it is not known to work for.
     """
 
     tolerance = None
 
     def __init__(self, policy: Any, config: Config):
+        if policy.not_sampled is not None:
+            needs = "a model that computes token by token, with a cache, what a forward pass computes"
+            reason = "Completions would come from another distribution than the one that is trained."
+            use = "sampler=vllm or rollout=recorded"
+            raise ConfigError(refusal("sampler=transformers", needs, policy.not_sampled, reason, use))
+        if not policy.mixes_lengths:
+            log.warning(
+                f"note: {policy.model.config.model_type} computes other numbers where a prompt is padded, so that only "
+                "prompts of equal length are sampled in one batch. Sampling is faster where more of them are."
+            )
         rollout, self._static_cache = config.rollout, config.sampler.static_cache
         if self._static_cache and not policy.can_decode:
             raise ConfigError(
@@ -115,12 +133,21 @@ class TransformersSampler:
         return [completions[number] for number in range(len(rows))]
 
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """What is sampled at once. A row whose completion must end early goes on beside longer ones, so far as the
-        model has positions."""
+        """Yield what is sampled at once.
+
+        A row whose completion must end early goes on beside longer ones, so far as the model has positions.
+        """
         batch: list[_Row] = []
-        for row in sorted(rows, key=lambda row: -self._most(row)):  # the first of a batch has the longest
-            beyond = batch and len(row[1].tokens) + self._most(batch[0]) > self._live.max_positions
-            if beyond or len(batch) == self._max_sequences:
+        mixes = self._live.mixes_lengths
+
+        def length(row: _Row) -> int:
+            return len(row[1].tokens)
+
+        # The first of a batch has the longest completion.
+        for row in sorted(rows, key=lambda row: (0 if mixes else length(row), -self._most(row))):
+            beyond = batch and length(row) + self._most(batch[0]) > self._live.max_positions
+            padded = batch and not mixes and length(row) != length(batch[0])
+            if beyond or padded or len(batch) == self._max_sequences:
                 yield batch
                 batch = []
             batch.append(row)
@@ -185,38 +212,21 @@ class TransformersSampler:
         how |= {"stopped": self._stopped} if self._stops else {}
         return self._policy.decode(prompts, uniform.shape[1], self._fp32_lm_head, **how)
 
-    @torch.no_grad()
     def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
         """The same by transformers, for any of its models."""
-        from transformers.generation import LogitsProcessorList
-
-        model, padding = self._policy.model, self.settings.pad_token_id
-        longest = max(map(len, prompts))
-        tokens = torch.tensor([[padding] * (longest - len(p)) + p for p in prompts], device=model.device)
-        attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
         log_probs: list[Tensor] = []
 
-        def drawn(_: Tensor, logits: Tensor) -> Tensor:
-            """Leaves a token of each row, and no other choice."""
+        def choose(logits: Tensor) -> Tensor:
             self._check_open()
-            chosen, of_chosen = self._draw(logits, uniform[:, len(log_probs)])
-            log_probs.append(of_chosen)
-            return torch.full_like(logits, -torch.inf).scatter_(-1, chosen[:, None], 0.0)
+            tokens, of_tokens = self._draw(logits, uniform[:, len(log_probs)])
+            log_probs.append(of_tokens)
+            return tokens
 
-        # All is drawn here, and `generate` takes the likeliest of what is left: its own temperature and top_p would
-        # come after every processor that it is given, and its draws from the global random state alone.
         settings = copy.deepcopy(self.settings)
-        settings.update(temperature=1.0, top_p=1.0, do_sample=False, max_new_tokens=uniform.shape[1])
-        with self._policy.generating(self._fp32_lm_head), without_own_settings(model):
-            whole = model.generate(
-                input_ids=tokens,
-                attention_mask=attention_mask,
-                generation_config=settings,
-                logits_processor=LogitsProcessorList([drawn]),
-                # Not transformers' own for stop strings, which counts those that the prompt begins.
-                stopping_criteria=[lambda whole, *_, **__: self._stopped(whole[:, longest:], 1)] if self._stops else [],
-            )
-        return whole[:, longest:], torch.stack(log_probs, dim=-1)
+        settings.max_new_tokens = uniform.shape[1]
+        stopped = self._stopped if self._stops else None
+        tokens = generate(self._policy, prompts, settings, choose, self._fp32_lm_head, stopped)
+        return tokens, torch.stack(log_probs, dim=-1)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -243,3 +253,46 @@ class TransformersSampler:
         reason = "stop" if len(places) or stopped is not None else "length"
         length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
+
+
+@torch.no_grad()
+def generate(
+    policy: Any,
+    prompts: list[list[int]],
+    settings: GenerationConfig,
+    choose: Callable[[Tensor], Tensor],
+    fp32_lm_head: bool = False,
+    stopped: Callable[[Tensor, int], Tensor] | None = None,
+) -> Tensor:
+    """Return the tokens, (B, C), that transformers' own `generate` continues the prompts with.
+
+    settings: ends, padding and number of tokens; what draws is ignored. choose: the next tokens, (B,) int64, of their
+    logits, (B, V). stopped: which rows have ended otherwise, (B,) bool, given their new tokens, (B, C), and how many
+    of these it has not seen.
+    """
+    from transformers.generation import LogitsProcessorList
+
+    model = policy.model
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[settings.pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device)
+    attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+
+    def chosen(_: Tensor, logits: Tensor) -> Tensor:
+        """Leave a token of each row, and no other choice."""
+        return torch.full_like(logits, -torch.inf).scatter_(-1, choose(logits)[:, None], 0.0)
+
+    # `generate` takes the likeliest of what is left: its own temperature and top_p would come after every processor
+    # that it is given, and its draws from the global random state alone.
+    settings = copy.deepcopy(settings)
+    settings.update(temperature=1.0, top_p=1.0, do_sample=False)
+    # Not transformers' own criterion for stop strings, which counts those that the prompt begins.
+    criteria = [] if stopped is None else [lambda written, *_, **__: stopped(written[:, longest:], 1)]
+    with policy.generating(fp32_lm_head), without_own_settings(model):
+        written = model.generate(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            generation_config=settings,
+            logits_processor=LogitsProcessorList([chosen]),
+            stopping_criteria=criteria,
+        )
+    return written[:, longest:]

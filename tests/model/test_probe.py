@@ -6,10 +6,14 @@ import pytest
 import torch
 import transformers
 from builders.models import model_config, save_with_tokenizer
+from builders.runs import config_of, sampler_of, with_model
+from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.build import build_policy
+from pgtoolkit.tasks.tasks import Request
+from pgtoolkit.training.build import build
 
 WIDTH = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": None}
 DENSE = WIDTH | {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -94,3 +98,97 @@ def test_a_model_that_the_loss_would_be_wrong_for_is_refused(name, changes, said
     with pytest.raises(ConfigError) as refused:
         build_policy(model_config(folder, random_weights=random), None, False)
     assert str(refused.value).startswith(f"model.path={folder} needs {said}")
+
+
+RECURRENT = ["linear_attention", "full_attention"]
+MAMBA2 = {"mamba_n_heads": 4, "mamba_d_state": 4, "mamba_chunk_size": 4}
+NEMOTRON = {
+    "layers_block_type": RECURRENT,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 4,
+}
+MAMBA2_LIMITED = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8}
+MAMBA2_LIMITED |= {"state_size": 4, "n_groups": 1, "time_step_limit": (0.0, 0.1)}
+KIMI = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 2}
+KIMI |= {
+    "layer_types": RECURRENT[:1] * 2,
+    "mlp_layer_types": ["dense"] * 2,
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+}
+BART = {"vocab_size": 12, "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+SAMPLED = {
+    "GPTNeoX": WIDTH | {"intermediate_size": 24, "max_position_embeddings": 64},
+    "Bamba": DENSE | MAMBA2 | {"attn_layer_indices": [1]},
+    "MiniMax": DENSE | EXPERTS | {"head_dim": 8, "layer_types": RECURRENT},
+    "Bart": BART | {"max_position_embeddings": 64},
+}
+"""Bamba keeps padding out of its state. MiniMax sees it in every step with a cache, and Bart counts its positions."""
+
+
+def sampler_for(folder, *overrides):
+    module, loader = build(OmegaConf.to_object(config_of(*with_model(folder, *overrides))))
+    return module.policy, sampler_of(loader)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_completions_are_those_of_a_forward_pass_of_each_document_alone(name, tmp_path):
+    """Prompts of three lengths, in one batch where padding changes nothing, else in one for each length."""
+    folder = folder_of(name, tmp_path, **SAMPLED[name])
+    policy, sampler = sampler_for(folder, "rollout.max_completion_length=9")
+    rows = []
+    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [2, 7], [6, 5], [8, 1, 10, 9]]
+    completions = sampler.complete([Request(prompt, 2, number) for number, prompt in enumerate(prompts)])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for number, completion in enumerate(completions):
+        prompt, tokens = prompts[number // 2], completion.tokens
+        document = torch.cat([torch.tensor(prompt), tokens])[None]
+        with torch.no_grad():
+            logits = model(input_ids=document, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        torch.testing.assert_close(completion.log_probs, expected, rtol=1e-4, atol=1e-4)
+    assert set(rows) == ({8} if name in ("GPTNeoX", "Bamba") else {4, 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "got"),
+    [
+        (
+            "NemotronH",
+            DENSE | NEMOTRON,
+            "nemotron_h, whose layers limit time steps to 0.001 and more in a forward pass",
+        ),
+        ("Mamba2", MAMBA2_LIMITED, "mamba2, whose layers limit time steps to 0 to 0.1 in a forward pass"),
+        (
+            "KimiLinear",
+            DENSE | KIMI,
+            "kimi_linear, which fails: `get_seq_length` can only be called on Attention layers",
+        ),
+    ],
+)
+def test_a_model_whose_steps_are_not_its_forward_pass_is_not_sampled_from(name, changes, got, tmp_path):
+    folder = folder_of(name, tmp_path, **changes)
+    with pytest.raises(ConfigError) as refused:
+        sampler_for(folder)
+    needs = "a model that computes token by token, with a cache, what a forward pass computes"
+    assert str(refused.value).startswith(f"sampler=transformers needs {needs} (got {got}")
+
+
+def test_a_limit_of_time_steps_acts_in_a_forward_pass_alone():
+    """What the refusal is for. Once transformers applies it in both, this fails, and the refusal can go."""
+    differences = []
+    for low in (0.0, 2.0):
+        torch.manual_seed(0)
+        model = transformers.Mamba2ForCausalLM(
+            transformers.Mamba2Config(**MAMBA2_LIMITED | {"time_step_limit": (low, math.inf)})
+        )
+        tokens = torch.arange(8)[None] % 11
+        with torch.no_grad():
+            passed = model(input_ids=tokens, use_cache=True)
+            step = model(input_ids=torch.tensor([[3]]), cache_params=passed.cache_params, use_cache=True).logits[0, -1]
+            whole = model(input_ids=torch.cat([tokens, torch.tensor([[3]])], 1), use_cache=False).logits[0, -1]
+        differences.append(float((step - whole).norm() / whole.norm()))
+    assert differences[0] < 1e-5 < 1e-3 < differences[1], differences
