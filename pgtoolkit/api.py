@@ -96,7 +96,9 @@ def policy_loss(
         ranks have equally many); labels number the whole vocabulary, and all else is the same on every rank.
     sequence_group: the tokens of a document may lie on several ranks. document_index, num_documents (which must be
         given), group_index and trajectory_index are common to them; T may differ between ranks, and be 0.
-    data_group: ranks with other documents of the step, used for its totals where these are not given.
+    data_group: ranks with other documents of the step, used for its totals where these are not given. Each gets its
+        share of the loss, and the gradients of all are to be summed. DistributedDataParallel and FSDP average them:
+        multiply the loss by the number of ranks before its backward pass.
 
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming the document.
     """
