@@ -148,7 +148,26 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
         log.warning(
             f"note: the weights of model.path={path} hold {listed(more, 3)}, which its config.json does not use."
         )
+    _untie(model, path)
     return model
+
+
+def _untie(model: nn.Module, path: str) -> None:
+    """Make the configuration say what was loaded, where it says tied and the files have two different matrices.
+
+    transformers then loads both. Saved with a configuration of tied ones, the model would be another wherever the head
+    is taken from the embeddings, as a sampler's copy and vLLM do.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    is_tied = head is None or head.weight is model.get_input_embeddings().weight
+    if is_tied or not config.tie_word_embeddings or not model._tied_weights_keys:
+        return
+    log.warning(
+        f"note: config.json of model.path={path} says tie_word_embeddings=true, but the weights of its embeddings and "
+        "of its LM head differ. Both are used as they are, and saved with tie_word_embeddings=false."
+    )
+    config.tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
 
 
 def _is_finite(weight: Tensor) -> bool:

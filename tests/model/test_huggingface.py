@@ -1,5 +1,6 @@
 """Models from a folder: loaded, trained in both precisions, resumed; heads that are not plain linear layers refused."""
 
+import json
 import shutil
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import (
+    AutoModelForCausalLM,
     PhiConfig,
     PhiForCausalLM,
     PreTrainedTokenizerFast,
@@ -50,6 +53,25 @@ def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
     train(config, resumed, resume=True)
     assert metrics_of(resumed) == rows
     assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
+
+
+def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it_is(folder, tmp_path, capsys):
+    """In bfloat16, where completions come from a copy. What is saved is loaded as untied, and computes what it did."""
+    shutil.copytree(folder, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    head = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
+    save_file(weights | {"lm_head.weight": head}, tmp_path / "model/model.safetensors", {"format": "pt"})
+    config = settings(tmp_path / "model", "trainer.max_steps=1", "model.dtype=bfloat16", "optimizer.learning_rate=0")
+    train(config, tmp_path / "run")
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "tie_word_embeddings" in line]
+    assert said.startswith(f"note: config.json of model.path={tmp_path / 'model'} says tie_word_embeddings=true, but ")
+    saved = tmp_path / "run/checkpoints/step-000001"
+    assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    torch.testing.assert_close(model.lm_head.weight, head, rtol=0, atol=0)
+    embeddings = weights["model.embed_tokens.weight"]
+    torch.testing.assert_close(model.model.embed_tokens.weight, embeddings, rtol=0, atol=0)
 
 
 def short_document():
