@@ -18,6 +18,7 @@ from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.build import build, fit, loader_of
+from pgtoolkit.training.checkpoint import reading_checkpoint
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore
@@ -74,7 +75,8 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
             source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
             loader = loader_of(source, config)
         if checkpoint is not None:
-            loader.load_state_dict(checkpoint["data"])
+            with reading_checkpoint(checkpoint["path"]):
+                loader.load_state_dict(checkpoint["data"])
         try:
             fit(module, loader, config, watch)
         except SystemExit as stop:  # what Lightning makes of it

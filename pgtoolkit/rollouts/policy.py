@@ -27,6 +27,7 @@ from pgtoolkit.rollouts.advantages import Estimator, with_advantages
 from pgtoolkit.rollouts.groups import completed, fill, in_groups, requests_of, scored_groups
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
+from pgtoolkit.runs.records import expect, is_count, is_number
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.system.background import in_background
@@ -35,6 +36,51 @@ from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Prompt
 
 STAGES = ("sampling", "scoring", "old_log_probs")
+
+
+def _is_vector(value: Any, kinds: tuple[torch.dtype, ...]) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 1 and value.dtype in kinds
+
+
+def _are_tokens(value: Any) -> bool:
+    return _is_vector(value, (torch.int64,))
+
+
+def _are_numbers(value: Any) -> bool:
+    return _is_vector(value, (torch.float32, torch.float64))
+
+
+def _may_be(shape: Callable) -> Callable[[Any], bool]:
+    return lambda value: value is None or shape(value)
+
+
+_DOCUMENT = {
+    "tokens": _are_tokens,
+    "loss_mask": partial(_is_vector, kinds=(torch.bool,)),
+    "advantages": _are_numbers,
+    "old_log_probs": _may_be(_are_numbers),
+    "sampling_log_probs": _may_be(_are_numbers),
+    "ref_log_probs": _may_be(_are_numbers),
+    "reference_tokens": _may_be(_are_tokens),
+    "group": is_count,
+    "name": str,
+    "reward": _may_be(is_number),
+    "exact_match": bool | None,
+    "truncated": bool | None,
+    "model_version": int | None,
+    "task_reward": _may_be(is_number),
+    "dropped_prompt_fraction": _may_be(is_number),
+    "measures": {str: is_number},
+    "on_policy": bool,
+    "trajectory": int | None,
+    "anchor_version": int | None,
+}
+_STATE = {
+    "number": lambda value: type(value) is int and value >= -1,
+    "next_prompt": is_count,
+    "documents": [_DOCUMENT],
+}
+"""The shape of what `PolicyRollouts.state_dict` returns, for `expect`."""
 
 
 @dataclass(eq=False)
@@ -93,8 +139,16 @@ class PolicyRollouts(Source):
         return state | {"documents": [dict(vars(document)) for document in documents]}
 
     def load_state_dict(self, state: dict) -> None:
+        """Go on from a state of `state_dict`. Raises ValueError for anything else."""
+        expect(state, _STATE)
+        for document in state["documents"]:
+            tokens = document["tokens"]
+            if not ((tokens >= 0) & (tokens < self.trained.policy.vocabulary_size)).all():
+                raise ValueError(f"{document['name']} holds tokens that are not in the vocabulary")
         self._number, size = state["number"], self.batch_size
         documents = [Document(**document) for document in state["documents"]]
+        if len(documents) % size or (self._number >= 0 and not documents):
+            raise ValueError(f"it holds {len(documents)} documents, in batches of {size}")
         starts = range(0, len(documents), size)
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
         self._next_prompt = state["next_prompt"]

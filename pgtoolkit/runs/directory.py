@@ -13,11 +13,13 @@ import shlex
 import socket
 import time
 import uuid
+import zlib
 from pathlib import Path
 from typing import Any, TextIO
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs import records
+from pgtoolkit.runs.checksums import checksum
 from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.plain_files import naming, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
@@ -60,7 +62,7 @@ class RunDirectory:
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
-        self._bytes: dict[Path, int] = {}  # of the files that grow, as this process has left them
+        self._written: dict[Path, dict[str, int]] = {}  # checksums of the files of rows as this process left them
         with records.storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             reason = "Two processes would mix their metrics and checkpoints."
@@ -173,19 +175,31 @@ class RunDirectory:
 
         Raises StorageError where rows have gone, or came, that this process has not written.
         """
-        with naming(path), path.open("a", encoding="utf-8") as file:
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        with naming(path), path.open("ab") as file:
             size = os.fstat(file.fileno()).st_size
-            if size != (expected := self._bytes.get(path, size)):
+            before = self._written.get(path) or checksum(path)
+            if size != before["bytes"]:
                 raise StorageError(
-                    f"{path} needs the {expected} bytes that this run has written (got {size}). It was deleted or "
-                    "changed during the run, and what it lacks is lost. Use pgtk resume to continue from the newest "
-                    "checkpoint without it."
+                    f"{path} needs the {before['bytes']} bytes that this run has written (got {size}). It was "
+                    "deleted or changed during the run, and what it lacks is lost. Use pgtk resume to continue "
+                    "from the newest checkpoint without it."
                 )
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+            file.write(data)
             file.flush()
-            self._bytes[path] = os.fstat(file.fileno()).st_size
+            self._written[path] = {"bytes": size + len(data), "crc32": zlib.crc32(data, before["crc32"])}
             if durable:
                 os.fsync(file.fileno())
+
+    def checksums(self) -> dict[str, dict[str, int]]:
+        """Return the checksums of the files of rows, by name; the rows are on the disk afterwards."""
+        checksums = {}
+        for path in (self.metrics_path, self.evaluations_path):
+            if path.exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                checksums[path.name] = self._written.get(path) or checksum(path)
+        return checksums
 
     def drop_metrics_after(self, step: int, kept: int | None = None) -> None:
         """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew.
@@ -194,7 +208,7 @@ class RunDirectory:
         """
         files = ((self.metrics_path, records.METRICS_ROW, kept), (self.evaluations_path, records.EVALUATION_ROW, None))
         for path, shape, size in files:
-            self._bytes.pop(path, None)
+            self._written.pop(path, None)
             if path.exists():
                 os.truncate(path, rows_until(path, step, shape)[1] if size is None else size)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_line
 from pgtoolkit.runs import records
+from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import is_held
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
@@ -189,8 +190,12 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
         reason = status.get("reason")
         if state == "running" and not is_held(path):
             state = "killed"
+        if (np.diff(steps) <= 0).any():
+            raise StorageError(f"{path / 'metrics.jsonl'} is damaged (its steps do not rise)")
         if state == "done" and not np.array_equal(steps, np.arange(1, status["step"] + 1)):
             state, reason = "incomplete", f"metrics.jsonl has {steps.size} of its {status['step']} steps"
+        if state not in ("running", "killed", "incomplete"):  # others may be before a damaged checkpoint
+            check_rows(path)
         _add_seconds(columns, [start["time"] for start in provenance.get("resumed", [])], evaluations)
         if steps.size and not np.isnan(tokens := columns.get("num_tokens", np.nan)).any():
             columns["tokens_seen"] = np.cumsum(tokens)

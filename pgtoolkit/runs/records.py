@@ -122,13 +122,31 @@ def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Contain
     return max(rows, key=lambda row: (row[number], row["avg"], row["step"]), default=None)
 
 
+def checkpoint_steps(run_dir: Path) -> list[int]:
+    """Return the steps that a run has a checkpoint of, in their order."""
+    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the folder of a run's newest checkpoint, damaged or not."""
+    steps = checkpoint_steps(run_dir)
+    return run_dir / "checkpoints" / f"step-{steps[-1]:06d}" if steps else None
+
+
+def read_saved_rows(checkpoint: Path) -> dict[str, dict[str, int]]:
+    """Return size and CRC-32 of the files of rows when a checkpoint was saved, by their names.
+
+    Empty for a checkpoint without them.
+    """
+    return _object(checkpoint / "manifest.json", _MANIFEST).get("rows", {})
+
+
 def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str, Any] | None:
     """The row of the best step that a run has a checkpoint of; None without any, or without a number to go by."""
     if watched is None:
         return None
-    names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
-    steps = {int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)}
-    return best_of(read_evaluations(run_dir), watched, steps)
+    return best_of(read_evaluations(run_dir), watched, checkpoint_steps(run_dir))
 
 
 def read_drift(run_dir: Path) -> list[dict[str, Any]]:
@@ -198,7 +216,7 @@ def _rows(path: Path, shape: dict) -> list[dict]:
 
 def _parsed(data: bytes, shape: dict) -> dict:
     value = json.loads(data)
-    _expect(value, shape)
+    expect(value, shape)
     return value
 
 
@@ -210,11 +228,11 @@ def _yaml(path: Path, kind: type) -> Any:
         value = plain_yaml(data)
         if not data.endswith(b"\n"):  # half of a file may be YAML, too
             raise ValueError("its last line is torn")
-        _expect(value, kind)
+        expect(value, kind)
         return value
 
 
-def _expect(value: Any, shape: Any, name: str = "content") -> None:
+def expect(value: Any, shape: Any, name: str = "content") -> None:
     """ValueError if a value does not have a shape: a type, or a function that is true of it; a list of the shape of all
     items; a dictionary of the shapes of its keys, where `key?` may be missing, and str is any other.
     """
@@ -223,40 +241,42 @@ def _expect(value: Any, shape: Any, name: str = "content") -> None:
         raise ValueError(f"its {name} is not what pgtk writes there")
     if isinstance(shape, list):
         for item in value:
-            _expect(item, shape[0], name)
+            expect(item, shape[0], name)
     elif isinstance(shape, dict):
         shapes = {key.strip("?"): expected for key, expected in shape.items() if key is not str}
         for key in shapes | (value if str in shape else {}):
             if key in value or f"{key}?" not in shape:
-                _expect(value.get(key), shapes.get(key, shape.get(str)), key)
+                expect(value.get(key), shapes.get(key, shape.get(str)), key)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     # OverflowError for a whole number that no float can hold
     return type(value) in (int, float) and math.isfinite(value) is not None
 
 
 def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1
+    return is_number(value) and 0 <= value <= 1
 
 
 def _is_time(value: Any) -> bool:
     return bool(datetime.strptime(str(value), TIME))
 
 
-_STATUS = {"state": STATES.__contains__, "step": _is_count, "saved?": _is_count, "started?": _is_time, "id?": str}
-_STATUS |= {"mlflow?": lambda info: not info or _expect(info, {str: str}) is None}
+_STATUS = {"state": STATES.__contains__, "step": is_count, "saved?": is_count, "started?": _is_time, "id?": str}
+_STATUS |= {"mlflow?": lambda info: not info or expect(info, {str: str}) is None}
 _STATUS |= {"reason?": str | None, "sweep?": str | None, "parent?": str | None}
-METRICS_ROW = {"step": _is_count, str: _is_number}
-EVALUATION_ROW = {"set": str, "prompts": _is_count, "avg": _is_number, "pass@1": _is_share, **METRICS_ROW}
-_DRIFT = {"step": _is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
+METRICS_ROW = {"step": is_count, str: is_number}
+EVALUATION_ROW = {"set": str, "prompts": is_count, "avg": is_number, "pass@1": _is_share, **METRICS_ROW}
+_DRIFT = {"step": is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
 _START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
 _START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
 _PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
+_CHECKSUM = {"bytes": is_count, "crc32": is_count}
+_MANIFEST = {"rows?": {"metrics.jsonl?": _CHECKSUM, "evaluations.jsonl?": _CHECKSUM}}
 _DATA = {"accepted?": list, str: {str: dict}}
 _JOB = {"name": str, "directory": str, "status": str}
 _SWEEP = {"name": str, "command": list, "jobs": [_JOB]}

@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.records import METRICS_ROW, parse_row, storage
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, i
     """(number, bytes) of the rows at the beginning of a file of rows, up to the last one of this step or before.
 
     A row that begins as the next step's is not parsed, so that half a million are passed over in a second. Raises
-    StorageError for a broken row among the others.
+    StorageError for a broken row among the others, and for steps that do not rise.
     """
     rows = kept = position = last = 0
     if not path.exists():
@@ -77,10 +78,14 @@ def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, i
             if not line.endswith(b"\n"):
                 break  # torn by a kill
             position += len(line)
+            before = last
             if line.startswith(b'{"step": %d, "time": ' % (last + 1)) and line.endswith(b"}\n"):
                 last += 1
             else:
                 last = parse_row(line, shape, path, number)["step"]
+                is_second_row = last == before and number > 1 and shape is METRICS_ROW
+                if last < before or is_second_row:
+                    raise StorageError(f"{path}:{number} is damaged (step {last} follows step {before})")
             if last <= step:
                 rows, kept = number, position
     return rows, kept

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completions import completion_files
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import TIME, read_config, read_status
@@ -241,6 +242,7 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     uri = uri or (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
     with RunDirectory(run_dir) as run:
         read_metrics(run.metrics_path, ())  # raises StorageError where they are damaged
+        check_rows(run.path)
         state = status.get("state", "failed")
         tracker = MlflowTracker(uri, experiment or tracking.get("experiment") or "pgtoolkit")
         tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")

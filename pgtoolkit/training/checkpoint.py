@@ -3,7 +3,8 @@
 `step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of LoRA's adapters, which
 name their model. Its subfolder `training/` holds what else the next step depends on: the optimizer's moments by the
 names of their parameters, and state.json, whose tensors are in state.safetensors. manifest.json names the format, and
-the size and CRC-32 of each file. Nothing is pickled: reading a checkpoint runs no code.
+the size and CRC-32 of each file, and of the rows that the run had recorded by then. Nothing is pickled: reading a
+checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import logging
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
@@ -26,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.runs.records import read_status
+from pgtoolkit.runs.checksums import checksum
+from pgtoolkit.runs.records import expect, is_count, read_status
 from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
@@ -36,6 +38,9 @@ WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
 _IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "config"}
+_STATE_SHAPE = dict.fromkeys(("step", "num_updates", "num_skipped_steps", "documents_seen"), is_count)
+_STATE_SHAPE |= {"data": {"position": is_count, "num_steps": is_count, "source": dict}}
+_STATE_SHAPE |= {"config": str, "without_moments?": [str], "base_digest?": str | None}
 _SHARD_BYTES = 2**30
 """A rank writes its tensors as soon as it holds so many bytes of them."""
 
@@ -48,12 +53,13 @@ def save_checkpoint(
     keep: int,
     layout: Layout = ONE_PROCESS,
     best: int | None = None,
+    rows: dict[str, dict[str, int]] | None = None,
 ) -> Path:
     """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step `best`; by every rank.
 
     state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS or
     ADAPTERS, and of MOMENTS, by name; DTensors are written whole. write_settings: puts the other files into a folder;
-    called by rank 0.
+    called by rank 0. rows: checksums of the rows that the run has recorded, of rank 0.
     All is written under a temporary name, flushed to disk, and renamed: killed at any moment, `folder` holds only whole
     checkpoints beside at most one `.tmp`. Raises StorageError on all ranks if the disk refuses any of them.
     """
@@ -70,7 +76,7 @@ def save_checkpoint(
         with failing_together(layout), _storage(path):
             if layout.rank == 0:
                 write_settings(temporary)
-                _write_rest(temporary, state, written)
+                _write_rest(temporary, state, written, rows or {})
                 remove(path)  # written before the run was set back to an earlier step
                 temporary.rename(path)
                 sync_folder(folder)
@@ -107,16 +113,42 @@ def read_checkpoint(path: Path, check: bool = True) -> dict:
     """The state in one checkpoint, as `load_newest` gives it; without `check` its files are taken for undamaged."""
     files = _manifest(path)
     for name in files if check else ():
-        if _fingerprint(path / name) != files[name]:
+        if checksum(path / name) != files[name]:
             raise OSError(f"{name} is not as {_MANIFEST} says")
     tensors = load((path / f"{_STATE}.safetensors").read_bytes())
     state = json.loads(
         (path / f"{_STATE}.json").read_bytes(),
         object_hook=lambda value: tensors[value["tensor"]] if value.keys() == {"tensor"} else value,
     )
+    _check_state(state)
+    for step in (state["step"], state["data"]["num_steps"]):
+        if step != step_of(path):
+            raise ValueError(f"its state is of step {step}")
+    return state | {"path": path}
+
+
+def _check_state(state: Any) -> None:
+    """Raise ValueError where a value that every state has is missing, or of another kind."""
+    if not isinstance(state, dict):
+        raise ValueError("its state is no JSON object")
     if lacking := sorted(_IN_EVERY_STATE - state.keys()):
         raise ValueError(f"its state lacks {', '.join(lacking)}")
-    return state | {"path": path}
+    expect(state, _STATE_SHAPE)
+    expect(json.loads(state["config"]), dict, "config")
+
+
+@contextlib.contextmanager
+def reading_checkpoint(path: Path) -> Iterator[None]:
+    """Raise what a forged state raises inside the block as StorageError."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise StorageError(damaged(path, first_line(error))) from error
+
+
+def damaged(path: Path, problem: str) -> str:
+    """Return what is said of a checkpoint that does not hold what pgtk writes there."""
+    return f"the checkpoint {path} is damaged: {problem}. Remove it, and pgtk resume goes on from the one before."
 
 
 @contextlib.contextmanager
@@ -124,7 +156,10 @@ def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
     """The tensors of one kind in a checkpoint: the open file of each, by the tensor's name."""
     with contextlib.ExitStack() as opened:
         names = [name for name in _manifest(path) if name.startswith(kind) and name.endswith(".safetensors")]
-        files = [opened.enter_context(safe_open(path / name, "pt")) for name in names]
+        try:
+            files = [opened.enter_context(safe_open(path / name, "pt")) for name in names]
+        except SafetensorError as error:
+            raise StorageError(damaged(path, first_line(error))) from error
         yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 (no dictionary)
 
 
@@ -185,7 +220,7 @@ def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: 
             name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
             try:
                 save_file(shard, folder / name, {"format": "pt"})
-                files.append((name, _fingerprint(folder / name), list(shard)))
+                files.append((name, checksum(folder / name), list(shard)))
             except (OSError, SafetensorError) as error:
                 failure = error  # only now: other ranks need this one's parts of the tensors that they write
     if failure is not None:
@@ -215,8 +250,11 @@ def _shards(tensors: dict[str, Tensor], layout: Layout, in_one_file: bool) -> It
         yield shard
 
 
-def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
-    """State, index of the weights and, at last, the manifest; `written`: what `_write_tensors` gave on every rank."""
+def _write_rest(folder: Path, state: dict, written: list[tuple], rows: dict[str, dict[str, int]]) -> None:
+    """Write the state, the index of the weights and, at last, the manifest.
+
+    written: what `_write_tensors` gave on every rank. rows: as of `save_checkpoint`.
+    """
     files = {name: fingerprint for name, fingerprint, _ in written}
     weights = {name: names for name, _, names in written if name.startswith((WEIGHTS, ADAPTERS))}
     if len(weights) == 1:
@@ -236,8 +274,8 @@ def _write_rest(folder: Path, state: dict, written: list[tuple]) -> None:
     save_file(stored, folder / f"{_STATE}.safetensors")
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     new = {name: path for name, path in paths.items() if name not in files}
-    files |= {name: _fingerprint(path) for name, path in new.items()}
-    (folder / _MANIFEST).write_text(json.dumps({"format": 2, "files": files}, indent=1))
+    files |= {name: checksum(path) for name, path in new.items()}
+    (folder / _MANIFEST).write_text(json.dumps({"format": 2, "files": files, "rows": rows}, indent=1))
     _flush([*new.values(), folder / _MANIFEST])
     for part in {path.parent for path in paths.values()}:
         sync_folder(part)
@@ -249,14 +287,6 @@ def _flush(paths: Iterable[Path]) -> None:
         path.chmod(0o644)  # safetensors writes for the owner alone
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    checksum, size = 0, 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            checksum, size = zlib.crc32(block, checksum), size + len(block)
-    return {"bytes": size, "crc32": checksum}
 
 
 def _manifest(path: Path) -> dict[str, dict]:

@@ -23,6 +23,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
+from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.records import best_checkpoint, read_config, read_drift, read_resolved, storage
@@ -85,6 +86,7 @@ def branch(parent: Path, step: int, folder: Path) -> None:
         reason = "A run in another would be taken for a part of it."
         raise ConfigError(refusal(f"hydra.run.dir={folder}", f"a folder outside {parent}", folder, reason, place))
     refuse_occupied(f"hydra.run.dir={folder}", folder)
+    check_rows(parent, checkpoint)
     with _whole(folder) as whole:
         shutil.copytree(parent, whole, ignore=shutil.ignore_patterns(*_OWN))
         shutil.copytree(checkpoint, whole / "checkpoints" / checkpoint.name)

@@ -144,7 +144,8 @@ class Recorder(lightning.Callback):
         state, tensors = snapshot(module, loadable(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
         best = self._evaluations and self._evaluations.best_step
-        save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best)
+        rows = None if self._run is None else self._run.checksums()
+        save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best, rows)
         self._unsaved, self.saved_step = None, self.step
         if self._run is not None:
             self._run.set_status("running", self.step, saved=self.step)

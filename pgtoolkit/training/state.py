@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -20,14 +21,17 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
-from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, open_tensors
+from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, damaged, open_tensors
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was never stopped."""
 
 
 def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor]]]:
-    """All that the next step depends on, for `save_checkpoint`: the state, and weights and moments themselves."""
+    """Return all that the next step depends on, for `save_checkpoint`.
+
+    These are the state, and weights and moments themselves. Called by every rank.
+    """
     state = {
         "step": data_state["num_steps"],
         "num_updates": module.num_updates,
@@ -40,7 +44,10 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         state["base_digest"] = module.policy.base_digest
     kind, weights = stored(module.policy)
     of_each = {name: module.optimizer.state.get(weight, {}) for name, weight in weights.items()}
-    moments = {f"{name}.{field}": value for name, own in of_each.items() for field, value in own.items()}
+    moments = {f"{name}.{field}": value for name, fields in of_each.items() for field, value in fields.items()}
+    without = [name for name, fields in of_each.items() if not fields]  # no step had a gradient of them
+    without = set().union(*gather_objects(without, module.layout.world_group))
+    state["without_moments"] = sorted(without)
     return state, {kind: weights, MOMENTS: moments}
 
 
@@ -91,9 +98,8 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
     load_weights(module.policy, state, names)
     with open_tensors(state["path"], MOMENTS) as files:
         if state["num_updates"] and not files:
-            raise ValueError("the optimizer's moments are missing")
-        for name in sorted(files.keys() - {f"{name}.{field}" for name in names for field in _MOMENTS}):
-            raise ValueError(f"{name} is none of the optimizer's moments")
+            raise StorageError(damaged(state["path"], "the optimizer's moments are missing"))
+        _check_moments(files.keys(), names, state)
         for name, parameter in stored(module.policy)[1].items():
             if f"{name}.step" in files:
                 count = torch.zeros((), device=parameter.device)  # beside the parameter, as fused AdamW has it
@@ -103,10 +109,26 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
                     fill(room, f"{name}.{field}", files)
                     part = local(room)
                     if not part.isfinite().all() or (field != "exp_avg" and (part < 0).any()):
-                        raise StorageError(
-                            f"the checkpoint {state['path']} is damaged: {name}.{field} of the optimizer holds "
-                            "negative numbers or NaN. Remove it, and pgtk resume goes on from the one before."
-                        )
+                        problem = f"{name}.{field} of the optimizer holds negative numbers or NaN"
+                        raise StorageError(damaged(state["path"], problem))
+
+
+def _check_moments(stored_names: Collection[str], names: set[str], state: dict) -> None:
+    """Raise an error where moments are missing, or are of no weight.
+
+    names: of the whole model's weights. A checkpoint says which of them have no moments; one that
+    does not say so may lack all moments of a weight, but not some of them.
+    """
+    for name in sorted({*stored_names} - {f"{name}.{field}" for name in names for field in _MOMENTS}):
+        raise ValueError(f"{name} is none of the optimizer's moments")
+    if not state["num_updates"]:
+        return
+    without = state.get("without_moments")
+    for name in sorted(names):
+        missing = [field for field in _MOMENTS if f"{name}.{field}" not in stored_names]
+        may_lack_all = without is None or name in without
+        if missing and not (may_lack_all and len(missing) == len(_MOMENTS)):
+            raise StorageError(damaged(state["path"], f"{name}.{missing[0]} of the optimizer is missing"))
 
 
 def stored(policy: Policy) -> tuple[str, dict[str, Tensor]]:

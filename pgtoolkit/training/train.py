@@ -18,6 +18,7 @@ from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLo
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.completions import KeptCompletions
+from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completions import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
@@ -30,7 +31,12 @@ from pgtoolkit.tracking.next_commands import resume_command, sync_command
 from pgtoolkit.tracking.progress import LegibleFormatter, Terminal, summary
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.build import build, fit
-from pgtoolkit.training.checkpoint import load_newest, read_checkpoint, refuse_lost_checkpoint
+from pgtoolkit.training.checkpoint import (
+    load_newest,
+    read_checkpoint,
+    reading_checkpoint,
+    refuse_lost_checkpoint,
+)
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.recorder import Recorder
 
@@ -82,7 +88,8 @@ def train(
                 if module.evaluator is not None:
                     started.callback(module.evaluator.close)
                 if checkpoint is not None:
-                    loader.load_state_dict(checkpoint["data"])
+                    with reading_checkpoint(checkpoint["path"]):
+                        loader.load_state_dict(checkpoint["data"])
                 if run is not None:
                     if count := getattr(config.rollout, "keep_completions", 0):
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
@@ -138,6 +145,8 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
         _refuse_another(config, run.path, checkpoint)
     for read in (read_status, read_provenance):  # damaged files are reported before anything is changed
         read(run.path)
+    if checkpoint is not None:
+        check_rows(run.path, checkpoint["path"])
     rows, kept = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
     run.write_config(resolved, overrides, step)

@@ -139,7 +139,8 @@ def contents_of(path: Path) -> dict:
 def state(step, **more):
     """What a checkpoint of that step holds beside weights and moments, with `more`."""
     counts = dict.fromkeys(("num_updates", "num_skipped_steps", "documents_seen"), step)
-    return {"step": step, **counts, "data": {}, "config": "{}", **more}
+    data = {"position": 0, "num_steps": step, "source": {}}
+    return {"step": step, **counts, "data": data, "config": "{}", **more}
 
 
 def save_state(folder: Path, state: dict, keep: int = 99, weights: dict | None = None) -> Path:
@@ -153,6 +154,18 @@ def replace_file(checkpoint: Path, name: str, data: bytes) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def replace_rows(folder: Path, name: str, rows: list[dict]) -> None:
+    """Put other rows into a file of a run, with checkpoints that were saved after them."""
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / name).write_text("".join(lines))
+    for checkpoint in list_checkpoints(folder / "checkpoints"):
+        step = int(checkpoint.name.removeprefix("step-"))
+        until = "".join(line for row, line in zip(rows, lines, strict=True) if row["step"] <= step).encode()
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        manifest["rows"][name] = {"bytes": len(until), "crc32": zlib.crc32(until)}
+        (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def change_state(checkpoint: Path, **changes) -> None:

@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from builders.runs import (
+    checkpoint_of,
     contents_of,
     copy_as_of,
     replace_file,
@@ -224,7 +225,6 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
             {"lm_head.weight": torch.zeros(12, 32).double()},
             "lm_head.weight is of [12, 32, torch.float64], not",
         ),
-        ("optimizer", None, "the optimizer's moments are missing"),
         ("optimizer", {"more.step": torch.zeros(())}, "more.step is none of the optimizer's moments"),
         ("optimizer", {"lm_head.weight.exp_avg": torch.zeros(12)}, "exp_avg is of [12, torch.float32], not of [12, "),
     ],
@@ -232,13 +232,54 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
 def test_weights_and_moments_of_another_model_are_refused(trained, tmp_path, capsys, kind, change, says):
     folder = copy_as_of(trained, 2, tmp_path / "run")
     path = folder / "checkpoints" / "step-000002"
-    tensors = {} if change is None else contents_of(path)[kind] | change
+    tensors = contents_of(path)[kind] | change
     file = {"model": "model.safetensors", "optimizer": "training/optimizer-00001-00001.safetensors"}[kind]
     replace_file(path, file, save({name: x for name, x in tensors.items() if x is not None}))
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
     said = capsys.readouterr().err
     assert "the checkpoint does not fit the configured model: " in said
     assert says in said
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        (["lm_head.weight.exp_avg_sq"], "lm_head.weight.exp_avg_sq of the optimizer is missing"),
+        (["lm_head.weight.step"], "lm_head.weight.step of the optimizer is missing"),
+        (
+            [f"lm_head.weight.{field}" for field in ("step", "exp_avg", "exp_avg_sq")],
+            "lm_head.weight.step of the optimizer is missing",
+        ),
+        (None, "the optimizer's moments are missing"),
+    ],
+)
+def test_missing_moments_are_refused(trained, tmp_path, capsys, missing, says):
+    folder = copy_as_of(trained, 2, tmp_path / "run")
+    path = folder / "checkpoints" / "step-000002"
+    moments = contents_of(path)["optimizer"]
+    left = {name: moments[name] for name in moments if missing is not None and name not in missing}
+    replace_file(path, "training/optimizer-00001-00001.safetensors", save(left))
+    assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} is damaged: {says}. Remove it" in line
+
+
+def test_a_weight_that_no_step_has_trained_has_no_moments(trained, tmp_path):
+    """A checkpoint says which ones; one without such a list may lack all moments of a weight."""
+    for names in (["lm_head.weight"], None):
+        folder = copy_as_of(trained, 2, tmp_path / str(names))
+        path = folder / "checkpoints" / "step-000002"
+        assert contents_of(path)["without_moments"] == []
+        moments = contents_of(path)["optimizer"]
+        left = {name: moments[name] for name in moments if not name.startswith("lm_head.weight.")}
+        replace_file(path, "training/optimizer-00001-00001.safetensors", save(left))
+        state = json.loads((path / "training/state.json").read_text())
+        del state["without_moments"]
+        state |= {} if names is None else {"without_moments": names}
+        replace_file(path, "training/state.json", json.dumps(state).encode())
+        assert main(["resume", str(folder), "trainer.max_steps=3"]) == 0
+        after = checkpoint_of(folder, 3)["optimizer"]
+        assert (after["lm_head.weight.step"], after["transformer.wte.weight.step"]) == (1, 3)
 
 
 @pytest.mark.parametrize(("field", "number"), [("exp_avg_sq", -1e-9), ("exp_avg", float("nan"))])

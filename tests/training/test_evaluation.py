@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, replace_rows, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
@@ -121,7 +121,7 @@ def test_the_best_checkpoint_survives_later_ones_and_a_resume(evaluated, tmp_pat
     """An evaluation of step 2 that is better than all others; the rest is as it was."""
     folder = copy_as_of(evaluated, 3, tmp_path / "run")
     rows = [row | ({"avg": 5.0} if row["step"] == 2 else {}) for row in read_evaluations(folder)]
-    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    replace_rows(folder, "evaluations.jsonl", rows)
     shutil.rmtree(folder / "checkpoints" / "step-000001")
     run(folder, *EVALUATED, "trainer.keep_checkpoints=1", resume=True)
     assert steps_of(folder) == [2, 6]
