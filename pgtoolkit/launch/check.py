@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import memory
@@ -239,7 +239,7 @@ def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
 
 def render_plan(checked: Checked) -> str:
     """The plan of the (first) run, then notes and problems of all."""
-    first = checked.runs[0]
+    first, of_prompts = checked.runs[0], []
     sections = _sweep_sections(checked) if checked.is_sweep else []
     if first.config is not None:
         sections += describe(first.values, resolve_and_validate(compose([]).config)[0])
@@ -250,20 +250,22 @@ def render_plan(checked: Checked) -> str:
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         sections.append(("Run name", [name_in(first.config.hydra, first.values.tracking.run_name)]))
         if first.config.rollout.name == "policy" and not first.report.problems:
-            sections.append(("First prompt", _first_prompt(first.config)))
-    sections.append(("Notes", notes(checked)))
+            lines, of_prompts = _first_prompt(first.values)
+            sections.append(("First prompt", lines))
+    sections.append(("Notes", [*notes(checked), *of_prompts]))
     found = problems(checked)
     sections.append((f"Problems ({len(found)})" if found else "Problems", found or ["none"]))
     return "\n\n".join(title + "\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections if lines)
 
 
-def _first_prompt(config: DictConfig) -> list[str]:
-    from pgtoolkit.tasks.prompts import preview
+def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
+    """Return lines that show the first prompt, and notes on the first prompts and their answers."""
+    from pgtoolkit.tasks.preview import preview
 
     try:
-        return preview(OmegaConf.to_object(config.model), OmegaConf.to_object(config.task), config.seed)
+        return preview(config)
     except Exception as error:  # a damaged tokenizer raises whatever its reader stumbles over
-        return [f"cannot be shown: {first_line(error)}"]
+        return [f"cannot be shown: {first_line(error)}"], []
 
 
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:

@@ -11,12 +11,15 @@ from typing import Any
 
 from pgtoolkit.config.schema_completions import Chat, TrainedTurns
 from pgtoolkit.errors import first_line
-from pgtoolkit.tasks.prompt_rows import Message, messages_of
+from pgtoolkit.tasks.between import ANSWER, QUESTION
+from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, Message, has_tools, messages_of
 
 TEXTS = ("messages", "prompt", "completion")
 """Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of messages."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_END = "Add the id of the token that ends an answer to eos_token_id in generation_config.json."
+_ENDLESS = "Completions may never end. Use a chat template that writes an end-of-sequence token there."
 _MARKS = "Use a template that marks the turns by {% generation %}"
 
 
@@ -41,6 +44,8 @@ class Conversations:
         adds by default before it, and the completion the end of the sequence.
         """
         self.read += 1
+        if has_tools(raw):
+            raise ValueError(UNUSED_TOOLS)
         messages, prompt, completion = (raw.get(name) for name in TEXTS)
         if messages is not None:
             if completion is not None:
@@ -67,6 +72,29 @@ class Conversations:
         if not after or after[-1] not in ends:
             after = [*after, *ends[:1]]
         return {"token_ids": before + after, "loss_mask": [False] * len(before) + [True] * len(after)}
+
+    def notes(self) -> list[str]:
+        """Return what may surprise of the end of an answer: no token that ends a completion is trained there."""
+        tokenizer, ends = self._loaded
+        if self._template is None:
+            nothing = "the model has no end-of-sequence token: completions are trained without an end. " + _END
+            return [] if ends else [nothing]
+        try:
+            row = self._of_chat([QUESTION, ANSWER], 0)
+        except ValueError:  # a template for other conversations, of which each row is seen by itself
+            return []
+        trained = {token for token, is_trained in zip(*row.values(), strict=True) if is_trained}
+        if trained & {*ends}:
+            return []
+        after = self._written([QUESTION, ANSWER])[0].rpartition(ANSWER["content"])[2]
+        if not after.strip():
+            return [f"the chat template writes no end after an answer, so that none is trained. {_ENDLESS}"]
+        if {*tokenizer(after, add_special_tokens=False)["input_ids"]} & {*ends}:
+            return [f"the chat template marks an answer without its end, so that none is trained. {_ENDLESS}"]
+        return [
+            f"the chat template ends an answer with {after[:40]!r}, which holds no end-of-sequence token of the model: "
+            f"all of it is trained, and completions may go on after it. {_END}"
+        ]
 
     def fingerprint(self) -> int:
         """Of the template and of what it writes today."""

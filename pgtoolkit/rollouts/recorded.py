@@ -20,10 +20,10 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator
-from pgtoolkit.rollouts.conversations import TEXTS, Conversations
+from pgtoolkit.rollouts.conversations import Conversations
 from pgtoolkit.rollouts.indexing import Indexing
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, first_parts
-from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
+from pgtoolkit.rollouts.rows import COLUMNS, Row, Rules, parse_row
 from pgtoolkit.rollouts.steps import Outline, Source
 from pgtoolkit.tasks.row_files import find_files, open_files
 from pgtoolkit.tasks.shuffle import shuffled
@@ -80,7 +80,7 @@ class RecordedRollouts(Source):
         with failing_together(self.layout):
             made = self._indexed() if self.layout.rank == 0 else None
         self.index, paths = of_rank_0(made, self.layout)
-        self._files = open_files(paths, (*FIELDS, *TEXTS))
+        self._files = open_files(paths, COLUMNS)
         self._rows, self.groups, self.has_groups = self.index.rows, self.index.rows["group"], self.index.has_groups
         self._num_groups = int(self.groups.max()) + 1
         self._order = functools.lru_cache(maxsize=1)(self._order_of)
@@ -93,6 +93,11 @@ class RecordedRollouts(Source):
         advantage = self._rows["advantage"][index]  # NaN where each token has its own
         name, (group, trajectory) = self._name(index, epoch, row.id), self._numbers(index, epoch)
         return row.document(None if np.isnan(advantage) else float(advantage), group, name, trajectory)
+
+    def notes_on_texts(self) -> list[str]:
+        """Return what may surprise of how rows of texts become tokens; nothing where rows have tokens."""
+        texts = self._rules.texts
+        return texts.notes() if texts is not None and texts.read else []
 
     def outline(self, position: int) -> Outline:
         """What the index knows of a document; nothing is read."""
@@ -117,7 +122,7 @@ class RecordedRollouts(Source):
 
     def _indexed(self) -> tuple[RecordedIndex, list[Path]]:
         paths = find_files(self.config.path, "rollout.path")
-        files = open_files(paths, (*FIELDS, *TEXTS))
+        files = open_files(paths, COLUMNS)
         indexing = Indexing(files, self.config, self.estimator, self._rules, self._needs_groups, self.first)
         index = None if self.run_dir is None else indexing.kept(self.run_dir)
         if index is None:

@@ -21,6 +21,7 @@ from pgtoolkit.errors import first_line
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem
 from pgtoolkit.rollouts.conversations import TEXTS, Conversations
+from pgtoolkit.tasks.prompt_rows import TOOLS
 from pgtoolkit.tasks.row_files import rows_of
 
 _PER_TOKEN = (*OPTIONAL_VECTORS, "advantage")
@@ -275,5 +276,8 @@ FIELDS = {
     "exact_match": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
 }
 """Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""
+
+COLUMNS = (*FIELDS, *TEXTS, TOOLS)
+"""All that is read of a file."""
 
 _NOTHING = dict.fromkeys(FIELDS)

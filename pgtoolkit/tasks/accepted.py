@@ -41,10 +41,10 @@ def notes_on_answers(task: PromptsTask) -> list[str]:
 
 
 def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
-    if verifier.name == "exact_match":  # equal texts are equal
-        return []
     rows = task.rows()
     first = list(itertools.islice(rows, FIRST))
+    if verifier.name == "exact_match":
+        return _of_exact_match(verifier, first)
     rejected = _rejected(task, number, verifier, first)
     if not rejected:
         return []
@@ -58,6 +58,18 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
     return [
         f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all score 0: "
         f"{_listed(rejected)}. Mend these answers{way_out}."
+    ]
+
+
+def _of_exact_match(verifier: Named, first: Sequence[Prompt]) -> list[str]:
+    """Equal texts are equal; but nobody means whole solutions, such as those of GSM8K, to be written word for word."""
+    solutions = [prompt for prompt in first if "\n" in prompt.answer.strip()]
+    if not solutions:
+        return []
+    return [
+        f"{verifier} asks a completion for the whole answer, word for word, and {_counted(solutions, first)} have "
+        f"several lines, first that at {solutions[0].place}: {solutions[0].answer[:80]!r}. Of worked solutions keep "
+        "the final answer alone."
     ]
 
 

@@ -19,6 +19,8 @@ _VERL = "reward_model"
 """The column in which verl keeps the answer, as `ground_truth`."""
 
 TOOLS = "tools"
+"""The column in which others keep tools that a chat template is to describe."""
+
 UNUSED_TOOLS = (
     "has tools, which are not handed to the chat template: the model would not see them. "
     "Describe them in a system message, and remove the column"
@@ -125,7 +127,7 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
             there = ", ".join(file.names or row) or "no fields"
             if _is_of_verl(row, answer_field):
                 row[answer_field] = row[_VERL]["ground_truth"]
-            if row.get(TOOLS):
+            if has_tools(row):
                 problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
             values = []
             for key, field, read in (("prompt", prompt_field, _prompt), ("answer", answer_field, _answer)):
@@ -158,6 +160,14 @@ def notes_on_columns(path: str, split: str | None, answer_field: str) -> list[st
         f"{file.label} has prompts as verl writes them: the answer is {_VERL}.ground_truth. data_source, by which verl "
         "chooses how to score, ability and extra_info are not read: task.verifier scores."
     ]
+
+
+def has_tools(row: dict[str, Any]) -> bool:
+    """Return whether a row has tools; some files keep them as JSON."""
+    tools = row.get(TOOLS)
+    if tools is None or isinstance(tools, str):
+        return tools not in (None, "", "[]", "null")
+    return not hasattr(tools, "__len__") or len(tools) > 0
 
 
 def _is_of_verl(row: dict[str, Any], answer_field: str) -> bool:

@@ -7,23 +7,23 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import ANSWER, QUESTION, Between
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Completion, Once, Prompt, Score, Task, make_task
+from pgtoolkit.tasks.tasks import Completion, Once, Prompt, Score, Task
 
 log = logging.getLogger("pgtoolkit")
 
 _CHUNK = 1000
 """Prompts given to a tokenizer in one call; it encodes them in parallel."""
+
+_SHORT = 3
+"""Characters of what a template may write that stand in many texts."""
 
 END = "<end>"
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
@@ -83,13 +83,9 @@ class ChatTemplate:
         return None if not system or system[0]["content"].strip() in shown else "one that leaves it out"
 
     def notes(self, ends: Sequence[int]) -> list[str]:
-        """What may surprise of the template; ends: ids of the end-of-sequence tokens."""
+        """Return what may surprise of the template; ends: ids of the end-of-sequence tokens."""
         notes = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
-        try:
-            shown = self.text([QUESTION, ANSWER])
-        except ValueError:  # it has no place for answers, so that it ends none
-            shown = ""
-        after = self._tokenizer(shown.rpartition(ANSWER["content"])[2], add_special_tokens=False)["input_ids"]
+        after = self._tokens_after_answer()
         if after and not set(after) & set(ends):
             names = " ".join(self._tokenizer.convert_ids_to_tokens(after)[:3])
             notes.append(
@@ -99,6 +95,24 @@ class ChatTemplate:
         if "strftime_now" in self._tokenizer.get_chat_template():
             notes.append("the chat template writes today's date: on another day the same prompt has other tokens.")
         return notes
+
+    def _tokens_after_answer(self) -> list[int]:
+        try:
+            shown = self.text([QUESTION, ANSWER])
+        except ValueError:  # it has no place for answers, so that it ends none
+            return []
+        after = shown.rpartition(ANSWER["content"])[2]
+        return self._tokenizer(after, add_special_tokens=False)["input_ids"]
+
+    def marks(self) -> list[str]:
+        """Return texts by which a prompt is known that is written with the template already."""
+        asked = QUESTION | {"content": ANSWER["content"]}
+        before, _, after = self.text([asked], goes_on=True).partition(ANSWER["content"])
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        special = dict.fromkeys([*self._tokenizer.all_special_tokens, *added])
+        written = [token for token in special if token in before + after]
+        pieces = [piece.strip() for piece in (before, after)]
+        return written + [piece for piece in pieces if len(piece) > _SHORT]
 
 
 def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
@@ -203,15 +217,26 @@ class TokenizedTask:
         self.task.close()
 
     def answer(self, completion: Completion) -> tuple[str, bool]:
-        """The text that is scored, or said to an environment, and whether the completion ended by itself.
+        """Return the text that is scored, or said to an environment, and whether the completion ended by itself.
 
         The end is no part of the text, whether or not the tokenizer holds it for a special token; nor is a stop string.
         """
-        finished, tokens = completion.finish_reason == "stop", completion.tokens
+        finished = completion.finish_reason == "stop"
+        tokens = completion.tokens
         if finished and int(tokens[-1]) in self.ends:
             tokens = tokens[:-1]
-        text = self._stops.before(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        return text, finished
+        return self.text(tokens), finished
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return what tokens say up to a stop string, special tokens such as `<think>` included."""
+        text = self.tokenizer.decode(tokens)
+        if not self._stops:
+            return text
+        # Completions end by their text without special tokens, see `StopStrings`.
+        plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        before = self._stops.before(plain)
+        cut_off = plain[len(before) :]
+        return text.removesuffix(cut_off) if text.endswith(cut_off) else before
 
     def check_lengths(
         self,
@@ -269,28 +294,3 @@ def scored_by_nobody(task: TaskConfig) -> TaskConfig:
     """The same prompts where nothing is scored, without a verifier of the user's, whose code would run."""
     nobody = {"verifier": "exact_match", "pattern": None, "verifiers": {}, "verifier_processes": 0}
     return dataclasses.replace(task, **nobody) if isinstance(task, PromptsTaskConfig) else task
-
-
-def preview(model: TinyModelConfig | HuggingFaceModelConfig, task: TaskConfig, seed: int) -> list[str]:
-    """Lines that show the first prompt and its tokens; without them for a model that is not here. Asks no hub.
-
-    Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
-    """
-    prompts = make_task(scored_by_nobody(task), seed)
-    prompt = prompts.prompt(0)
-    text = repr(prompt.text)
-    lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
-    if isinstance(model, TinyModelConfig):
-        characters = tiny_tokenizer(prompts.alphabet)  # that of transformers around it takes a second to import
-        encoding = characters.encode(prompt.text)
-        tokens, names = encoding.ids, encoding.tokens
-    elif Path(model.path).expanduser().is_dir():
-        tokenizer = load_tokenizer(model.path)
-        ends = end_tokens(load_generation_config(model.path), tokenizer)
-        (tokens,) = TokenizedTask(prompts, tokenizer, ends, chat_of(task, tokenizer)).encode([prompt])
-        names = tokenizer.convert_ids_to_tokens(tokens)
-    else:
-        return [*lines, f"its tokens are known where model.path={model.path} is a folder"]
-    shown = " ".join(f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20))
-    more = f" and {len(tokens) - 20} more" if len(tokens) > 20 else ""
-    return [*lines, f"{len(tokens)} tokens: {shown}{more}"]

@@ -62,7 +62,7 @@ def check_machine(c: Config, report: Report) -> None:
         with _added_to(report):
             loss = loss_of(c)
             if c.rollout.name == "recorded":
-                _recorded(c, loss)
+                _recorded(c, loss, report)
                 _epochs(c, report)
 
 
@@ -222,13 +222,14 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str) -> Report:
     return report
 
 
-def _recorded(c: Config, loss: Loss) -> None:
-    """Recorded rollouts whose first rows this configuration can train on."""
+def _recorded(c: Config, loss: Loss, report: Report) -> None:
+    """Recorded rollouts whose first rows this configuration can train on; notes on how texts become tokens."""
     from pgtoolkit.rollouts.recorded import recorded_rollouts
 
     room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
     vocabulary = vocabulary_size(c.model, c.task) or 2**31
-    recorded_rollouts(c, loss, vocabulary, room, first=100, tokenizer=functools.partial(_tokenizer, c))
+    rollouts = recorded_rollouts(c, loss, vocabulary, room, first=100, tokenizer=functools.partial(_tokenizer, c))
+    report.notes += rollouts.notes_on_texts()
 
 
 def _tokenizer(c: Config) -> tuple[Any, list[int]]:

@@ -25,6 +25,7 @@ from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.conversation import ConversationTask
+from pgtoolkit.tasks.preview import notes_on_rows
 from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
 from pgtoolkit.tasks.tasks import Task, make_task
 from pgtoolkit.training.data import record_rollouts
@@ -49,6 +50,8 @@ def source_of(
             if module.reference is not None:
                 room = min(room, module.reference.max_positions)
             tokenized = _tokenized(config, config.task, task, module, room, config.kl.reference_prompt)
+            for note in [*_notes_on_template(tokenized), *notes_on_rows(tokenized, config.task)]:
+                log.warning(f"note: {note}")
         _check_prompts(module.layout, "the task", task)
         sampler = _sampler(config, module, tokenized, room, run_dir or Path())
         if ignored := ignored_settings(module.policy, rollout):
@@ -81,6 +84,9 @@ def evaluator_of(
         room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
         sets = [_prompt_set(evaluated, prompt_set, module, room) for prompt_set in held_out_sets(config)]
+        if trained is None:  # else training has said the same
+            for note in dict.fromkeys(note for prompt_set in sets for note in _notes_on_template(prompt_set.task)):
+                log.warning(f"note: {note}")
         for prompt_set in sets:
             task = prompt_set.task.task
             if trained is not None and (count := asked_by_both(trained, task, prompt_set.count)):
@@ -109,6 +115,9 @@ def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, r
     except (ConfigError, DataError) as error:
         problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
         raise type(error)(f"evaluation set {chosen.name}: {problem}") from error
+    for note in notes_on_rows(tokenized, chosen.task):
+        of_set = note.replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
+        log.warning(f"note: evaluation set {chosen.name}: {of_set}")
     return PromptSet(chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed)
 
 
@@ -129,9 +138,11 @@ def _tokenized(
             reason, use = "A conversation's messages have roles.", "task.chat=never, with which they are their contents"
             raise ConfigError(refusal("task.chat=auto", "a chat template of the model's", "none", reason, use))
         tokenized.between.check(task.prompt(0).messages)
-    for note in chat.notes(ends) if chat is not None else ():
-        log.warning(f"note: {note}")
     return tokenized
+
+
+def _notes_on_template(tokenized: TokenizedTask) -> list[str]:
+    return [] if tokenized.chat is None else tokenized.chat.notes(tokenized.ends)
 
 
 def _check_prompts(layout: Layout, place: str, task: Task) -> None:

@@ -302,3 +302,77 @@ def test_the_check_reads_the_first_rows_through_the_template(tmp_path, model, ca
     assert "rows.jsonl:2:messages: has no message of the assistant to be trained" in capsys.readouterr().out
     assert main(["check", *rows]) == 2
     assert "rows.jsonl:1:messages: is a list of chat messages, and there is no chat template" in capsys.readouterr().out
+
+
+ADD = "Add the id of the token that ends an answer to eos_token_id in generation_config.json."
+ENDLESS_ANSWERS = "Completions may never end. Use a chat template that writes an end-of-sequence token there."
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "note"),
+    [
+        (CHATML, ["<|im_end|>"], None),
+        (MARKED, ["<|im_end|>"], None),
+        (ENDLESS, ["<end>"], None),
+        (
+            CHATML,
+            ["<end>"],
+            "the chat template ends an answer with '<|im_end|>\\n', which holds no end-of-sequence token of the model: "
+            f"all of it is trained, and completions may go on after it. {ADD}",
+        ),
+        (
+            CHATML.replace(" + '<|im_end|>' + '\n'", ""),
+            ["<end>"],
+            f"the chat template writes no end after an answer, so that none is trained. {ENDLESS_ANSWERS}",
+        ),
+        (
+            MARKED.replace("m['content'] + '<|im_end|>' }}{% endgen", "m['content'] }}{% endgen").replace(
+                "{% else %}", "{{ '<|im_end|>' }}{% else %}"
+            ),
+            ["<|im_end|>"],
+            f"the chat template marks an answer without its end, so that none is trained. {ENDLESS_ANSWERS}",
+        ),
+        (
+            None,
+            [],
+            f"the model has no end-of-sequence token: completions are trained without an end. {ADD}",
+        ),
+        (None, ["<end>"], None),
+    ],
+    ids=["chatml", "marked", "llama", "base model", "none", "outside of marks", "no template, no end", "no template"],
+)
+def test_where_no_end_is_trained_a_note_says_so(template, ends, note):
+    tokenizer = tokenizer_of(template)
+    ids = tokenizer.convert_tokens_to_ids(ends)
+    texts = Conversations(lambda: (tokenizer, ids), Chat.auto, TrainedTurns.all)
+    assert texts.notes() == ([] if note is None else [note])
+    row = texts.tokens({"prompt": "6?", "completion": "7"})
+    trained = {token for token, is_trained in zip(row["token_ids"], row["loss_mask"], strict=True) if is_trained}
+    assert bool(trained & {*ids}) is (note is None)  # what the note says is so
+
+
+def test_check_and_start_say_that_no_end_is_trained(tmp_path, model, capsys):
+    """Of rows of texts; rows of tokens have no template."""
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"messages": TALK}) + "\n"))
+    (tmp_path / "tokens.jsonl").write_text(2 * (json.dumps({"token_ids": [1, 2], "loss_mask": [0, 1]}) + "\n"))
+    (model / "generation_config.json").unlink()  # the tokenizer's own end is left
+    chosen = ["experiment=sft", *SHORT, "model=huggingface", f"model.path={model}", "trainer.max_steps=1"]
+    said = "the chat template ends an answer with '<|im_end|>\\n', which holds no end-of-sequence token"
+    for file, is_said in (("rows", True), ("tokens", False)):
+        assert main(["check", *chosen, f"rollout.path={tmp_path / file}.jsonl"]) == 0
+        assert (said in capsys.readouterr().out) is is_said
+    assert main([*chosen, f"rollout.path={tmp_path / 'rows'}.jsonl", f"hydra.run.dir={tmp_path / 'run'}"]) == 0
+    assert f"note: {said}" in capsys.readouterr().err
+
+
+def test_rows_with_tools_that_the_model_would_not_see_are_refused(tmp_path):
+    _, every = of(CHATML)
+    for tools in ([], None, "[]", "null"):
+        assert every.tokens({"messages": TALK, "tools": tools})
+    for tools in ([{"name": "add"}], [{"name": "add"}, {"name": "subtract"}], '[{"name": "add"}]'):
+        with pytest.raises(ValueError, match="has tools, which are not handed to the chat template"):
+            every.tokens({"messages": TALK, "tools": tools})
+        table = pa.table({"messages": [TALK, TALK], "tools": [tools, tools[:0]]})
+        pq.write_table(table, tmp_path / "rows.parquet")
+        with pytest.raises(DataError, match=r"rows\.parquet:1:messages: has tools, which"):
+            rows_of(tmp_path / "rows.parquet")

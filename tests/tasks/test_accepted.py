@@ -78,6 +78,16 @@ def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
     assert note.startswith(r"task.verifiers.form.pattern=(\d+) accepts no completion for 1 of the first 1 answers")
 
 
+def test_worked_solutions_that_exact_match_would_want_word_for_word(tmp_path):
+    solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
+    problems, notes = checked(tmp_path, ["72\n", solution, solution])
+    assert problems == []
+    assert notes == [
+        "task.verifier=exact_match asks a completion for the whole answer, word for word, and 2 of the first 3 answers "
+        f"have several lines, first that at p.jsonl:2: {solution!r}. Of worked solutions keep the final answer alone."
+    ]
+
+
 def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
     pytest.importorskip("math_verify")
     problems, (note,) = checked(tmp_path, [r"3\sqrt{2}", "$$", "$x+1$"], "task.verifier=math_verify")

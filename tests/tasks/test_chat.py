@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
-from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, preview
+from pgtoolkit.tasks.preview import preview
+from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Prompt, Request
 from pgtoolkit.training.build import build
@@ -190,7 +191,8 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     train(config, folder / "run")
     assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
     values = OmegaConf.to_object(config)
-    place, tokens = preview(values.model, values.task, 0)
+    (place, tokens), notes = preview(values)
+    assert notes[0].startswith("task.chat=auto: prompts go through the chat template")
     assert place.startswith("p.jsonl:")
     assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
 

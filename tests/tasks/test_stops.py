@@ -1,5 +1,7 @@
 """Stop strings: which tokens a completion has that one of them ends, what of it is scored, with any sampler."""
 
+import copy
+
 import pytest
 import torch
 from builders.models import ALPHABET, save_with_tokenizer, small_llama
@@ -87,9 +89,9 @@ def test_a_special_token_is_no_text(byte_level):
     with pytest.raises(ConfigError) as error:
         StopStrings(["ok", f"x{END}"], byte_level)
     assert str(error.value) == (
-        "rollout.stop=['ok', 'x<|im_end|>'] needs texts without special tokens (got <|im_end|>). Special tokens are no "
-        "part of the text. Use the text alone, and ids of special tokens in eos_token_id of the model's "
-        "generation_config.json."
+        "rollout.stop=['ok', 'x<|im_end|>'] needs texts without special tokens (got <|im_end|>). A completion ends "
+        "by its text without special tokens. Use the text alone, and ids of special tokens in eos_token_id of the "
+        "model's generation_config.json."
     )
 
 
@@ -118,6 +120,31 @@ def test_tokens_hold_the_string_and_the_scored_text_does_not(byte_level):
         completions.append(Completion(tokens, torch.zeros(len(tokens)), reason, 0))
     tokenized.scores([prompt] * 4, completions)
     assert task.answers == [("so ", True), ("so", True), ("so", True), ("so </answer", False)]
+
+
+def test_special_tokens_but_the_end_are_part_of_the_scored_text(byte_level):
+    """Where a string of rollout.stop ends the text, it is cut there, as the text without special tokens says."""
+    byte_level = copy.deepcopy(byte_level)
+    byte_level.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    end, (think, done) = byte_level.eos_token_id, byte_level.convert_tokens_to_ids(["<think>", "</think>"])
+
+    def ids(text):
+        return byte_level(text, add_special_tokens=False).input_ids
+
+    written = [
+        ([think, *ids("so"), done, *ids(" 12"), end], "stop", "<think>so</think> 12"),
+        ([*ids("1"), think, *ids("2"), end], "stop", "1<think>2"),
+        ([*ids("1"), think, *ids("2")], "length", "1<think>2"),
+        ([think, *ids("a think.STOP")], "stop", "<think>a think."),
+        ([think, *ids("aSTO"), done, *ids("P")], "stop", "a"),  # the string is there only without the token in it
+        ([*ids("no special token"), end], "stop", "no special token"),
+    ]
+    for stop in ([], ["STOP"]):
+        tokenized = TokenizedTask(None, byte_level, [end], stop=stop)
+        for tokens, reason, text in written:
+            if stop or not text.startswith(("<think>a", "a")):
+                completion = Completion(torch.tensor(tokens), torch.zeros(len(tokens)), reason, 0)
+                assert tokenized.answer(completion) == (text, reason == "stop")
 
 
 @pytest.fixture

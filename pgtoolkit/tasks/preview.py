@@ -1,0 +1,150 @@
+"""The first prompt as tokens; what may surprise of prompts and answers as a model's tokenizer sees them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pgtoolkit.config.schema import Config, TinyModelConfig
+from pgtoolkit.config.schema_completions import PromptsTaskConfig, TaskConfig
+from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
+from pgtoolkit.tasks.accepted import FIRST
+from pgtoolkit.tasks.conversation import ConversationTask
+from pgtoolkit.tasks.prompt_rows import Prompt
+from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, scored_by_nobody, tiny_tokenizer
+from pgtoolkit.tasks.tasks import make_task
+
+_AS_TEXTS = ("exact_match", "regular_expression")
+"""Verifiers that compare an answer with what was written, sign by sign."""
+
+
+class Preview(NamedTuple):
+    """lines: show the first prompt and its tokens. notes: what may surprise of the first prompts and answers."""
+
+    lines: list[str]
+    notes: list[str]
+
+
+def preview(config: Config) -> Preview:
+    """Show the first prompt; without its tokens for a model that is not here. Asks no hub.
+
+    Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
+    """
+    model, longest = config.model, config.rollout.max_completion_length
+    task = make_task(scored_by_nobody(config.task), config.seed)
+    prompt = task.prompt(0)
+    text = repr(prompt.text)
+    lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
+    if isinstance(model, TinyModelConfig):
+        characters = tiny_tokenizer(task.alphabet)  # that of transformers around it takes a second to import
+        encoding = characters.encode(prompt.text)
+        tokens, names = encoding.ids, encoding.tokens
+        notes = []
+        if _compares_texts(config.task):
+            first = list(itertools.islice(task.rows(), FIRST))
+            notes = _too_long(first, [len(row.answer.strip()) for row in first], longest)
+    elif Path(model.path).expanduser().is_dir():
+        tokenizer = load_tokenizer(model.path)
+        ends = end_tokens(load_generation_config(model.path), tokenizer)
+        chat = chat_of(config.task, tokenizer)
+        tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, longest=longest)
+        (tokens,) = tokenized.encode([prompt])
+        names = tokenizer.convert_ids_to_tokens(tokens)
+        notes = [] if chat is None else chat.notes(ends)
+        notes += notes_on_rows(tokenized, config.task)
+    else:
+        return Preview([*lines, f"its tokens are known where model.path={model.path} is a folder"], [])
+    shown = " ".join(f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20))
+    more = f" and {len(tokens) - 20} more" if len(tokens) > 20 else ""
+    return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
+
+
+def notes_on_rows(tokenized: TokenizedTask, config: TaskConfig) -> list[str]:
+    """Return what may surprise of the first prompts and answers as tokens."""
+    # Each prompt of a conversation asks its environment, which is the user's.
+    count = 1 if isinstance(tokenized.task, ConversationTask) else FIRST
+    prompts = list(itertools.islice(tokenized.task.rows(), count))
+    notes = _written_with_template(tokenized.chat, prompts)
+    notes += _two_beginnings(tokenized, prompts)
+    if _compares_texts(config):
+        notes += _unreachable(tokenized, prompts)
+    return notes
+
+
+def _written_with_template(chat: ChatTemplate | None, prompts: Sequence[Prompt]) -> list[str]:
+    """Prompts that hold what the chat template writes around them once more."""
+    marks = [] if chat is None else chat.marks()
+    found = [(prompt, mark) for prompt in prompts for mark in marks if mark in _contents(prompt)]
+    if not found:
+        return []
+    places = dict.fromkeys(prompt.place for prompt, _ in found)
+    prompt, mark = found[0]
+    return [
+        f"{len(places)} of the first {len(prompts)} prompts hold {mark!r}, which the chat template writes itself, "
+        f"first that at {prompt.place}: they go through the template a second time. Use task.chat=never, or prompts "
+        "without it."
+    ]
+
+
+def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
+    """Prompts that begin with the token of the beginning, before which the tokenizer puts another."""
+    beginning = tokenized.tokenizer.bos_token_id
+    rows = tokenized.encode(prompts)
+    twice = [p for p, row in zip(prompts, rows, strict=True) if row[:2] == [beginning, beginning]]
+    if not twice:
+        return []
+    name = tokenized.tokenizer.bos_token
+    return [
+        f"{len(twice)} of the first {len(prompts)} prompts begin with {name} twice, first that at {twice[0].place}: "
+        f"the tokenizer adds one to that of the text. Leave {name} out of the prompts."
+    ]
+
+
+def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
+    """Answers that no completion has as its text: too long, or changed by the tokenizer."""
+    lengths, changed = [], []
+    for prompt in prompts:
+        answer = prompt.answer.strip()
+        try:
+            tokens = tokenized.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        except Exception:  # what the tokenizers library raises for a character that it has no token for
+            tokens = []
+        lengths.append(len(tokens))
+        text = tokenized.text(tokens).strip()
+        if text != answer:
+            changed.append((prompt, text))
+    notes = _too_long(prompts, lengths, tokenized.longest)
+    if changed:
+        prompt, text = changed[0]
+        notes.append(
+            f"{len(changed)} of the first {len(prompts)} answers are texts that the model's tokens cannot write, first "
+            f"{prompt.answer[:60]!r} at {prompt.place}, which becomes {text[:60]!r}: no completion can equal them. "
+            "Write them as the tokenizer does, and without texts of rollout.stop."
+        )
+    return notes
+
+
+def _too_long(prompts: Sequence[Prompt], lengths: Sequence[int], longest: int) -> list[str]:
+    """lengths: of the answers, in tokens. longest: most tokens of a completion."""
+    beyond = [(prompt, length) for prompt, length in zip(prompts, lengths, strict=True) if length > longest]
+    if not beyond:
+        return []
+    prompt, length = beyond[0]
+    return [
+        f"{len(beyond)} of the first {len(prompts)} answers are longer than a completion may be "
+        f"(rollout.max_completion_length={longest}), first that at {prompt.place}, of {length} tokens: "
+        f"{prompt.answer[:60]!r}. No completion can equal them. Use final answers alone, or longer completions."
+    ]
+
+
+def _compares_texts(config: TaskConfig) -> bool:
+    if not isinstance(config, PromptsTaskConfig):
+        return False
+    entries = config.verifiers.values() or [{"verifier": config.verifier}]
+    return any(entry["verifier"] in _AS_TEXTS for entry in entries)
+
+
+def _contents(prompt: Prompt) -> str:
+    return prompt.text if prompt.messages is None else "\n".join(one["content"] for one in prompt.messages)

@@ -1,0 +1,92 @@
+"""What is said of prompts and answers before a run: those that the tokenizer changes, repeats, or has no room for."""
+
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import SHORT, config_of, with_model
+from omegaconf import OmegaConf
+from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
+
+from pgtoolkit.cli import main
+from pgtoolkit.tasks.preview import notes_on_rows
+from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
+from pgtoolkit.tasks.tasks import Prompt
+from pgtoolkit.training.build import build
+
+
+class Rows:
+    def __init__(self, *rows):
+        self._rows = [Prompt(*row[:2], i, f"p:{i + 1}", *row[2:]) for i, row in enumerate(rows)]
+
+    def rows(self):
+        return iter(self._rows)
+
+
+def notes(tokenizer, rows, stop=(), longest=9, **changes):
+    config = task_config(**changes)
+    task = TokenizedTask(Rows(*rows), tokenizer, [], chat_of(config, tokenizer), stop, longest=longest)
+    return notes_on_rows(task, config)
+
+
+def test_prompts_that_are_written_with_the_template_already():
+    asked = "<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
+    rows = [("6 * 7?", "42"), (asked, "42"), (asked, "42"), ("6?", "6", CONVERSATION)]
+    assert notes(tokenizer_of(CHATML), rows) == [
+        "2 of the first 4 prompts hold '<|im_start|>', which the chat template writes itself, first that at p:2: they "
+        "go through the template a second time. Use task.chat=never, or prompts without it."
+    ]
+    assert notes(tokenizer_of(CHATML), rows[:3], chat="never") == []
+    # Of a template whose marks are no special tokens.
+    words = "{% for m in messages %}{{ 'Question: ' + m['content'] + '\nAnswer:' }}{% endfor %}"
+    (note,) = notes(tokenizer_of(words), [("6?", "6"), ("Question: 6?\nAnswer:", "6")])
+    assert note.startswith("1 of the first 2 prompts hold 'Question:', which the chat template writes itself")
+    inside = [{"role": "user", "content": asked}, {"role": "user", "content": "?"}]
+    (note,) = notes(tokenizer_of(LLAMA), [("?", "6", inside)])
+    assert note.startswith("1 of the first 1 prompts hold '<|im_end|>'")
+
+
+def test_prompts_with_a_beginning_of_their_own():
+    """The tokenizer adds <bos> to every text."""
+    tokenizer = tokenizer_of(None)
+    assert notes(tokenizer, [("6?", "6"), ("<bos>6?", "6")]) == [
+        "1 of the first 2 prompts begin with <bos> twice, first that at p:2: the tokenizer adds one to that of the "
+        "text. Leave <bos> out of the prompts."
+    ]
+
+
+def test_answers_that_no_completion_can_have_as_its_text():
+    tokenizer = tokenizer_of(None)
+    rows = [("?", "1234567890"), ("?", " 123456789\n"), ("?", "12 ; 34"), ("?", "<|im_start|>")]
+    assert notes(tokenizer, rows) == [
+        "1 of the first 4 answers are longer than a completion may be (rollout.max_completion_length=9), first that at "
+        "p:1, of 10 tokens: '1234567890'. No completion can equal them. Use final answers alone, or longer completions."
+    ]
+    assert notes(tokenizer, rows, longest=10, verifier="regular_expression") == []
+    assert notes(tokenizer, rows[1:], stop=[";"]) == [
+        "1 of the first 3 answers are texts that the model's tokens cannot write, first '12 ; 34' at p:2, which "
+        "becomes '12': no completion can equal them. Write them as the tokenizer does, and without texts of "
+        "rollout.stop."
+    ]
+    assert len(notes(tokenizer, rows, verifier="regular_expression")) == 1
+    for verifier in ("math_verify", "mine.score"):  # to which other forms may be right as well
+        assert notes(tokenizer, rows, verifier=verifier) == []
+    verifiers = {"a": {"verifier": "mine.score"}, "b": {"verifier": "exact_match"}}
+    assert len(notes(tokenizer, rows, verifier=None, verifiers=verifiers)) == 1
+
+
+def test_check_and_start_say_it(tmp_path, capsys, caplog):
+    folder, file = save_with_tokenizer(small_llama(), tmp_path / "model"), tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "12=", "answer": "123456"}\n{"prompt": "3=", "answer": "3"}\n')
+    tiny = [one for one in SHORT if not one.startswith("task.")]
+    rows = ["task=prompts", f"task.path={file}"]
+    said = "1 of the first 2 answers are longer than a completion may be"
+    for settings in (tiny, with_model(folder, of=tiny)):
+        assert main(["check", *settings, *rows]) == 0
+        assert f"{said} (rollout.max_completion_length=4), first that at" in capsys.readouterr().out
+    sets = f"evaluation.sets={{a: {{path: {file}}}}}"
+    evaluated = "evaluation.every=6", "evaluation.max_completion_length=5", sets
+    module, loader = build(OmegaConf.to_object(config_of(*with_model(folder, *rows, *evaluated, of=tiny))))
+    loader.source.close()
+    module.evaluator.close()
+    texts = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith(f"note: {said} (rollout.max_completion_length=4)") for text in texts)
+    of_set = f"note: evaluation set a: {said} (evaluation.max_completion_length=5)"
+    assert any(text.startswith(of_set) for text in texts)
