@@ -44,14 +44,13 @@ def compose(
     overrides: list[str],
     config_dir: Path | None = None,
     sweep_file: Path | None = None,
-    typed: list[str] | None = None,
     run_dir: Path | None = None,
     evaluate: Literal["run", "model"] | None = None,
 ) -> Composed:
     """The configuration of one run.
 
     config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
-    typed: those of the overrides that come from the command line, where not all do. run_dir: a run to be continued or
+    run_dir: a run to be continued or
     exported, whose saved configuration takes the place of the files. Raises ConfigError if it has none.
     evaluate: what is evaluated, where nothing is trained: only keys that say so may be typed (see `Key`), and how a run
     was trained is left out.
@@ -101,9 +100,8 @@ def compose(
             problems += found
         else:
             accepted.append(override)
-    by_user = parsed if typed is None else parse(typed)[0]
-    problems += executed.not_typed(config, by_user)
     if saved:
+        problems += executed.commands_not_typed(config, parsed)
         make_absolute(config)
         for key, problem in () if evaluate else [*cannot_change(before, config, movable)]:
             problems.append(problem)

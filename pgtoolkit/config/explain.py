@@ -78,8 +78,10 @@ class Entry:
         if key.learns is not True:
             where = "" if key.learns is False else f", unless {in_words(key.learns)}"
             yield f"It does not change what is learned{where}: a finished job of a sweep stays finished."
-        if key.code:
-            yield "It may name code to be run, so it counts only where it is typed on the command line."
+        if key.code == "function":
+            yield "It may name code of your own, which is imported as a run starts: see docs/configuration.md."
+        if key.code == "command":
+            yield "It is run as a command: `pgtk resume` takes it only where it is typed on the command line."
         if key.reads or key.writes:
             yield "A relative path is seen from the directory in which the run starts."
 

@@ -31,7 +31,7 @@ class Key:
         Hugging Face hub, or a "reference", a model or what `NO_FOLDER` names. It is made absolute, and the contents are
         digested. writes: it names a folder that is written;
         it is made absolute.
-    code: it may name code, a "function" by its dotted path or a "command", which only the command line may do.
+    code: it may name code: a "function" by its dotted path, or a "command", which a run's file alone may not decide.
     free: its keys are not in the schema. option: it names the option of its group: `loss=grpo` sets it.
     evaluate: whether `pgtk evaluate` takes it on the command line: of a "run" and of a model's folder, or of a "model"
         alone; "kept": the run's value holds. Other keys get their defaults there, since nothing is trained.

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.keys import KEYS, keys_of
+from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
+from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
@@ -79,16 +78,17 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
         if not path.exists() or (path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]):
             raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
         others = [*reading(target), *others]
-    named = _named_by_the_run(run_dir, of_loss)
-    varied = [override for override in of_loss if override not in named]
-    chosen = [_with_functions(job, named) for job in jobs(varied)] if varied else []
-    first = named if run_dir or not chosen else chosen[0]
+    chosen = jobs(of_loss) if of_loss else []
+    first = [] if run_dir or not chosen else chosen[0]
     (_, config), *beside = _composed(run_dir, others, [first, *chosen])
-    if run_dir and (others or named):
-        _refuse_another_run(run_dir, [*others, *named])
+    if run_dir and others:
+        _refuse_another_run(run_dir, others)
     recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
     steps = [int(step) for step in recorded["step"]]
     number, checkpoint = _begin(run_dir, config, number, steps)
+    said: set[str] = set()
+    for column in (config, *(other for _, other in beside)):
+        announce(replace(column, tracking=replace(column.tracking, name="none")), said)
     made = make_again(config, checkpoint, number)
     facts = [_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
     if run_dir:
@@ -96,26 +96,11 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
         facts.append(_proof(made, {name: value for name, value in row.items() if value == value}, number))
     if not chosen and made.has_old_log_probs:
         others_of_it = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
-        beside = _composed(run_dir, others, [_with_functions([f"loss={name}"], named) for name in others_of_it])
+        beside = _composed(run_dir, others, [[f"loss={name}"] for name in others_of_it])
     columns = list(_columns(made, [(first, config), *beside]))
     title = "this run: " if run_dir else ""
     name = Path(target).resolve().name
     return Inspected(name, title, number, facts, made, common_vectors(made), columns)
-
-
-def _named_by_the_run(run_dir: Path | None, of_loss: list[str]) -> list[str]:
-    """Of what was typed, the functions that the run itself has: no file makes pgtk import one, so they are typed."""
-    functions = {key.name for key in KEYS if key.code == "function"}
-    typed = [override for override in of_loss if key_of(override) in functions] if run_dir else []
-    saved = compose([], run_dir=run_dir).config if typed else {}
-    return [override for override in typed if OmegaConf.select(saved, key_of(override)) is not None]
-
-
-def _with_functions(job: list[str], named: list[str]) -> list[str]:
-    """A job with the run's own functions, but for those of a group of which it chooses another option."""
-    chosen = {*map(key_of, job)}
-    kept = [override for override in named if not chosen & {key_of(override), key_of(override).split(".")[0]}]
-    return [*kept, *job]
 
 
 def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[tuple[list[str], Config]]:

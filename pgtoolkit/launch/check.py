@@ -23,6 +23,7 @@ from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
 from pgtoolkit.config.plan import compilation, describe
 from pgtoolkit.config.refusals import given_twice
+from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import interpolated, resolve_and_validate, validated
@@ -89,6 +90,8 @@ def check(
                 run.report.problems += problems_of_folder(run.config, "hydra.run.dir", ("sweep.json",))
                 if problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None)):
                     run.report.problems.append(problem)
+                if not run.report.problems:
+                    announce(run.values)
                 check_machine(run.values, run.report)
             return Checked([run])
     # What concerns the sweep as a whole is said without a value for each key.
@@ -118,15 +121,18 @@ def check(
         pass  # no folder has a name of what does not resolve; the runs say so
 
     kinds: dict[tuple, _Kind] = {}
+    announced: set[str] = set()
 
     def plan(of_job: list[str], number: int) -> PlannedRun:
         kind = tuple(override if _only(override) else key_of(override) for override in of_job)
         run = kinds[kind].run(of_job) if kind in kinds else None
         if run is None:
-            run = check_run(compose([*of_hydra, *of_job], config_dir, sweep_file, typed=overrides), of_job)
+            run = check_run(compose([*of_hydra, *of_job], config_dir, sweep_file), of_job)
             kinds.pop(kind, None)
             if not run.report.problems:
                 kinds[kind] = _Kind(run)
+        if run.values is not None and not run.report.problems:
+            announce(run.values, announced)
         if run.values is not None and master.hydra.launcher._target_ == LOCAL:  # the jobs run here
             check_machine(run.values, run.report)
             if (jobs_per_gpu := master.hydra.launcher.jobs_per_gpu) is not None and not checked.report.problems:

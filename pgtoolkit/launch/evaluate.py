@@ -19,6 +19,7 @@ from pgtoolkit.config.keys import ignored
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run
+from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.prompts import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
@@ -110,7 +111,7 @@ def _configuration(command: str, source: Path | None, of_run: bool, typed: list[
             raise not_a_run(command, source, "a run directory, or a model's Hugging Face folder")
         overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
     kind, run_dir = ("run", source) if of_run else ("model", None)
-    composed = compose(overrides, run_dir=run_dir, typed=typed, evaluate=kind)
+    composed = compose(overrides, run_dir=run_dir, evaluate=kind)
     problems = composed.problems
     if of_run and composed.config is not None:
         problems = problems + _in_no_set(composed.config, saved_config(source), typed)
@@ -178,6 +179,8 @@ def _check(config: DictConfig) -> list[str]:
     plain, report = resolve_and_validate(config, rules=(ignored, run.model, evaluated, run.sampler))
     plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
     plain.tracking.name = "none"  # nothing is tracked
+    if not report.problems:
+        announce(plain)
     check_machine(plain, report)
     if report.problems:
         raise refused(list(dict.fromkeys(report.problems)))

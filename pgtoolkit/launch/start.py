@@ -22,7 +22,7 @@ from pgtoolkit.config.key import resolved
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts
-from pgtoolkit.config.rules.executed import written_elsewhere
+from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
@@ -122,13 +122,16 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
             run.report.refuse(f"--step={step}", needs, " ".join(places) or "none", reason, "hydra.run.dir=outputs/NEW")
         if problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None)):
             run.report.problems.append(problem)
+    rank = joined()
+    if not run.report.problems and (rank is None or rank.number == 0):
+        announce(run.values)
     check_machine(run.values, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
     if step is not None:
         if not any(key_of(override) == "tracking.run_name" for override in overrides):
             run.config.tracking.run_name = None  # that of its folder
-        if (rank := joined()) is None or rank.number == 0:
+        if rank is None or rank.number == 0:
             try:
                 branch(run_dir, step, folder)
             except PgtoolkitError as error:
@@ -149,6 +152,8 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides, args.config_dir), args.overrides)
     if (rank := joined()) is None or rank.number == 0:
+        if not run.report.problems:
+            announce(run.values)
         check_machine(run.values, run.report)
     if run.report.problems:
         if rank is not None and rank.number > 0:

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from pgtoolkit.config.paths import absolute_uri
+from pgtoolkit.config.rules.executed import address_not_typed
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completions import completion_files
@@ -239,7 +240,10 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
             "Use --uri=sqlite:///outputs/mlflow.db, or the address of a server."
         )
     # A relative address was meant from where the run was started; its status has the absolute one.
-    uri = uri or (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
+    if uri is None:
+        uri = (status.get("mlflow") or {}).get("uri") or tracking.get("uri")
+        if problem := address_not_typed(f"pgtk sync {shell_path(run_dir)}", uri or ""):
+            raise ConfigError(problem)
     with RunDirectory(run_dir) as run:
         read_metrics(run.metrics_path, ())  # raises StorageError where they are damaged
         check_rows(run.path)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pgtoolkit.config.files import default_options
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import absolute_uri
-from pgtoolkit.config.rules.executed import folders_outside, named_code
+from pgtoolkit.config.rules.executed import folders_outside, is_server, named_commands
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
@@ -80,18 +80,18 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
     return _pgtk("resume", shortest_path(run_dir), *_only_typed(run_dir), *overrides)
 
 
-def sync_command(run_dir: str | Path) -> str:
-    """The command that delivers to MLflow what it lacks of a run."""
-    return _pgtk("sync", shortest_path(run_dir))
+def sync_command(run_dir: str | Path, uri: str | None) -> str:
+    """Return the command that delivers to MLflow what it lacks of a run; a server's address is typed."""
+    return _pgtk("sync", shortest_path(run_dir), *([f"--uri={redact(uri)}"] if is_server(uri) else []))
 
 
 def _only_typed(run_dir):
-    """Overrides with functions, commands and folders of the user's own."""
+    """Return overrides with the programs, and the folders outside of the run, that its own file may not decide."""
     try:
         config = OmegaConf.create(read_resolved(run_dir))
     except Exception:  # before the configuration is written, or where it is damaged
         return []
-    named = named_code(config, "function") | named_code(config, "command") | folders_outside(config, Path(run_dir))
+    named = named_commands(config) | folders_outside(config, Path(run_dir))
     return [f"{key}={_quoted(value)}" for key, value in named.items()]
 
 

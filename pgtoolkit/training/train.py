@@ -193,7 +193,9 @@ def _finish(
     except (StorageError, OSError) as error:
         log.warning(f"status, completions or curves of the run are missing: {error}")
     if tracker is not None and (missing := tracker.finish(outcome)):
-        log.warning(f"MLflow lacks {', '.join(missing)} of this run. Deliver them with: {sync_command(run.path)}")
+        log.warning(
+            f"MLflow lacks {', '.join(missing)} of this run. Deliver them with: {sync_command(run.path, tracker.uri)}"
+        )
     if outcome == "done":
         log.info(summary(recorded, run.path, tracker.info if tracker else None))
 

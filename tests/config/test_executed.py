@@ -1,7 +1,10 @@
-"""Files of somebody else's run nothing: sweeps, options, runs. What is needed of the user's own has to be typed."""
+"""What only reads runs nothing and sends no secret; what trains says what it imports; what always has to be typed."""
 
+import json
 import shlex
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.rules.executed import before_start
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.next_commands import resume_command
@@ -129,44 +133,93 @@ def test_an_environment_variable_is_not_read_however_it_is_spelled(evil, monkeyp
 VERIFIER = ["task=prompts", "task.path=prompts.jsonl"]
 
 
-def test_a_function_is_imported_by_the_word_of_who_types_not_of_a_file(evil, capsys):
+@pytest.fixture
+def imported(evil):
+    """Whether the module was imported since this was last asked; it is forgotten then."""
+
+    def was_imported():
+        sys.modules.pop("evil", None)
+        mark = evil / "executed"
+        if not mark.exists():
+            return False
+        mark.unlink()
+        return True
+
+    return was_imported
+
+
+def notes_of(capsys, *arguments):
+    """What is said of code and of credentials by a command that succeeds."""
+    assert main(list(arguments)) == 0
+    lines = capsys.readouterr().err.splitlines()
+    return [line for line in lines if line.startswith(("note: imports", "note: sends"))]
+
+
+def test_a_file_names_functions_which_are_imported_and_one_line_says_so(evil, imported, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
     (evil / "conf/experiment/mine.yaml").write_text("# @package _global_\naggregation: {reducer: evil.weights}\n")
     (evil / "mine.yaml").write_text(
         "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: evil.score}\n"
-        "hydra: {sweeper: {params: {aggregation.reducer: 'evil.weights,evil.other'}}}\n"
+        "hydra: {sweeper: {params: {aggregation.reducer: 'evil.weights'}}}\n"
     )
-    said = refused(capsys, "sweep", "mine.yaml", "seed=1,2")
-    assert "task.verifier=evil.score needs to be typed (got it from a file). To import it runs its code" in said
-    assert "Use task.verifier=evil.score on the command line." in said
-    assert "aggregation.reducer=evil.weights needs to be typed" in said
-    said = refused(capsys, f"--config-dir={evil}/conf", "experiment=mine")
-    assert "aggregation.reducer=evil.weights needs to be typed" in said
-    typed = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
-    assert problems(check([*typed, "seed=1,2"], True, sweep_file=evil / "mine.yaml")) == []
-    assert problems(check([*VERIFIER, "task.verifier=evil.score"])) == []
-    # By its word it was tried, as a start would, before anything is made.
-    (evil / "executed").unlink()
-    sys.modules.pop("evil")
-    hidden = ["task.verifier=${tracking.run_name}", "tracking.run_name=evil.score"]
-    assert "needs to be typed" in str(problems(check([*VERIFIER, *hidden])))
+    said = notes_of(capsys, "check", *VERIFIER, "task.verifier=evil.score")
+    assert said == ["note: imports evil.score (task.verifier)"]
+    assert imported()
+    both = "note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"
+    assert notes_of(capsys, "check", "sweep", "mine.yaml", "seed=1,2") == [both]
+    assert imported()
+    said = notes_of(capsys, "check", f"--config-dir={evil}/conf", "experiment=mine")
+    assert said == ["note: imports evil.weights (aggregation.reducer)"]
+    assert imported()
+    assert notes_of(capsys, "check", *VERIFIER, "task.verifier=exact_match") == []
+    short = ["rollout.max_completion_length=26"]
+    assert notes_of(capsys, "check", "task=guess", *short) == []
 
 
-def test_a_program_that_samples_is_run_by_the_word_of_who_types(evil, capsys):
+def test_what_the_rules_refuse_is_not_imported(evil, capsys):
+    """What the rules refuse is not tried."""
+    refused(capsys, *VERIFIER, "task.verifier=evil.score", "loss=gspo", "loss.num_splits=2")
+    main(["check", *VERIFIER, "task.verifier=evil.score", "loss=gspo", "loss.num_splits=2"])
+    assert "imports" not in capsys.readouterr().err
+
+
+def test_a_sweep_file_with_a_reward_of_ones_own_works_from_end_to_end(evil, imported, capsys):
+    short = [override for override in SHORT if not override.startswith(("task.", "trainer.max_steps"))]
+    (evil / "mine.yaml").write_text(
+        "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: evil.score}\n"
+        "evaluation: {every: 1, prompts_per_set: 1, sets: {held_out: {path: test.jsonl}}}\n"
+        "hydra: {sweeper: {params: {seed: '1,2'}}}\n"
+    )
+    (evil / "test.jsonl").write_text('{"prompt": "21=", "answer": "12"}\n')
+    note = "note: imports evil.score (task.verifier)"
+    command = ["sweep", "mine.yaml", *short, "hydra.sweep.dir=swept", "trainer.max_steps=1"]
+    assert notes_of(capsys, *command) == [note]
+    (first, second) = sorted(path.parent for path in Path("swept").glob("*/metrics.jsonl"))
+    assert json.loads((first / "metrics.jsonl").read_text())["reward"] == 1.0
+    assert notes_of(capsys, *command) == [note]  # both are done
+    assert notes_of(capsys, "resume", str(first), "trainer.max_steps=2") == [note]
+    assert notes_of(capsys, "evaluate", str(second)) == [note]
+    assert imported()
+
+
+def test_a_program_that_samples_may_stand_in_a_file_but_not_in_a_runs(evil, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
     (evil / "conf/experiment/mine.yaml").write_text(
         "# @package _global_\ndefaults: [{override /sampler: vllm}]\n"
         "sampler: {executable: ./evil.sh, arguments: [--trust-remote-code]}\n"
     )
-    mine = [f"--config-dir={evil}/conf", "experiment=mine"]
-    said = refused(capsys, *mine)
-    assert "sampler.executable=./evil.sh needs to be typed (got it from a file). It is run as a command" in said
-    assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
-    words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
     (evil / "evil.sh").touch(0o755)
-    assert problems(check(["sampler=vllm", *words])) == []
-    hidden = ["sampler.executable=${tracking.run_name}", "tracking.run_name=evil"]
-    assert "needs to be typed" in str(problems(check(["sampler=vllm", *hidden])))
+    assert problems(check(["experiment=mine"], config_dir=evil / "conf")) == []
+    words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
+    saved(evil, "sampler=vllm", *words)
+    said = refused(capsys, "resume", "run", "trainer.max_steps=8")
+    executable = "sampler.executable=./evil.sh needs to be typed (got it from the run's file). It is run as a command"
+    assert executable in said
+    assert "Use sampler.executable=VALUE on the command line." in said
+    assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
+    assert compose(words, run_dir=evil / "run").problems == []
+    hidden = ["sampler.executable=${tracking.run_name}", "tracking.run_name=evil", words[1]]
+    assert "needs to be typed" in str(compose(hidden, run_dir=evil / "run").problems)
 
 
 def saved(folder, *overrides):
@@ -185,8 +238,8 @@ def test_the_command_that_resumes_types_the_program_again(evil):
     assert "needs to be typed" in str(compose([], run_dir=evil / "run").problems)
 
 
-def test_one_of_several_verifiers_is_typed_too(evil, capsys):
-    """However a file spells it; by its word a file may name those that come with pgtoolkit, and their weights."""
+def test_one_of_several_verifiers_is_named_too(evil, imported, capsys):
+    """However a file spells it."""
     named = "a: {verifier: exact_match}, b: {verifier: evil.score, weight: 2}"
     spelled = {
         "direct": f"verifiers: {{{named}}}",
@@ -195,54 +248,125 @@ def test_one_of_several_verifiers_is_typed_too(evil, capsys):
     }
     for name, text in spelled.items():
         others = "{b: {verifier: evil.score}}" if name == "whole" else "{verifier: evil.score}"
-        loss = f"loss: {{path: operator.eq, options: {others}}}\n" if name != "direct" else ""
+        loss = f"loss: {{path: evil.Loss, options: {others}}}\n" if name != "direct" else ""
         chosen = ", override loss: custom" if loss else ""
         (evil / f"{name}.yaml").write_text(
             f"defaults: [config, override task: prompts{chosen}, _self_]\n{loss}"
             f"task: {{path: prompts.jsonl, verifier: null, {text}}}\n"
         )
-        said = refused(capsys, "check", "sweep", f"{name}.yaml", "seed=1,2")
-        assert "task.verifiers.b.verifier=evil.score needs to be typed (got it from a file)" in said, name
-    typed = ["task.verifiers.b.verifier=evil.score", "seed=1,2"]
-    assert problems(check(typed, True, sweep_file=evil / "direct.yaml")) == []
-    (evil / "executed").unlink()  # by its word it was tried, as a start would
-    sys.modules.pop("evil")
+        main(["check", "sweep", f"{name}.yaml", "seed=1,2"])
+        assert "evil.score (task.verifiers.b.verifier)" in capsys.readouterr().err, name
+        assert imported(), name
 
 
 @pytest.fixture
-def theirs(evil):
+def theirs(evil, imported):
     """A run that somebody else has made, whose configuration names functions of theirs that lie beside it."""
     short = [one for one in SHORT if not one.startswith("task.")]
-    own = [*VERIFIER, "task.verifier=exact_match", "trainer.max_steps=1"]
+    functions = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
+    own = [*VERIFIER, *functions, "trainer.max_steps=1"]
     train(config_of(*short, *own), evil / "run", overrides=own)
-    for name in ("config.yaml", "overrides.yaml"):
-        text = (evil / "run" / name).read_text()
-        text = text.replace("verifier: exact_match", "verifier: evil.score").replace("=exact_match", "=evil.score")
-        (evil / "run" / name).write_text(text.replace("reducer: null", "reducer: evil.weights"))
+    assert imported()
     return evil / "run"
 
 
-def test_a_run_of_several_verifiers_is_resumed_by_its_words(evil, capsys):
+def test_a_run_of_several_verifiers_is_resumed_as_it_is(evil):
     several = "task.verifiers={a: {verifier: exact_match}, b: {verifier: operator.eq}}"
     saved(evil, *VERIFIER, "task.verifier=null", several)
-    words = "task.verifiers.b.verifier=operator.eq"
-    assert words in resume_command(evil / "run").split()
-    assert f"{words} needs to be typed" in refused(capsys, "resume", "run", "trainer.max_steps=8")
-    assert compose([words], run_dir=evil / "run").problems == []
+    assert resume_command(evil / "run").endswith("resume run")
+    assert compose([], run_dir=evil / "run").problems == []
     changed = ["task.verifier_processes=1", "task.verifier_seconds=9"]
-    assert compose([words, *changed], run_dir=evil / "run").problems == []
-    (problem,) = compose([words, "task.verifiers.b.weight=2"], run_dir=evil / "run").problems
+    assert compose(changed, run_dir=evil / "run").problems == []
+    (problem,) = compose(["task.verifiers.b.weight=2"], run_dir=evil / "run").problems
     assert "task.verifiers.b.weight=2 needs to stay as the run began" in problem
 
 
-def test_looking_at_a_run_imports_nothing_of_it(theirs, capsys):
+def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(theirs, imported, capsys):
     assert main(["export", "run", "model"]) == 0
     assert (Path("model") / "model.safetensors").exists()
-    for command in (["compare", "run"], ["diff", "run", "run"]):
+    store = f"--uri=sqlite:///{theirs.parent}/mlflow.db"
+    for command in (["compare", "run"], ["diff", "run", "run"], ["samples", "run"], ["sync", "run", store]):
         assert main(command) == 0
-    said = refused(capsys, "resume", "run", "trainer.max_steps=2")
-    for word in ("task.verifier=evil.score", "aggregation.reducer=evil.weights"):
-        assert f"{word} needs to be typed (got it from a file)" in said
-    words = ["aggregation.reducer=evil.weights", "task.verifier=evil.score"]
-    assert resume_command(theirs).endswith(f"resume run {' '.join(words)}")
-    assert compose(words, run_dir=theirs).problems == []
+    assert main(["explain", "task.verifier"]) == 0
+    assert not imported()
+    assert resume_command(theirs).endswith("resume run")
+    capsys.readouterr()
+    said = notes_of(capsys, "resume", "run", "trainer.max_steps=2")
+    assert said == ["note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"]
+    assert imported()
+    assert len(notes_of(capsys, "tokens", "run", "--step=2")) == 1
+    assert imported()
+
+
+# Where credentials go
+
+
+@pytest.fixture
+def server(capsys):
+    """The address of a server that refuses everything, what came to it, and what was said before the first request."""
+    arrived = []
+    said = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            said.append(capsys.readouterr().err)
+            arrived.append(self.headers.get("Authorization"))
+            self.send_error(403)
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as listening:
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}", arrived, said
+        listening.shutdown()
+
+
+def test_what_only_reads_sends_a_token_only_to_an_address_that_was_typed(evil, server, capsys, monkeypatch):
+    address, arrived, _ = server
+    saved(evil, "tracking=mlflow", f"tracking.uri={address}")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
+    said = refused(capsys, "sync", "run")
+    assert f"pgtk sync run needs the server's address to be typed (got {address} from the run's file)" in said
+    assert "It would be sent MLFLOW_TRACKING_TOKEN. Use --uri=ADDRESS" in said
+    assert arrived == []
+    assert main(["sync", "run", f"--uri={address}"]) == 6
+    assert set(arrived) == {"Bearer hunter2"}
+    arrived.clear()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{address}/")
+    assert main(["sync", "run"]) == 6
+    assert set(arrived) == {"Bearer hunter2"}
+    arrived.clear()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    monkeypatch.delenv("MLFLOW_TRACKING_TOKEN")
+    assert main(["sync", "run"]) == 6
+    assert set(arrived) == {None}
+
+
+def test_what_trains_says_where_it_sends_a_token_before_the_first_request(evil, server, monkeypatch):
+    address, arrived, said = server
+    (evil / "mine.yaml").write_text(
+        f"defaults: [config, _self_]\ntracking: {{uri: '{address}'}}\nhydra: {{sweeper: {{params: {{seed: '1,2'}}}}}}\n"
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
+    note = f"note: sends MLFLOW_TRACKING_TOKEN to {address} (tracking.uri)"
+    short = [override for override in SHORT if not override.startswith("tracking")]
+    assert main(["sweep", "mine.yaml", *short]) != 0
+    assert note in said[0].splitlines()
+    assert set(arrived) == {"Bearer hunter2"}
+    arrived.clear()
+    said.clear()
+    saved(evil, "task.num_digits=3", "tracking=mlflow", f"tracking.uri={address}")
+    assert main(["resume", "run"]) == 6
+    assert note in said[0].splitlines()
+    assert set(arrived) == {"Bearer hunter2"}
+
+
+def test_the_key_of_sampling_servers_is_said_where_they_were_named(evil, capsys, monkeypatch):
+    servers = ["sampler=vllm", "sampler.urls=[http://127.0.0.1:9]"]
+    assert before_start(config_of(*servers)) == []
+    monkeypatch.setenv("VLLM_API_KEY", "hunter2")
+    assert before_start(config_of(*servers)) == ["sends VLLM_API_KEY to http://127.0.0.1:9 (sampler.urls)"]

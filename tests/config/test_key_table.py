@@ -12,7 +12,7 @@ from pgtoolkit.config.key import holds, parts, singles, value_of
 from pgtoolkit.config.keys import KEYS, evaluated_keys, ignored
 from pgtoolkit.config.names import changed, digest, plain_config
 from pgtoolkit.config.paths import make_absolute
-from pgtoolkit.config.rules.executed import named_code
+from pgtoolkit.config.rules.executed import named_commands, named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
@@ -119,11 +119,12 @@ def test_paths_follow_reads_and_writes(key, tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}")
 def test_only_keys_that_say_so_name_code(key):
     config = with_other(of_option(key.schema), key)
-    for kind, value in (("function", "my_module.score"), ("command", "my_command")):
-        named = {name for name in named_code(OmegaConf.create(config), kind) if name.startswith(key.name)}
+    kinds = {"function": (named_functions, "my_module.score"), "command": (named_commands, "my_command")}
+    for kind, (named_in, value) in kinds.items():
+        named = {name for name in named_in(OmegaConf.create(config)) if name.startswith(key.name)}
         if key.type.startswith("str"):
             config[key.group][key.leaf] = value
-            named = {name for name in named_code(OmegaConf.create(config), kind) if name == key.name}
+            named = {name for name in named_in(OmegaConf.create(config)) if name == key.name}
         assert bool(named) is (key.code == kind)
 
 

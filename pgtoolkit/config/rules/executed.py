@@ -1,17 +1,21 @@
-"""Settings that only the command line may choose, because they run code: plug-ins, functions, commands."""
+"""What files may have run and where credentials go: what has to be typed, and what is said before it happens."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.key import resolved, value_of
 from pgtoolkit.config.keys import default, keys_of
+from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.records import leaves
-from pgtoolkit.system.report import refusal, text
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import refusal, say, text
 
 if TYPE_CHECKING:  # loads Hydra, which what only reads runs has no use for
     from hydra.core.override_parser.types import Override
@@ -70,16 +74,15 @@ def _may_stand_in_files(path: tuple, value: Any, known: dict[tuple, Any]) -> boo
     return is_plain and path in _OF_FILES
 
 
-def not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
-    """Problems with functions and commands that a file names and nobody who types."""
+def commands_not_typed(config: DictConfig, typed: list[Override]) -> list[str]:
+    """Return a problem for each program that a run's file has started and nobody who types."""
     values = dict(pair for override in typed for pair in leaves({override.key_or_group: override.value()}))
     problems = []
-    for kind, reason in _RUNS.items():
-        for key, value in named_code(config, kind).items():
-            if "${" in str(values.get(key, "${")):
-                setting = f"{key}={text(value)}"
-                use = f"{setting} on the command line"
-                problems.append(refusal(setting, "to be typed", "it from a file", reason, use))
+    for key, value in named_commands(config).items():
+        if "${" in str(values.get(key, "${")):  # a reference could stand for anything
+            reason = "It is run as a command, which the file of a run does not decide."
+            use = f"{key}=VALUE on the command line"
+            problems.append(refusal(f"{key}={text(value)}", "to be typed", "it from the run's file", reason, use))
     return problems
 
 
@@ -88,7 +91,7 @@ def written_elsewhere(config: DictConfig, run_dir: Path, typed: list[Override]) 
     problems, keys = [], {override.key_or_group for override in typed}
     for name, value in folders_outside(config, run_dir).items():
         if name not in keys:
-            reason, use = "The run would write outside of its directory.", f"{name}={value} on the command line"
+            reason, use = "The run would write outside of its directory.", f"{name}=FOLDER on the command line"
             problems.append(refusal(f"{name}={value}", "to be typed", "it from the run's file", reason, use))
     return problems
 
@@ -99,26 +102,81 @@ def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
     return {name: value for name, value in written.items() if value and not Path(value).resolve().is_relative_to(top)}
 
 
-def named_code(config: object, kind: str) -> dict[str, Any]:
-    """By key: the functions of the user's own, or the commands, that a configuration names; kind: as `Key.code`."""
-    named = {}
+def named_commands(config: object) -> dict[str, Any]:
+    """Return, by key, the programs and their arguments that a configuration names, other than the default's."""
+    named = {key.name: resolved(config, key.name) for key in keys_of(config) if key.code == "command"}
+    return {name: value for name, value in named.items() if value not in (None, default(config, name))}
+
+
+def named_functions(config: object) -> dict[str, str]:
+    """Return, by key, the dotted paths of functions and classes that a configuration names."""
+    named: dict[str, Any] = {}
     for key in keys_of(config):
-        if key.code == kind:
+        if key.code == "function":
             value = resolved(config, key.name)
-            entries = value if key.free and isinstance(value, dict) else {}
-            for leaf in ("verifier", "environment"):
-                named |= {f"{key.name}.{name}.{leaf}": value_of(entries, f"{name}.{leaf}") for name in entries}
             if not key.free:
                 named[key.name] = value
-    if kind == "function":
-        return {key: value for key, value in named.items() if isinstance(value, str) and "." in value}
-    return {key: value for key, value in named.items() if value not in (None, default(config, key))}
+            elif isinstance(value, dict):
+                for name in value:
+                    for leaf in ("verifier", "environment"):
+                        named[f"{key.name}.{name}.{leaf}"] = value_of(value, f"{name}.{leaf}")
+    return {key: path for key, path in named.items() if isinstance(path, str) and "." in path}
 
 
-_RUNS = {
-    "function": "To import it runs its code, which only the command line asks for.",
-    "command": "It is run as a command, which only the command line asks for.",
-}
+def before_start(config: Config) -> list[str]:
+    """Return what is said before anything is computed: the code that is imported, and who gets which credentials."""
+    paths: dict[str, list[str]] = {}
+    for key, path in named_functions(config).items():
+        if not path.startswith("pgtoolkit."):
+            paths.setdefault(path, []).append(key)
+    imported = [f"{path} ({', '.join(keys)})" for path, keys in paths.items()]
+    lines = [f"imports {', '.join(imported)}"] if imported else []
+    uri = config.tracking.uri
+    if config.tracking.name != "none" and is_server(uri) and (names := mlflow_credentials()):
+        lines.append(f"sends {names} to {redact(uri)} (tracking.uri)")
+    urls = getattr(config.sampler, "urls", None)
+    if urls and samples(config) and _VLLM_KEY in os.environ:
+        lines.append(f"sends {_VLLM_KEY} to {redact(', '.join(urls))} (sampler.urls)")
+    return lines
+
+
+def announce(config: Config, before: set[str] | None = None) -> None:
+    """Print `before_start` of a run, leaving out the lines that are in `before`, and add its lines to them."""
+    before = set() if before is None else before
+    for line in before_start(config):
+        if line not in before:
+            before.add(line)
+            say(f"note: {line}", error=True)
+
+
+def address_not_typed(command: str, uri: str) -> str | None:
+    """Return the problem with sending credentials to an address that stands in a run's file alone."""
+    is_in_environment = uri.rstrip("/") == os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+    names = mlflow_credentials()
+    if not is_server(uri) or is_in_environment or not names:
+        return None
+    reason = f"It would be sent {names}."
+    use = "--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment, if it may have them"
+    return refusal(command, "the server's address to be typed", f"{redact(uri)} from the run's file", reason, use)
+
+
+def is_server(uri: str | None) -> bool:
+    """Return whether a store is a server that is asked over the network."""
+    return bool(uri) and "://" in uri and not uri.startswith("sqlite:")
+
+
+def mlflow_credentials() -> str:
+    """Return the names of MLflow's credentials on this machine, which it sends to any server; empty without any."""
+    names = [name for name in _MLFLOW_CREDENTIALS if os.environ.get(name)]
+    file = Path.home() / ".mlflow" / "credentials"
+    if file.is_file():
+        names.append(str(file))
+    return " and ".join(names)
+
+
+_MLFLOW_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+_VLLM_KEY = "VLLM_API_KEY"
+"""The environment variable with the key that `sampling/vllm.py` sends."""
 
 
 def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
