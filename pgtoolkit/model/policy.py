@@ -75,8 +75,11 @@ class Policy:
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
 
     @property
-    def _longest_beside_others(self) -> int:
-        """Longest document in tokens that leaves the rotary positions of those in the same micro-batch as they are."""
+    def unscaled_positions(self) -> int:
+        """Longest document in tokens that has the rotary positions of shorter ones.
+
+        Beyond it `longrope` takes others, for every token of a document, and for all documents of a micro-batch.
+        """
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
         return rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else sys.maxsize
 
@@ -159,7 +162,7 @@ class Policy:
         tokens, positions, lengths = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_lengths
         longest = max(lengths)
         padded = self._cost(len(lengths) * longest, longest) <= self._cost(len(tokens), len(tokens))
-        if longest > self._longest_beside_others or not (padded or self.packs):
+        if longest > self.unscaled_positions or not (padded or self.packs):
             parts = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
             return torch.cat([self._body(own[None], places[None], [n])[0] for own, places, n in parts])
         return self.in_rows(micro_batch) if padded and not self.by_document else self.in_one_row(micro_batch)

@@ -82,7 +82,7 @@ class TransformersSampler:
         if not policy.mixes_lengths:
             log.warning(
                 f"note: {policy.model.config.model_type} computes other numbers where a prompt is padded, so that only "
-                "prompts of equal length are sampled in one batch. Sampling is faster where more of them are."
+                "prompts of equal length are sampled in one batch."
             )
         rollout, self._static_cache = config.rollout, config.sampler.static_cache
         if self._static_cache and not policy.can_decode:
@@ -135,17 +135,19 @@ class TransformersSampler:
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Yield what is sampled at once.
 
-        A row whose completion must end early goes on beside longer ones, so far as the model has positions.
+        A row whose completion must end early goes on beside longer ones, so far as the model has positions for it that
+        leave those of the others as they are.
         """
         batch: list[_Row] = []
         mixes = self._live.mixes_lengths
+        longest = min(self._live.max_positions, self._live.unscaled_positions)
 
         def length(row: _Row) -> int:
             return len(row[1].tokens)
 
         # The first of a batch has the longest completion.
         for row in sorted(rows, key=lambda row: (0 if mixes else length(row), -self._most(row))):
-            beyond = batch and length(row) + self._most(batch[0]) > self._live.max_positions
+            beyond = batch and length(row) + self._most(batch[0]) > longest
             padded = batch and not mixes and length(row) != length(batch[0])
             if beyond or padded or len(batch) == self._max_sequences:
                 yield batch

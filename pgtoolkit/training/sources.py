@@ -130,6 +130,14 @@ def _tokenized(
     chat = chat_of(chosen, tokenizer)
     vocabulary, longest = module.policy.vocabulary_size, config.rollout.max_completion_length
     tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, template, longest)
+    unscaled = module.policy.unscaled_positions
+    if config.sampler.name == "transformers" and unscaled < room:
+        # One token after the other, a document would begin with other positions than a forward pass of it has.
+        log.warning(
+            f"note: documents have at most {unscaled} tokens, since the model's rotary positions (longrope) change for "
+            "all tokens of a longer one: it could not be sampled token by token as it is trained."
+        )
+        room = unscaled
     skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
     tokenized.check_lengths(room, longest, skip, longest_prompt, once)

@@ -10,7 +10,7 @@ from builders.runs import config_of, sampler_of, with_model
 from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document, pack
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import build_policy
 from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
@@ -151,6 +151,15 @@ def test_completions_are_those_of_a_forward_pass_of_each_document_alone(name, tm
         expected = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         torch.testing.assert_close(completion.log_probs, expected, rtol=1e-4, atol=1e-4)
     assert set(rows) == ({8} if name in ("GPTNeoX", "Bamba") else {4, 2})
+
+
+def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens_hold(tmp_path, caplog):
+    """Phi3's are others in documents of more than 16 tokens; prompts of the task have four."""
+    folder = folder_of("Phi3", tmp_path)
+    sampler_for(folder, "rollout.max_completion_length=12")
+    assert "documents have at most 16 tokens" in caplog.text
+    with pytest.raises(DataError, match=r"A document of at most 16 tokens holds a prompt and a completion of .*=13"):
+        sampler_for(folder, "rollout.max_completion_length=13")
 
 
 @pytest.mark.parametrize(
