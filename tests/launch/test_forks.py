@@ -40,10 +40,26 @@ def score(completion, answer):
 """A verifier that draws from every state which a fork shares, and tells what it finds in its process."""
 
 
+LEAVING = """
+import subprocess
+
+started = []
+
+def score(completion, answer):
+    if not started:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        with open("left.txt", "w") as file:
+            file.write(f"{started[0].pid}.")
+    return len(completion) % 3 / 2
+"""
+"""A verifier that starts a process, which would outlive a job that is killed."""
+
+
 @pytest.fixture
 def forks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(TELLING)
+    (tmp_path / "leaving.py").write_text(LEAVING)
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40)))
     return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", COUNTING: "0"})
 
@@ -103,10 +119,13 @@ def test_the_process_that_forks_has_one_thread_and_outlives_its_jobs(tmp_path, f
     status = json.loads((tmp_path / "long" / "status.json").read_text())
     assert (status["state"], status["reason"]) == ("interrupted", "SIGINT")
     assert checkpoint_of(tmp_path / "long", status["step"])
-    killed = start(forks, "killed", "trainer.max_steps=5000")
-    wait_until(lambda: (tmp_path / "killed" / "status.json").exists())
+    killed = start(forks, "killed", "trainer.max_steps=5000", "task.verifier=leaving.score")
+    left = tmp_path / "left.txt"
+    wait_until(lambda: left.exists() and left.read_text().endswith("."))
+    process = psutil.Process(int(left.read_text().rstrip(".")))
     psutil.Process(pid).children()[0].kill()
     assert killed.wait() == -signal.SIGKILL
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_killed_process_that_forks_is_said(forks):

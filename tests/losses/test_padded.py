@@ -9,6 +9,7 @@ from builders.losses import make_case, relative_error
 from torch import nn
 
 from pgtoolkit import StepTotals, from_padded, linear_policy_loss, log_prob_loss, policy_loss
+from pgtoolkit.losses.kl import KL
 
 CASE = make_case()
 D, LONGEST = CASE.num_documents, 12
@@ -113,6 +114,10 @@ def test_probabilities_and_totals_of_less_than_the_piece_are_refused(function):
     sampling = {"sampling_log_probs": probability, "metrics": "basic"}
     with pytest.raises(ValueError, match=r"sampling_log_probs needs log-probs"):
         call(old, **sampling)
+    reference = {"ref_log_probs": probability, "kl": KL("k3", coefficient=0.1)}
+    with pytest.raises(ValueError, match=r"ref_log_probs needs log-probs, which are at most 0, .* in document 3\)"):
+        call(old, **reference)
+    assert torch.isfinite(call(old, **reference, check_finite=False).loss)
     assert torch.isfinite(call(probability, check_finite=False).loss)
     call(torch.where(labels < 0, 1.0, old.clamp(max=-1e-3) + 1e-3))  # untrained ones are not read; 0 is rounding
     number = int((labels >= 0).sum())

@@ -70,6 +70,24 @@ def test_by_hand_the_trained_tokens_are_the_answers_with_their_ends(template):
     assert parts(tokenizer, of(template, "last")[1].tokens({"messages": TALK})) == [" 49\n<|im_end|>"]
 
 
+def test_a_turn_that_holds_its_end_is_trained_up_to_its_last_one():
+    """An answer may quote the token that ends it."""
+    tokenizer, every = of(CHATML)
+    talk = [{"role": "user", "content": "How does it end?"}, {"role": "assistant", "content": "With <|im_end|>, so."}]
+    assert parts(tokenizer, every.tokens({"messages": talk})) == ["With <|im_end|>, so.<|im_end|>"]
+
+
+def test_the_fingerprint_tells_apart_what_makes_other_tokens():
+    """A kept index of the same rows is made anew where it differs: by template, use of it, trained turns, tokens."""
+    conversations = [of(CHATML)[1], of(MARKED)[1], of(CHATML, trained="last")[1], of(CHATML, chat="never")[1]]
+    longer, _ = of(CHATML)
+    longer.add_tokens(["assistant"])
+    conversations.append(Conversations(lambda: (longer, [longer.eos_token_id]), Chat.auto, TrainedTurns.all))
+    fingerprints = [every.fingerprint() for every in conversations]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert of(CHATML)[1].fingerprint() == fingerprints[0]
+
+
 def test_by_hand_a_template_without_a_beginning_of_answers():
     tokenizer, every = of(ENDLESS)
     found = every.tokens({"messages": TALK})

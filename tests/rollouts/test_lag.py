@@ -77,7 +77,12 @@ def assert_of_their_versions(module, versions, taken, version_of):
 
 @pytest.mark.parametrize(
     ("lag", "docs", "last", "old", "count"),
-    [(3, 8, "short", "training", 7), (5, 5, "drop", "training", 8), (5, 12, "carry", "sampling", 8)],
+    [
+        (1, 8, "short", "training", 5),
+        (3, 8, "short", "training", 7),
+        (5, 5, "drop", "training", 8),
+        (5, 12, "carry", "sampling", 8),
+    ],
 )
 def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, docs, last, old, count):
     """Sampled with them, and with their log-probs as old ones; of the first weights while there are no others."""
@@ -87,7 +92,7 @@ def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, docs, last, old, 
 
 @pytest.mark.parametrize(
     ("late", "last", "docs", "ahead"),
-    [("lag=3", "short", 8, 3), ("lag=5", "carry", 12, 5), ("max_staleness=3", "short", 8, 2)],
+    [("lag=1", "short", 8, 1), ("lag=3", "short", 8, 3), ("lag=5", "carry", 12, 5), ("max_staleness=3", "short", 8, 2)],
 )
 @pytest.mark.parametrize("beside", [(), ("correction=token_truncate", "correction.high=1.001")], ids=["", "corrected"])
 def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(late, last, docs, ahead, beside):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,36 @@ def test_a_full_disk_is_one_sentence(tmp_path):
             folder.make_room({"weight": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    folder.remove()
+
+
+def test_numbers_that_are_no_weights_are_written_as_they_are(tmp_path):
+    """bfloat16 has 8 bits of a number: 257 and 2^31 + 1 would be others, and a mask would be no mask."""
+    steps, mask = torch.tensor([257, 2**31 + 1, -3]), torch.tensor([True, False, True, True, False])
+    others = {"mask": mask, "steps": steps, "index": steps[::2].int(), "bytes": torch.tensor([255, 0, 7]).byte()}
+    weight = torch.tensor([1 / 3, 1.0])
+    folder = WeightsFolder(tmp_path, tmp_path, torch.bfloat16)
+    path = folder.make(1, lambda _: None)
+    folder.make_room({**others, "weight": weight})
+    folder.fill({**others, "weight": weight})
+    written = load_file(path / "model.safetensors")
+    expected = {**others, "weight": torch.tensor([0.333984375, 1.0], dtype=torch.bfloat16)}
+    assert written.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert written[name].dtype == numbers.dtype
+        assert torch.equal(written[name], numbers)
+    folder.remove()
+
+
+@pytest.mark.parametrize(("more", "in_memory"), [(0, False), (1, True)])
+def test_64_mib_of_shared_memory_stay_free_beside_the_weights(tmp_path, monkeypatch, more, in_memory):
+    """Others of the machine need some. Weights that would not leave so much go to the disk."""
+    num_bytes = 3 * 2**30
+    free = num_bytes + 64 * 1024 * 1024 + more
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    folder = WeightsFolder(None, tmp_path, torch.float32)
+    path = folder.make(num_bytes, lambda _: None)
+    assert path.parent == (Path("/dev/shm") if in_memory else tmp_path)
     folder.remove()
 
 
