@@ -13,6 +13,7 @@ from pgtoolkit.config.schema_completions import Chat, TrainedTurns
 from pgtoolkit.errors import first_line
 from pgtoolkit.tasks.between import ANSWER, QUESTION
 from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, Message, has_tools, messages_of
+from pgtoolkit.tasks.prompts import ChatTemplate
 
 TEXTS = ("messages", "prompt", "completion")
 """Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of messages."""
@@ -29,13 +30,16 @@ class Conversations:
 
     load: gives the tokenizer and the end-of-sequence tokens, once they are needed.
     trained: which turns of the assistant are; of a prompt with its completion only those of the completion.
-    read: how many rows there were.
+    read: how many rows there were. doubled: how many of them hold what the chat template, or the tokenizer, adds to
+    them once more; first_doubled: what that is, and the text of the first.
     """
 
     load: Callable[[], tuple[Any, Sequence[int]]]
     chat: Chat
     trained: TrainedTurns
     read: int = 0
+    doubled: int = 0
+    first_doubled: tuple[str, str] | None = None
 
     def tokens(self, raw: dict[str, Any]) -> dict[str, list]:
         """token_ids and loss_mask of a row. ValueError says what is wrong with it.
@@ -66,6 +70,8 @@ class Conversations:
     def _of_texts(self, prompt: str, completion: str) -> dict[str, list]:
         tokenizer, ends = self._loaded
         before = tokenizer(prompt)["input_ids"]
+        if before[:2] == [tokenizer.bos_token_id] * 2:
+            self._count_doubled(tokenizer.bos_token, prompt)
         while before and before[-1] in ends:
             before.pop()
         after = tokenizer(completion, add_special_tokens=False)["input_ids"]
@@ -74,7 +80,21 @@ class Conversations:
         return {"token_ids": before + after, "loss_mask": [False] * len(before) + [True] * len(after)}
 
     def notes(self) -> list[str]:
-        """Return what may surprise of the end of an answer: no token that ends a completion is trained there."""
+        """Return what may surprise of the template, and of the rows that were read."""
+        notes = self._notes_on_ends()
+        if self.first_doubled is not None:
+            mark, text = self.first_doubled
+            writer, use = "tokenizer", f"texts without {mark}"
+            if self._template is not None:
+                writer, use = "chat template", f"rollout.chat=never, or texts without {mark}"
+            notes.append(
+                f"{self.doubled} of the first {self.read} rows hold {mark!r}, which the {writer} adds itself, so that they "
+                f"have it twice, first {text[:60]!r}. Use {use}."
+            )
+        return notes
+
+    def _notes_on_ends(self) -> list[str]:
+        """Return a note where no token that ends a completion is trained at the end of an answer."""
         tokenizer, ends = self._loaded
         if self._template is None:
             nothing = "the model has no end-of-sequence token: completions are trained without an end. " + _END
@@ -114,6 +134,14 @@ class Conversations:
         tokenizer, _ = self._loaded
         return tokenizer.get_chat_template() if self.chat == Chat.auto and tokenizer.chat_template else None
 
+    def _count_doubled(self, mark: str, text: str) -> None:
+        self.doubled += 1
+        self.first_doubled = self.first_doubled or (mark, text)
+
+    @functools.cached_property
+    def _written_by_template(self) -> list[str]:
+        return ChatTemplate(self._loaded[0]).marks()
+
     @property
     def _is_marked(self) -> bool:
         """Whether the template says itself which parts are the assistant's."""
@@ -128,6 +156,9 @@ class Conversations:
         if not wanted:
             raise ValueError("has no message of the assistant to be trained")
         text, marked = self._written(messages)
+        said = "\n".join(message["content"] for message in messages)
+        if twice := [mark for mark in self._written_by_template if mark in said]:
+            self._count_doubled(twice[0], said)
         if messages[0]["role"] == "system" and messages[0]["content"].strip() not in text:
             raise ValueError("has a system message, and the chat template leaves it out")
         if not self._is_marked:

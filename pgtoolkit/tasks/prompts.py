@@ -107,7 +107,10 @@ class ChatTemplate:
     def marks(self) -> list[str]:
         """Return texts by which a prompt is known that is written with the template already."""
         asked = QUESTION | {"content": ANSWER["content"]}
-        before, _, after = self.text([asked], goes_on=True).partition(ANSWER["content"])
+        try:
+            before, _, after = self.text([asked], goes_on=True).partition(ANSWER["content"])
+        except ValueError:  # one for other conversations
+            return []
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         special = dict.fromkeys([*self._tokenizer.all_special_tokens, *added])
         written = [token for token in special if token in before + after]

@@ -369,6 +369,24 @@ def test_where_no_end_is_trained_a_note_says_so(template, ends, note):
     assert bool(trained & {*ids}) is (note is None)  # what the note says is so
 
 
+def test_rows_that_hold_what_is_added_to_them_are_counted():
+    _, texts = of(CHATML)
+    written = "<|im_start|>user\n6?<|im_end|>\n<|im_start|>assistant\n"
+    for prompt in ("6?", written, written):
+        texts.tokens({"prompt": prompt, "completion": "7"})
+    assert texts.notes() == [
+        "2 of the first 3 rows hold '<|im_start|>', which the chat template adds itself, so that they have it twice, "
+        f"first {(written + chr(10) + '7')[:60]!r}. Use rollout.chat=never, or texts without <|im_start|>."
+    ]
+    _, texts = of(None)
+    for prompt in ("6?", "<bos>6?"):
+        texts.tokens({"prompt": prompt, "completion": "7"})
+    assert texts.notes() == [
+        "1 of the first 2 rows hold '<bos>', which the tokenizer adds itself, so that they have it twice, first "
+        "'<bos>6?'. Use texts without <bos>."
+    ]
+
+
 def test_check_and_start_say_that_no_end_is_trained(tmp_path, model, capsys):
     """Of rows of texts; rows of tokens have no template."""
     (tmp_path / "rows.jsonl").write_text(2 * (json.dumps({"messages": TALK}) + "\n"))
