@@ -88,8 +88,8 @@ class Conversations:
             if self._template is not None:
                 writer, use = "chat template", f"rollout.chat=never, or texts without {mark}"
             notes.append(
-                f"{self.doubled} of the first {self.read} rows hold {mark!r}, which the {writer} adds itself, so that they "
-                f"have it twice, first {text[:60]!r}. Use {use}."
+                f"{self.doubled} of the first {self.read} rows hold {mark!r}, which the {writer} adds itself, so that "
+                f"they have it twice, first {text[:60]!r}. Use {use}."
             )
         return notes
 

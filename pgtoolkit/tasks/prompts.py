@@ -85,24 +85,24 @@ class ChatTemplate:
     def notes(self, ends: Sequence[int]) -> list[str]:
         """Return what may surprise of the template; ends: ids of the end-of-sequence tokens."""
         notes = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
-        after = self._tokens_after_answer()
-        if after and not set(after) & set(ends):
-            names = " ".join(self._tokenizer.convert_ids_to_tokens(after)[:3])
+        after = self._after_answer()
+        tokens = self._tokenizer(after, add_special_tokens=False)["input_ids"]
+        if tokens and not set(tokens) & set(ends):
             notes.append(
-                f"the chat template ends an answer with {names}, which is no end-of-sequence token of the model: "
-                "completions may go on after their answer. Add its id to eos_token_id in generation_config.json."
+                f"the chat template ends an answer with {after[:40]!r}, which holds no end-of-sequence token of the "
+                "model: completions may go on after their answer. Add the id of the token that ends an answer to "
+                "eos_token_id in generation_config.json."
             )
         if "strftime_now" in self._tokenizer.get_chat_template():
             notes.append("the chat template writes today's date: on another day the same prompt has other tokens.")
         return notes
 
-    def _tokens_after_answer(self) -> list[int]:
+    def _after_answer(self) -> str:
         try:
             shown = self.text([QUESTION, ANSWER])
         except ValueError:  # it has no place for answers, so that it ends none
-            return []
-        after = shown.rpartition(ANSWER["content"])[2]
-        return self._tokenizer(after, add_special_tokens=False)["input_ids"]
+            return ""
+        return shown.rpartition(ANSWER["content"])[2]
 
     def marks(self) -> list[str]:
         """Return texts by which a prompt is known that is written with the template already."""

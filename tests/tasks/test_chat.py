@@ -141,7 +141,9 @@ def test_notes_say_what_the_template_does():
     assert ChatTemplate(tokenizer).notes([tokenizer.eos_token_id, end]) == [used]
     first, second = ChatTemplate(tokenizer).notes([tokenizer.eos_token_id])
     assert first == used
-    assert second.startswith("the chat template ends an answer with <|im_end|> \n, which is no end-of-sequence token")
+    assert second.startswith(
+        "the chat template ends an answer with '<|im_end|>\\n', which holds no end-of-sequence token"
+    )
     tokenizer.chat_template = CHATML + "{{ strftime_now('%d') }}"
     assert "writes today's date" in ChatTemplate(tokenizer).notes([end])[-1]
 
