@@ -96,6 +96,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     elif kind == "phimoe":
         needs, got = "a model that computes the same in training", f"{kind}, which then draws its experts at random"
         reason = "The old and new log-probs of one policy would differ."
+    elif kind == "reformer":
+        needs, got = "a model for documents of every length", f"{kind}, whose training takes multiples of its chunks"
+        reason = "Completions end where they end."
     if got is not None:
         raise ConfigError(model_folder.refusal(config.path, needs, got, reason))
     _switch_noise_off(model_config)

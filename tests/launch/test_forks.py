@@ -125,7 +125,7 @@ def test_the_process_that_forks_has_one_thread_and_outlives_its_jobs(tmp_path, f
     process = psutil.Process(int(left.read_text().rstrip(".")))
     psutil.Process(pid).children()[0].kill()
     assert killed.wait() == -signal.SIGKILL
-    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
 
 
 def test_a_killed_process_that_forks_is_said(forks):

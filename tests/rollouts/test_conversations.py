@@ -9,7 +9,7 @@ from builders.models import small_llama
 from builders.rollout_rows import config, write_parquet
 from builders.runs import built
 from tasks.test_chat import CHATML, tokenizer_of
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.cli import main
@@ -150,6 +150,15 @@ def test_texts_without_a_template(chat):
         found = texts.tokens({"prompt": "6=", "completion": completion})
         answer = [*tokenizer.encode("42", add_special_tokens=False), tokenizer.eos_token_id]
         assert found == {"token_ids": expected + answer, "loss_mask": [False] * len(expected) + [True] * 3}
+
+
+def test_an_end_that_the_tokenizer_adds_to_a_prompt_does_not_stand_before_its_completion():
+    tokenizer, texts = of(None)
+    end = [("<end>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=end)
+    found = texts.tokens({"prompt": "6=", "completion": "42"})
+    assert tokenizer.decode(found["token_ids"]) == "6=42<end>"
+    assert found["loss_mask"] == [False] * 2 + [True] * 3
 
 
 @pytest.mark.parametrize(
