@@ -71,6 +71,9 @@ def continues_rightly(policy: Policy) -> tuple[bool, str | None]:
         return True, None
     if limit := _limit_of_time_steps(model):
         return False, f"{kind}, whose layers limit time steps to {limit} in a forward pass, not token by token"
+    if kind == "minimax" and model.config.sliding_window is not None:
+        # Where its first layer is a linear one, a step has no mask. Documents of a few tokens fit the window.
+        return False, f"{kind} with a sliding window, which its steps may not keep"
     size = model.config.get_text_config().vocab_size
     tokens = [size * place // 13 for place in range(1, 13)]
     try:

@@ -172,6 +172,11 @@ def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens
         ),
         ("Mamba2", MAMBA2_LIMITED, "mamba2, whose layers limit time steps to 0 to 0.1 in a forward pass"),
         (
+            "MiniMax",
+            SAMPLED["MiniMax"] | {"sliding_window": 20},
+            "minimax with a sliding window, which its steps may not",
+        ),
+        (
             "KimiLinear",
             DENSE | KIMI,
             "kimi_linear, which fails: `get_seq_length` can only be called on Attention layers",
