@@ -7,9 +7,22 @@ from math import inf
 
 from pgtoolkit.comparison.measures import DOCUMENTS, MEASURES, Goal, Reached, is_score
 from pgtoolkit.comparison.statistics import Comparisons, mean_and_std
-from pgtoolkit.config.keys import shown
+from pgtoolkit.config.key import holds
+from pgtoolkit.config.keys import key_named, shown
 from pgtoolkit.runs.find import Run
 from pgtoolkit.system.report import is_number, text
+
+
+def learned(run: Run, name: str) -> object:
+    """Return the value of a key, or of another name in `trained_with`, that a run has learned with."""
+    if name not in run.trained_with:
+        return run.config.get(name)
+    key = key_named(name, run.config) if name in run.config else None
+    last_counts = False if key is None else key.last_counts
+    if isinstance(last_counts, str):
+        depends_on = last_counts.partition("=")[0]
+        last_counts = depends_on not in run.trained_with and holds(last_counts, run.config)
+    return run.config[name] if last_counts else run.trained_with[name]
 
 
 @dataclass

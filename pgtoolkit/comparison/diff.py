@@ -52,8 +52,9 @@ def _facts(provenance):
     hardware = {name: start.get(name) for name in ("host", "platform", "cpus", "memory_bytes")}
     hardware["gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
     commits = " ".join(commit_text(*pair) for pair in code_of(provenance))
+    modules = {**start.get("modules", {}), **start.get("evaluation_modules", {})}
     return {
-        "code": {"pgtoolkit": start.get("version"), "commit": commits or "no repository"},
+        "code": {"pgtoolkit": start.get("version"), "commit": commits or "no repository", **modules},
         "packages": {"python": start.get("python"), **packages},
         "hardware": hardware,
     }

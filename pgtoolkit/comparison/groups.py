@@ -9,13 +9,14 @@ from math import inf
 import numpy as np
 
 from pgtoolkit.comparison import measures
-from pgtoolkit.comparison.compared import Compared, Group
+from pgtoolkit.comparison.compared import Compared, Group, learned
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
-from pgtoolkit.config.keys import changes_learning, key_named, shown
+from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
 from pgtoolkit.config.schema_completions import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
+from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE
 from pgtoolkit.runs.series import final
 from pgtoolkit.system.report import is_number, nearest, refusal, text
 
@@ -31,6 +32,7 @@ def compare(
     over: str | None = None,
     against: str | None = None,
     margin: str | None = None,
+    ignore_code: bool = False,
 ) -> Compared:
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
@@ -38,6 +40,7 @@ def compare(
     key; of groups that differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of
     `metric`. over: KEY,..., varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the
     base that the planned contrasts are with; None: every pair is planned. margin: see `margin_of`.
+    ignore_code: runs whose own modules differ are of one configuration where nothing else differs.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
@@ -54,12 +57,12 @@ def compare(
     else:
         measure, metric = measures.parse_metric(metric)
     _refuse_unknown(readable, metric, option)
-    keys, following, common = _varying([run.config for run in readable], over.split(",") if over else ())
+    keys, following, common = _varying(readable, over.split(",") if over else (), ignore_code)
     blocks = _keys("--over", over.split(",") if over else (), keys, common)
     keys = [key for key in keys if key not in blocks]
     by_values: dict[tuple, Group] = {}
     for run in readable:
-        values = {key: run.config.get(key) for key in keys}
+        values = {key: learned(run, key) for key in keys}
         group = by_values.setdefault(tuple(map(repr, values.values())), Group(values, []))
         group.runs.append(run)
     groups = list(by_values.values())
@@ -80,6 +83,7 @@ def compare(
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
+    compared.notes += _code_notes(compared, readable, ignore_code)
     return compared
 
 
@@ -148,15 +152,16 @@ def _rank(compared, group):
 def _sample(compared, group, varying, blocks=()):
     config, prompts = group.runs[0].config, {}
     for name in varying:
-        declared = key_named(name, config) if name in config else None
+        of_key = name.removeprefix(CONTENTS)
+        declared = key_named(of_key, config) if of_key in config else None
         if declared is not None and declared.fixed == POSITION:
-            prompts[name] = sorted({repr(run.config.get(name)) for run in group.counted})
+            prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
     values = zip((_block(run, blocks) for run in group.counted), compared.tested(group), strict=True)
     return Sample(dict(values), prompts)
 
 
 def _block(run, blocks):
-    return (*(repr(run.config.get(key)) for key in blocks), run.config["seed"])
+    return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
 
 
 def _keep_best(compared, best_of):
@@ -167,32 +172,72 @@ def _keep_best(compared, best_of):
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
         chosen.setdefault(arm, group).tried.update({text(group.values[best_of]): group} if group.counted else {})
     compared.groups = list(chosen.values())
-    _, following, _ = _varying([run.config for group in compared.groups for run in group.runs])
+    _, following, _ = _varying([run for group in compared.groups for run in group.runs])
     compared.following = [name for name in map(shown, following) if name not in compared.keys]
 
 
-def _varying(configs, first=()):
-    """(keys that tell the configurations apart, keys that follow from those, what all share).
+def _varying(
+    runs: Sequence[Run], first: Sequence[str] = (), ignore_code: bool = False
+) -> tuple[list[str], list[str], dict[str, object]]:
+    """Return (names that tell the runs apart, names that follow from those, what all share).
 
-    first: keys that follow from no others.
+    first: names that follow from no others. ignore_code: the user's own modules tell none apart.
     """
-    present = dict.fromkeys(key for config in configs for key in config if key != "seed")  # makes the runs of a group
-    names = [key for key in present if any(changes_learning(key, config) for config in configs if key in config)]
+    present = dict.fromkeys(name for run in runs for name in (*run.config, *run.trained_with))
+    del present["seed"]  # makes the runs of a group
+    if ignore_code:
+        present = [name for name in present if not name.startswith(CODE)]
+    names = [name for name in present if any(_changes_learning(name, run) for run in runs)]
     names.sort(key=lambda name: shown(name) not in first)
     keys, following, common = [], [], {}
-    classes = [()] * len(configs)
+    classes = [()] * len(runs)
     for name in names:
-        values = [repr(config.get(name)) for config in configs]
-        if len(set(values)) == 1:
-            common[name] = configs[0].get(name)
+        values = [learned(run, name) for run in runs]
+        if _is_beside(name) and None in values and len({*values}) == 2:
+            continue  # runs that do not say it differ from no others
+        texts = [repr(value) for value in values]
+        if len({*texts}) == 1:
+            common[name] = values[0]
             continue
-        finer = [(*old, value) for old, value in zip(classes, values, strict=True)]
+        finer = [(*old, value) for old, value in zip(classes, texts, strict=True)]
         if len(set(finer)) > len(set(classes)):
             classes = finer
             keys.append(name)
         else:
             following.append(name)
     return keys, following, common
+
+
+def _is_beside(name: str) -> bool:
+    """Return whether a name stands for what no configuration says: contents of data, or code."""
+    return name.startswith((CONTENTS, CODE, EVALUATION_CODE))
+
+
+def _changes_learning(name: str, run: Run) -> bool:
+    """Return whether the run would have learned something else with another value of this name."""
+    if name.startswith(EVALUATION_CODE):
+        return False
+    key = name.removeprefix(CONTENTS)
+    if key in run.config or key not in run.trained_with:
+        return (key in run.config or name in run.trained_with) and changes_learning(key, run.config)
+    # A resume has chosen an option without this key.
+    declared = [known for known in KEYS if known.name == key]
+    return not declared or any(known.learns is not False for known in declared)
+
+
+def _code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[str]:
+    """Return what is to know of the user's own modules, of which runs have used different ones."""
+    if ignore_code:
+        names = dict.fromkeys(name for run in runs for name in run.trained_with if name.startswith(CODE))
+        differing = [name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1]
+        return [f"--ignore=code counts as the same what differs: {', '.join(differing)}"] if differing else []
+    told_by = [key for key in compared.keys if key.startswith(CODE)]
+    if not told_by:
+        return []
+    return [
+        f"{' and '.join(told_by)} differs, not in comments or docstrings alone, and so these runs are not counted as "
+        "seeds of one configuration; --ignore=code counts them as such"
+    ]
 
 
 def _count(group, metric, blocks):
@@ -229,13 +274,12 @@ def notes_of(compared: Compared) -> list[str]:
     if len(lengths) > 1:
         steps = ", ".join(map(str, sorted(lengths)))
         notes.append(f"the runs are of different length ({steps} steps): their ends do not compare, the mean does")
-    if compared.metric.startswith(HELD_OUT):
-        keys = {key for run in counted for key in run.config if key.startswith("evaluation.")} - {"evaluation.best"}
-        if names := sorted(key for key in keys if len({repr(run.config.get(key)) for run in counted}) > 1):
-            notes.append(
-                f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
-                "settings, or at other steps"
-            )
+    names = _evaluated_differently(counted) if compared.metric.startswith(HELD_OUT) else []
+    if names:
+        notes.append(
+            f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
+            "settings, or at other steps"
+        )
     if key := compared.best_of:
         most = "fewest" if compared.by_documents else "highest"
         notes.append(
@@ -249,6 +293,18 @@ def notes_of(compared: Compared) -> list[str]:
                 end = "lowest" if best == ran[0] else "highest"
                 notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
     return notes + _scale_notes(compared.groups)
+
+
+def _evaluated_differently(runs: list[Run]) -> list[str]:
+    """Return the names of what an evaluation depends on and runs differ in."""
+    beginnings = ("evaluation.", EVALUATION_CODE, f"{CONTENTS}evaluation.")
+    present = {name for run in runs for name in (*run.config, *run.trained_with) if name.startswith(beginnings)}
+    names = []
+    for name in sorted(present - {"evaluation.best"}):
+        values = {repr(value) for run in runs if (value := learned(run, name)) is not None or not _is_beside(name)}
+        if len(values) > 1:
+            names.append(name)
+    return names
 
 
 def _scale_notes(groups):

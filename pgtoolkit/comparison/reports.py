@@ -9,7 +9,7 @@ from string import Template
 
 from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.charts import picture
-from pgtoolkit.comparison.compared import Compared
+from pgtoolkit.comparison.compared import Compared, learned
 from pgtoolkit.comparison.measures import AXES, reached
 from pgtoolkit.runs.series import best
 from pgtoolkit.system.legible import escaped
@@ -42,7 +42,7 @@ def run_rows(compared: Compared) -> list[list[object]]:
     for group in compared.groups:
         for run in group.runs:
             row = {"run": run.path, **{key: text(value) for key, value in group.values.items()}}
-            row |= {key: text(run.config.get(key)) for key in compared.over}
+            row |= {key: text(learned(run, key)) for key in compared.over}
             counted = "yes" if run in group.counted else "no"
             row |= {"seed": run.config["seed"], "state": run.state, "counted": counted, "step": run.step}
             if measured := run.values(goal.metric):

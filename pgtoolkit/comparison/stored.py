@@ -16,7 +16,10 @@ from pgtoolkit.runs.records import read_sweep
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.store import client_of, open_store, raising_storage_errors, require_store, search_literal
 
-_FILES = ("config.yaml", "provenance.json", "status.json", "metrics.jsonl", "evaluations.jsonl")
+_FILES = (
+    *("config.yaml", "provenance.json", "data.json", "drift.jsonl"),
+    *("status.json", "metrics.jsonl", "evaluations.jsonl"),
+)
 _MOST_RUNS = 50_000  # as many as MLflow gives at once
 
 

@@ -23,6 +23,8 @@ class Key:
     range: (least, most), both included, of a number.
     learns: whether runs with different values of it learn differently: it is then part of a job's digest and a
         difference between runs. A condition where it depends on other keys.
+    last_counts: whether a run that was continued with another value is, step by step, one that had it from the start. A
+        condition where it depends on other keys.
     fixed: why a resumed run cannot change it. fixed_if: the condition under which it cannot.
     only_if: the condition without which it has no effect; another value than the usual one is then refused.
     use: what to type for the condition to hold, where that is not the condition itself; of several, joined by ` and `.
@@ -45,6 +47,7 @@ class Key:
     names: tuple[str, ...] = ()
     range: tuple[float, float] | None = None
     learns: bool | str = True
+    last_counts: bool | str = False
     fixed: str = ""
     fixed_if: str = ""
     only_if: str = ""

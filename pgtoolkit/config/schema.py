@@ -179,7 +179,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
-    max_steps: int = key(1, 10**9)
+    max_steps: int = key(1, 10**9, last_counts="optimizer.schedule=constant")
     device: Device = key(evaluate="run", machine=True)
     num_threads: int | None = key(1, 1024, evaluate="run", machine=True)
     deterministic: AutoOrBool = key(**_CUT)
@@ -187,7 +187,13 @@ class TrainerConfig:
     keep_checkpoints: int = key(1, 10**6, learns=False)
     max_bad_steps: int = key(1, 10**6)
     accept_changed_data: bool = key(learns=False)
-    stop_at: float | None = key(0, 1e9, only_if=_MEASURED_BY, use="evaluation.every=20 and evaluation.best=pass@1")
+    stop_at: float | None = key(
+        0,
+        1e9,
+        only_if=_MEASURED_BY,
+        use="evaluation.every=20 and evaluation.best=pass@1",
+        last_counts=True,
+    )
 
 
 @dataclass

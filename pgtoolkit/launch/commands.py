@@ -44,6 +44,8 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is")
     parser.add_argument("--against", metavar="KEY=VALUE", help="the base that planned contrasts are with")
     parser.add_argument("--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base")
+    alike = "count runs as seeds of one configuration whose own modules differ"
+    parser.add_argument("--ignore", choices=("code",), help=alike)
     parser.add_argument("--predictions", type=Path, metavar="FILE", help="what pgtk plan wrote and you filled in")
     for kind, content in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {content}")
@@ -68,7 +70,16 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     expected = predictions.take(args.predictions, args) if args.predictions else {}
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
-    compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
+    compared = compare(
+        runs,
+        args.metric,
+        args.best_of,
+        args.reach,
+        args.over,
+        args.against,
+        args.margin,
+        ignore_code=args.ignore == "code",
+    )
     say(render_comparison(compared))
     for line in predictions.judged(compared, expected):
         say(line)
@@ -109,6 +120,8 @@ def _plan(parser: _Parser, argv: list[str]) -> None:
     spread.add_argument("--sd", type=float, metavar="X", help="standard deviation of the paired differences")
     spread.add_argument("--from", dest="earlier", metavar="RUNS", help="earlier runs that tell it")
     default = Path("predictions.yaml")
+    alike = "count runs as seeds of one configuration whose own modules differ"
+    parser.add_argument("--ignore", choices=("code",), help=alike)
     parser.add_argument("--predictions", type=Path, default=default, metavar="FILE", help=f"made (default: {default})")
     args = parser.parse_intermixed_args(argv)
 

@@ -18,6 +18,7 @@ from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError, first_li
 from pgtoolkit.runs import records
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import is_held
+from pgtoolkit.runs.history import trained_with
 from pgtoolkit.runs.provenance import code_of
 from pgtoolkit.runs.series import Columns, final, metric_names, read_metrics, values
 from pgtoolkit.system.plain_files import refuse_links
@@ -50,6 +51,7 @@ class Run:
     since the first row, the time of evaluations and between a stop and its resume left out; `tokens_seen`, trained up
     to then; and the metrics of evaluations, the one before the first step in a row of its own. names: of the metrics
     that were recorded, also of those that are in no column. code: commits and uncommitted changes.
+    trained_with: see runs/history.py.
     """
 
     path: Path | str
@@ -61,6 +63,7 @@ class Run:
     columns: Columns = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
     code: tuple = ()
+    trained_with: dict[str, object] = field(default_factory=dict)
 
     @property
     def collapsed(self) -> bool:
@@ -200,7 +203,9 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
         if steps.size and not np.isnan(tokens := columns.get("num_tokens", np.nan)).any():
             columns["tokens_seen"] = np.cumsum(tokens)
         names |= _add_evaluations(columns, evaluations, metrics)
-        return Run(path, path.name, state, reason, step, config, columns, names | columns.keys(), code_of(provenance))
+        names |= columns.keys()
+        code, beside = code_of(provenance), trained_with(path, provenance, step)
+        return Run(path, path.name, state, reason, step, config, columns, names, code, beside)
     except (PgtoolkitError, OSError) as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 

@@ -10,9 +10,11 @@ import platform
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.runs.modules import module_digests
 from pgtoolkit.runs.records import TIME
 from pgtoolkit.system.redaction import redact
 
@@ -29,16 +31,26 @@ _SECRET_FILES = (
 """Names of files whose changes are not kept."""
 
 
-def collect(argv: list[str]) -> dict[str, Any]:
-    """Everything about this process that is needed to do its run again, as plain JSON values.
+def collect(
+    argv: list[str],
+    step: int = 0,
+    modules: Iterable[str] = (),
+    evaluation_modules: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return everything about this process that is needed to do its run again, as plain JSON values.
 
-    argv: the command line, usually sys.argv. `git` lists the repository the package runs from (none for an installed
+    argv: the command line, usually sys.argv. step: that the run goes on from. modules: the names of
+    the user's own that a step depends on; evaluation_modules: that an evaluation depends on. Of them
+    `modules` and `evaluation_modules` hold digests, by `module_digests`; a module that both import
+    is in the first. `git` lists the repository the package runs from (none for an installed
     package) and the one of the current directory, where they differ; each with path, commit, branch, diff (against
     the commit, at most DIFF_LIMIT characters, with secrets hidden), diff_truncated, diff_left_out (changed files that
     are named as secrets are) and untracked (names only). `gpus` come from nvidia-smi.
     """
     import pgtoolkit
 
+    digests = module_digests(modules)
+    evaluated = module_digests(evaluation_modules)
     return {
         "time": time.strftime(TIME),
         "command": [redact(argument) for argument in argv],
@@ -52,6 +64,9 @@ def collect(argv: list[str]) -> dict[str, Any]:
         "cpus": {"machine": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": gpus(),
+        "step": step,
+        "modules": digests,
+        "evaluation_modules": {name: digest for name, digest in evaluated.items() if name not in digests},
     }
 
 

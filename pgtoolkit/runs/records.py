@@ -274,9 +274,11 @@ EVALUATION_ROW = {"set": str, "prompts": is_count, "avg": is_number, "pass@1": _
 _DRIFT = {"step": is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
 _START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
 _START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
+_START |= {"step?": is_count, "modules?": {str: str}, "evaluation_modules?": {str: str}}
 _PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
 _CHECKSUM = {"bytes": is_count, "crc32": is_count}
 _MANIFEST = {"rows?": {"metrics.jsonl?": _CHECKSUM, "evaluations.jsonl?": _CHECKSUM}}
-_DATA = {"accepted?": list, str: {str: dict}}
+_FILES = {str: {str: dict}}
+_DATA = {"accepted?": [{"step": is_count, "before": _FILES}], **_FILES}
 _JOB = {"name": str, "directory": str, "status": str}
 _SWEEP = {"name": str, "command": list, "jobs": [_JOB]}

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, Schedule
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
@@ -38,6 +40,7 @@ from pgtoolkit.training.checkpoint import (
     refuse_lost_checkpoint,
 )
 from pgtoolkit.training.data import record_data
+from pgtoolkit.training.module import learning_rate
 from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")
@@ -149,13 +152,37 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
         check_rows(run.path, checkpoint["path"])
     rows, kept = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
-    run.write_config(resolved, overrides, step)
-    run.write_provenance(collect(sys.argv))
+    drift = run.write_config(resolved, overrides, step)
+    run.write_provenance(collect(sys.argv, step, *_named_modules(config)))
+    if checkpoint is not None and (note := _schedule_note(config, drift, checkpoint)):
+        log.warning(f"note: {note}")
     run.drop_metrics_after(step, kept)
     drop_completions_after(run.path, step)
     if rows < step:
         log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
     return checkpoint
+
+
+def _named_modules(config: Config) -> tuple[set[str], set[str]]:
+    """Return the modules that a configuration names: those that steps depend on, and those of evaluations."""
+    named: dict[bool, set[str]] = {True: set(), False: set()}
+    for key, path in named_functions(config).items():
+        named[changes_learning(key, config)].add(path.rpartition(".")[0])
+    return named[True], named[False]
+
+
+def _schedule_note(config: Config, drift: dict[str, list], checkpoint: dict) -> str | None:
+    """Return what a resume with another trainer.max_steps makes of a learning rate that decays until then."""
+    if "trainer.max_steps" not in drift or config.optimizer.schedule == Schedule.constant:
+        return None
+    before, now = drift["trainer.max_steps"]
+    updates = checkpoint["num_updates"]
+    old_rate, new_rate = (learning_rate(config.optimizer, updates, steps) for steps in (before, now))
+    return (
+        f"optimizer.schedule={config.optimizer.schedule.value} decays to 0 at trainer.max_steps, which is {now} now "
+        f"and was {before}: the next update has the learning rate {new_rate:.3g} in place of {old_rate:.3g}. "
+        f"pgtk compare does not count this run as a seed of one that had trainer.max_steps={now} from the start."
+    )
 
 
 def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:

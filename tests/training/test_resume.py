@@ -1,13 +1,17 @@
 """Runs that are resumed: bit-equal at every step, killed early, with changed keys, beyond their data."""
 
+import json
+import re
 import shutil
 
 import pytest
 from builders.runs import SHORT, assert_equal, change_state, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import read_run
+from pgtoolkit.runs.records import read_provenance
 from pgtoolkit.training.train import train
 
 SHORTER, LONGER = (("trainer.max_steps=9", f"accumulation.docs_per_step={number}") for number in (5, 12))
@@ -151,3 +155,57 @@ def test_a_changed_key_acts_on_resume(short, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["learning_rate"] for row in rows[3:]] == [0.5, 0.5]
     assert "optimizer.learning_rate" in (folder / "drift.jsonl").read_text()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_a_resume_that_stretches_a_decaying_schedule_says_so(tmp_path, capsys, schedule):
+    """At step 2 of 4 both rates are half of it; of 8 three quarters, and (1 + 1/sqrt 2) / 2 of a cosine."""
+    decays = (f"optimizer.schedule={schedule}", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01")
+    folder = run(tmp_path / "run", *decays, "trainer.max_steps=4", "trainer.checkpoint_every=2")
+    folder = copy_as_of(folder, 2, tmp_path / "copy")
+    assert main(["resume", str(folder), "trainer.max_steps=8"]) == 0
+    said = capsys.readouterr().out
+    rates = {"linear": "0.0075 in place of 0.005", "cosine": "0.00854 in place of 0.005"}
+    expected = (
+        f"optimizer.schedule={schedule} decays to 0 at trainer.max_steps, which is 8 now and was 4: the next update "
+    )
+    if schedule == "constant":
+        assert "in place of" not in said
+    else:
+        assert f"note: {expected}has the learning rate {rates[schedule]}. pgtk compare does not count" in said
+    fresh = run(tmp_path / "fresh", *decays, "trainer.max_steps=8", "seed=1")
+    compared = compare([read_run(folder), read_run(fresh)], "final:reward")
+    assert len(compared.groups) == (1 if schedule == "constant" else 2)
+
+
+def test_a_run_records_the_code_of_its_own_modules_and_of_its_evaluations(tmp_path, monkeypatch):
+    """A resume whose module has changed adds the digest of then, with its step."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from of_seeds_helper import SCALE\n\n\ndef right(completion, answer):\n    return SCALE\n"
+    (tmp_path / "of_seeds_rewards.py").write_text(text)
+    (tmp_path / "of_seeds_scores.py").write_text(text)
+    (tmp_path / "of_seeds_helper.py").write_text("SCALE = 1.0\n")
+    for name, numbers in (("train", (0, 1, 2, 3)), ("test", (10, 12, 13, 20))):
+        rows = [{"prompt": f"{i}=", "answer": str(i)} for i in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [setting for setting in SHORT if not setting.startswith("task.")]
+    settings += ["task=prompts", "task.path=train.jsonl", "task.verifier=of_seeds_rewards.right", "evaluation.every=9"]
+    settings += ["evaluation.sets.test.path=test.jsonl", "evaluation.sets.test.verifier=of_seeds_scores.right"]
+    train(config_of(*settings, "trainer.max_steps=1"), tmp_path / "run")
+    before = read_provenance(tmp_path / "run")
+    assert [*before["modules"]] == ["of_seeds_helper", "of_seeds_rewards"]
+    assert [*before["evaluation_modules"]] == ["of_seeds_scores"]
+    assert before["step"] == 0
+    (tmp_path / "of_seeds_helper.py").write_text("SCALE = 2.0\n")
+    train(config_of(*settings, "trainer.max_steps=2"), tmp_path / "run", resume=True)
+    (after,) = read_provenance(tmp_path / "run")["resumed"]
+    assert after["step"] == 1
+    changed = {name for name in after["modules"] if after["modules"][name] != before["modules"][name]}
+    assert changed == {"of_seeds_helper"}
+    assert after["evaluation_modules"] == before["evaluation_modules"]
+    known = read_run(tmp_path / "run").trained_with
+    one, two = before["modules"]["of_seeds_helper"], after["modules"]["of_seeds_helper"]
+    assert known["code of of_seeds_helper"] == f"{one} to step 1, then {two}"
+    assert known["code of of_seeds_rewards"] == before["modules"]["of_seeds_rewards"]
+    assert re.fullmatch("[0-9a-f]{8}", known["contents of task.path"])
