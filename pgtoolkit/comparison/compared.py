@@ -20,8 +20,7 @@ def learned(run: Run, name: str) -> object:
     key = key_named(name, run.config) if name in run.config else None
     last_counts = False if key is None else key.last_counts
     if isinstance(last_counts, str):
-        depends_on = last_counts.partition("=")[0]
-        last_counts = depends_on not in run.trained_with and holds(last_counts, run.config)
+        last_counts = holds(last_counts, run.config)
     return run.config[name] if last_counts else run.trained_with[name]
 
 

@@ -120,9 +120,12 @@ def _carry_on(runs: list[Run], metric: str) -> list[str]:
     collapsed = [run for run in runs if run.collapsed]
     for run in collapsed:
         found = run.values(metric)
-        row = {metric: found[-1] if metric.startswith(HELD_OUT) else final(found)}
-        row |= {axis: max(end, run.last(axis)) for axis, end in ends.items()}
-        run.columns = {name: np.append(column, row.get(name, np.nan)) for name, column in run.columns.items()}
+        stays_at = found[-1] if metric.startswith(HELD_OUT) else final(found)
+        here = {axis: run.last(axis) for axis in ends}
+        rows = [here, {axis: max(end, here[axis]) for axis, end in ends.items()}]
+        for row in rows:
+            row[metric] = stays_at
+            run.columns = {name: np.append(column, row.get(name, np.nan)) for name, column in run.columns.items()}
     names = ", ".join(run.name for run in collapsed)
     why = "numbers that were not finite ended them, and they count with what they had reached, to the end"
     return [f"collapsed, and not dropped: {names}; {why}"] if collapsed else []

@@ -69,6 +69,12 @@ def final_of(values: list[float], metric: str) -> float:
     return mean(values[-min(_LAST_EVALUATIONS, max(1, len(values) // 3)) :])
 
 
+def end_of(run: Run, metric: str) -> float:
+    """Return the final value of a run; one that collapsed stays where `compare` has let it stay to the end."""
+    values = run.values(metric)
+    return values[-1] if run.collapsed else final_of(values, metric)
+
+
 def is_score(metric: str) -> bool:
     """Whether more of this metric is better, as far as its name tells."""
     return metric == "reward" or is_share(metric) or (metric.startswith(HELD_OUT) and metric.endswith("/avg"))
@@ -164,7 +170,7 @@ def _fitting_threshold(groups, metric, window):
     if is_share(metric) and any(all(_place(run, share) is not None for run in group) for group in groups):
         return _SHARE, "the default for a share that a configuration reaches with every seed"
     start = mean([first(run.values(metric)) for group in groups for run in group])
-    top = max(min(final_of(run.values(metric), metric) for run in group) for group in groups)
+    top = max(min(end_of(run, metric) for run in group) for group in groups)
     if not top > start:
         return None, ""
     found = float(f"{start + _SHARE * (top - start):.3g}")
@@ -183,7 +189,7 @@ def reached(run: Run, goal: Goal) -> Reached:
     place, axes = _place(run, goal), [(axis, run.columns[axis]) for axis in AXES if axis in run.columns]
     seen = {axis: exact(axis, np.nanmax(column)) for axis, column in axes}
     to = {axis: exact(axis, column[place]) for axis, column in axes if place is not None and not isnan(column[place])}
-    return Reached(to, seen, _mean_over_documents(run, goal), final_of(run.values(goal.metric), goal.metric))
+    return Reached(to, seen, _mean_over_documents(run, goal), end_of(run, goal.metric))
 
 
 def _place(run, goal):
@@ -207,6 +213,8 @@ def _mean_over_documents(run, goal):
         return None
     if low >= high:
         return float(np.interp(high, x, y))
-    places = np.array([low, *x[(x > low) & (x < high)], high])
-    heights = np.interp(places, x, y)
+    between = (x > low) & (x < high)
+    at_low, at_high = np.interp([low, high], x, y)
+    places = np.array([low, *x[between], high])
+    heights = np.array([at_low, *y[between], at_high])
     return float(np.diff(places) @ (heights[:-1] + heights[1:]) / 2 / (high - low))

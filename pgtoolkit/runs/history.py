@@ -87,9 +87,7 @@ def _code(provenance: dict) -> dict[str, list[tuple[int, Any]]]:
     for start in [provenance, *provenance.get("resumed", [])]:
         for kind, prefix in (("modules", CODE), ("evaluation_modules", EVALUATION_CODE)):
             for module, digest in start.get(kind, {}).items():
-                # The first start that is known to have imported it stands for those before.
-                changes = histories.setdefault(prefix + module, [])
-                changes.append((start.get("step", 0) if changes else 0, digest))
+                histories.setdefault(prefix + module, []).append((start.get("step", 0), digest))
     return histories
 
 

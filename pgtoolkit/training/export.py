@@ -26,7 +26,7 @@ from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.records import best_checkpoint, read_config, read_drift, read_resolved, storage
+from pgtoolkit.runs.records import best_checkpoint, read_config, read_data, read_drift, read_resolved, storage
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, shell_path
@@ -94,12 +94,26 @@ def branch(parent: Path, step: int, folder: Path) -> None:
         for entry in reversed(drift):
             for key, (before, _) in entry["changes"].items() if entry["step"] > step else ():
                 OmegaConf.update(config, key, before, force_add=True)
+        _take_back_data(whole, step)
         earlier = [json.dumps(entry) + "\n" for entry in drift if entry["step"] <= step]
         (whole / "drift.jsonl").write_text("".join(earlier))
         (whole / "config.yaml").write_text(OmegaConf.to_yaml(config))
         with RunDirectory(whole) as run:
             place = f"{parent.resolve()}, step {step}"
             run.set_status("interrupted", step, f"made of {place}", saved=step, parent=place)
+
+
+def _take_back_data(run_dir: Path, step: int) -> None:
+    """Let data.json say what the steps up to this one were made with, and what was accepted for those behind it."""
+    data = read_data(run_dir)
+    accepted = data.pop("accepted", [])
+    for entry in reversed(accepted):
+        if entry["step"] > step:
+            data |= entry["before"]
+    if earlier := [entry for entry in accepted if entry["step"] <= step]:
+        data["accepted"] = earlier
+    if accepted:
+        (run_dir / "data.json").write_text(json.dumps(data, indent=1) + "\n")
 
 
 @contextlib.contextmanager

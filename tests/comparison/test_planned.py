@@ -2,12 +2,15 @@
 
 import csv
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
@@ -109,6 +112,59 @@ def test_blocks_are_checkpoints_and_seeds():
     assert (pair.counts, pair.p) == ((1, 1), None)  # one block is left that both have
     (pair,) = Comparisons([Sample({("a", 0): 0.3, ("a", 1): 0.4}), Sample({("b", 0): 0.3, ("b", 1): 0.5})])
     assert (pair.paired, pair.counts, pair.p) == (False, (2, 2), pytest.approx(0.7117, abs=1e-4))  # by scipy
+
+
+def test_blocks_of_other_prompts_are_not_paired():
+    """The values of the test above, where p is 0.014: a key of the task that follows from the loss tells them apart."""
+    ends = {"grpo": [[0.3, 0.34], [0.7, 0.72]], "gspo": [[0.31, 0.35], [0.72, 0.74]]}
+    runs = []
+    for loss, by_path in ends.items():
+        for path, values in zip("ab", by_path, strict=True):
+            for seed, end in enumerate(values):
+                task = {"task.name": "reverse", "task.num_digits": 6 if loss == "grpo" else 4}
+                runs.append(run_of([0.0, 0.1, end], seed, **{"loss.name": loss, "model.path": path}, **task))
+    compared = compare(runs, f"final:{PASS}", over="model.path")
+    (pair,) = compared.comparisons
+    groups = [np.ravel(ends[group.values["loss"]]) for group in compared.groups]
+    expected = scipy.stats.ttest_ind(groups[0], groups[1], equal_var=False).pvalue
+    assert (pair.paired, pair.counts) == (False, (4, 4))
+    assert pair.p == pytest.approx(expected)
+    assert expected == pytest.approx(0.93, abs=0.01)
+
+
+@pytest.mark.parametrize("base", [-2.0, 2.0])
+def test_a_margin_in_percent_is_of_the_size_of_the_mean(base):
+    """Rewards may be penalties: 10 % of -2 is 0.2 on either side, as of 2."""
+    assert margin_of("10%", base) == pytest.approx(0.2)
+    assert margin_of("0.1", base) == 0.1
+    one = base + np.array([-0.04, 0.0, 0.01, 0.03])
+    other = base + np.array([-0.02, 0.03, 0.01, 0.05])
+    samples = [Sample({(seed,): float(value) for seed, value in enumerate(values)}) for values in (one, other)]
+    (pair,) = Comparisons(samples, "10%")
+    bound = 0.1 * abs(one.mean())
+    lower = scipy.stats.ttest_rel(other + bound, one, alternative="greater").pvalue
+    upper = scipy.stats.ttest_rel(other - bound, one, alternative="less").pvalue
+    assert pair.equal_p == pytest.approx(max(lower, upper))
+    assert pair.equal_p < 0.01
+
+
+def test_a_collapsed_run_stays_at_the_last_tenth_of_what_it_measured_in_training():
+    """Of 40 steps the last four, 0.3 on average, from document 400 to the 800 of the other, and at its end."""
+    steps = np.arange(1.0, 81)
+    runs = []
+    for seed, count in ((0, 80), (1, 40)):
+        values = np.linspace(0.2, 0.6, count)
+        values[-4:] = 0.7, 0.1, 0.2, 0.2
+        columns = {"step": steps[:count], "documents_seen": 10 * steps[:count], "reward": values}
+        config = {"seed": seed, "trainer.max_steps": 80}
+        state, reason = ("done", None) if seed == 0 else ("failed", "NumericalError: 3 steps in a row")
+        runs.append(Run("/", f"run-{seed}", state, reason, count, config, columns))
+    bad = runs[1].columns["reward"].copy()
+    (group,) = compare(runs, "area:reward").groups
+    area = sum((a + b) / 2 * 10 for a, b in pairwise(bad)) + 0.3 * 400
+    assert group.reached[1].mean == pytest.approx(area / 790)
+    assert group.reached[1].final == pytest.approx(0.3)
+    assert group.reached[0].final == pytest.approx(np.mean(runs[0].columns["reward"][-8:]))
 
 
 def test_a_run_that_collapsed_stays_where_it_ended():

@@ -78,6 +78,7 @@ def test_a_key_that_only_the_option_of_before_had_counts(tmp_path):
     save(tmp_path / "1", 1, tracking={"name": "none"})
     keys, found = labels(tmp_path)
     assert keys == ["loss.old"]
+    assert compare(find_runs([str(tmp_path)]), "final:reward").following == []
     assert found == {"1 to step 4, then null": [0], "null": [1]}
 
 

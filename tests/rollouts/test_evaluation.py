@@ -61,6 +61,15 @@ def test_errors_are_over_prompts_and_not_over_completions():
     assert found["reward/a"] == pytest.approx(0.5)
 
 
+def test_a_completion_without_a_measure_counts_0():
+    """Of four completions two were measured: 1 and 0.5, so that the mean over prompts is (0.5 + 0.25) / 2."""
+    groups = answers(
+        [(1.0, True, 3, "stop", {"reward/a": 1.0}), (1.0, True, 5, "stop", {})],
+        [(0.0, False, 7, "stop", {}), (0.0, False, 7, "stop", {"reward/a": 0.5})],
+    )
+    assert _numbers(groups)["reward/a"] == pytest.approx(0.375)
+
+
 def test_a_single_prompt_has_no_error():
     assert mean_and_error([0.25]) == (0.25, None)
     found = _numbers(answers([(1.0, True, 3, "stop", {}), (0.0, False, 3, "stop", {})]))

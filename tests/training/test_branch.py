@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 from builders.runs import assert_equal, checkpoint_of, metrics_of, run
@@ -9,9 +10,10 @@ from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.launch.start import _without_hydra
-from pgtoolkit.runs.records import read_drift, read_resolved, read_status
+from pgtoolkit.runs.records import read_data, read_drift, read_resolved, read_status
 from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.description import describe
+from pgtoolkit.training.export import branch
 
 
 def files_of(folder):
@@ -63,6 +65,49 @@ def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, t
     assert (entry["step"], entry["changes"]["optimizer.learning_rate"]) == (4, [0.001, 0.02])
     assert read_resolved(tmp_path / "new")["optimizer"]["learning_rate"] == 0.02
     assert len(metrics_of(tmp_path / "new")) == 8
+
+
+@pytest.fixture(scope="module")
+def changed(short, tmp_path_factory):
+    """The run, whose rate was changed at step 6 and again at step 7; 8 steps."""
+    folder = shutil.copytree(short, tmp_path_factory.mktemp("changed") / "run")
+    assert main(["resume", str(folder), "optimizer.learning_rate=0.02", "trainer.max_steps=7"]) == 0
+    assert main(["resume", str(folder), "optimizer.learning_rate=0.03", "trainer.max_steps=8"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("step", "rate", "steps"),
+    [(5, 0.001, []), (6, 0.02, [6]), (7, 0.03, [6, 7])],
+)
+def test_a_branch_has_the_configuration_of_its_step(changed, tmp_path, step, rate, steps):
+    """A change at the very step holds for what follows, as in the parent; later ones are taken back, the last first."""
+    new = tmp_path / "new"
+    branch(changed, step, new)
+    assert read_resolved(new)["optimizer"]["learning_rate"] == rate
+    assert read_resolved(new)["trainer"]["max_steps"] == {5: 6, 6: 7, 7: 8}[step]
+    assert [entry["step"] for entry in read_drift(new)] == steps
+    rates = [entry["changes"]["optimizer.learning_rate"] for entry in read_drift(new)]
+    assert rates == [[0.001, 0.02], [0.02, 0.03]][: len(steps)]
+
+
+def test_a_branch_has_the_data_of_its_step(copied, tmp_path):
+    a, b, c = ({"train.jsonl": {"bytes": 3, "sha256": letter * 64}} for letter in "abc")
+    accepted = [{"step": step, "before": {"task.path": files}} for step, files in ((3, a), (5, b))]
+    (copied / "data.json").write_text(json.dumps({"task.path": c, "accepted": accepted}))
+    for step, files, kept in ((2, a, 0), (3, b, 1), (4, b, 1), (5, c, 2)):
+        branch(copied, step, tmp_path / str(step))
+        expected = {"task.path": files} | ({"accepted": accepted[:kept]} if kept else {})
+        assert read_data(tmp_path / str(step)) == expected
+
+
+def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
+    parent = run(tmp_path / "folder", "tracking.run_name=parent", "trainer.max_steps=2")
+    assert describe(parent).run_name == "parent"
+    for name, typed in (("new", []), ("mine", ["tracking.run_name=mine"])):
+        folder = tmp_path / ("new" if not typed else "other")
+        assert main(["resume", str(parent), "--step=1", f"hydra.run.dir={folder}", *typed]) == 0
+        assert describe(folder).run_name == name
 
 
 @pytest.mark.parametrize(

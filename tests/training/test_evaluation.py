@@ -286,3 +286,20 @@ def test_the_generator_with_the_seed_of_training_is_refused(short, tmp_path, mon
         "The same generator with the same seed asks the same. Use another evaluation.seed, or"
         in capsys.readouterr().err
     )
+
+
+def test_a_run_is_evaluated_with_the_vocabulary_that_it_was_trained_with(short, tmp_path, monkeypatch, capsys):
+    """The same prompt from a file, whose characters are fewer: the same completions, to the last one."""
+    monkeypatch.chdir(tmp_path)
+    few = ("evaluation.prompts_per_set=1", "evaluation.completions_per_prompt=8")
+    assert main(["evaluate", str(short), *few]) == 0
+    (folder,) = Path("outputs/evaluations").iterdir()
+    expected = read_completions(folder / "completions" / "evaluation_held_out_000006.parquet")
+    (prompt,) = {row.prompt for row in expected}
+    assert len({*prompt}) < 6  # the task of the run has all digits
+    Path("same.jsonl").write_text(json.dumps({"prompt": prompt, "answer": prompt[-2::-1]}) + "\n")
+    of_file = ("task=prompts", "task.path=same.jsonl", "task.verifier=exact_match")
+    assert main(["evaluate", str(short), *few, *of_file]) == 0
+    (other,) = [path for path in Path("outputs/evaluations").iterdir() if path != folder]
+    found = read_completions(other / "completions" / "evaluation_held_out_000006.parquet")
+    assert [(row.prompt, row.completion) for row in found] == [(row.prompt, row.completion) for row in expected]
