@@ -66,7 +66,8 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 
 
 def index(path: Path) -> None:
-    from pgtoolkit.config.schema_completions import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
+    from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
+    from pgtoolkit.config.schema_tasks import Chat, TooLong
     from pgtoolkit.rollouts.advantages import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
 

@@ -13,7 +13,7 @@ from pgtoolkit.comparison.compared import Compared, Group, learned
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
-from pgtoolkit.config.schema_completions import POSITION
+from pgtoolkit.config.schema_rollouts import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
 from pgtoolkit.runs.history import CODE, CONTENTS, EVALUATION_CODE

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgtoolkit.config.key import value_of
-from pgtoolkit.config.keys import values_of
+from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.config.schema_completions import ChainSumTaskConfig, ShortestPathTaskConfig, TaskConfig
+from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, TaskConfig
 from pgtoolkit.system.report import text
 
 USUAL = "held_out"
@@ -62,13 +62,13 @@ def held_out_sets(c: Config) -> list[HeldOut]:
 def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
     """A copy of the configured task, or the defaults of another kind, with the keys of a set."""
     kind = given.get("task", c.task.name)
-    values = vars(c.task) if kind == c.task.name else values_of("task", kind)
+    values = vars(c.task) if kind == c.task.name else option_values("task", kind)
     if "path" in given and "split" in values:  # which is that of the other files
         values = values | {"split": None}
     if "verifier" in given and kind == "prompts":
         values = values | {"pattern": None, "verifiers": {}}
     values = values | {key: value for key, value in given.items() if key not in OF_A_SET}
-    return SCHEMAS[f"task/{kind}"](**copy.deepcopy({key: values[key] for key in values if key != "defaults"}))
+    return SCHEMAS[f"task/{kind}"](**copy.deepcopy(dict(values)))
 
 
 def powers_of_two(most: int) -> list[int]:

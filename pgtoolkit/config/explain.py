@@ -1,24 +1,30 @@
 """`pgtk explain WORD`: what a key, a group, an option, a metric or an exit status means. Every text stands elsewhere:
-in the schema, above the keys in conf/, in the families, in the errors, and in the tables of docs/.
-
-`python -m pgtoolkit.config.explain` prints docs/keys.md, with the same of every key.
+in the schema, in the families, in the errors, and in the tables of docs/.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pgtoolkit.config.defaults import REQUIRED, Computed
 from pgtoolkit.config.elsewhere import keys_called, table_rows
-from pgtoolkit.config.files import default_options, docs_page, options
+from pgtoolkit.config.files import docs_page, options
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment_of, describe, group_comment, head_of, in_words, shown, values_of
+from pgtoolkit.config.keys import (
+    KEYS,
+    describe,
+    group_help,
+    in_words,
+    option_help,
+    option_values,
+)
 from pgtoolkit.config.refusals import ALSO_CALLED
+from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.report import nearest, refusal, text
 
@@ -38,7 +44,7 @@ _OF_WORD = ": a word of these pages"
 class Entry:
     """A key with the options of its group in which all that is said of it is the same.
 
-    meaning: its comment in conf/. defaults: by option.
+    meaning: see `Key.help`. defaults: by option, in words.
     """
 
     key: Key
@@ -95,45 +101,18 @@ def entries() -> list[Entry]:
         usual = default_options().get(key.group)
         others = [name for name in options().get(key.group, ()) if name != usual]
         for name in [option] if option else [usual, *others]:
-            meaning = group_comment(key.group) if key.option else comment_of(key.group, name, key.leaf)
+            meaning = group_help(key.group) if key.option else key.help
             same = (key.name, key.type, key.range, meaning, key.only_if, key.fixed)
             entry = by_meaning.setdefault(same, Entry(key, meaning))
-            entry.defaults[name or ""] = _in_conf(values_of(key.group, name).get(key.leaf))
+            entry.defaults[name or ""] = _in_words(option_values(key.group, name).get(key.leaf))
     return list(by_meaning.values())
 
 
-def _in_conf(value: Any) -> str:
-    """A value as it stands in conf/, in words where it depends on other keys."""
-    if value == "???":
+def _in_words(value: Any) -> str:
+    """Return a default in words."""
+    if value == REQUIRED:
         return "none"
-    if isinstance(value, dict):
-        return str(value)
-    written = text(value)
-    if chosen := re.fullmatch(r"\$\{pgtk\.by_weights:([^,]+),([^,}]+)(?:,([^}]+))?\}", written):
-        random, trained, adapters = chosen.groups()
-        return f"{random}, with model=huggingface {trained}" + (f" and with LoRA {adapters}" if adapters else "")
-    return re.sub(r"\$\{([\w.]+)\}", r"\1", written)
-
-
-def keys_page() -> str:
-    """docs/keys.md."""
-    lines = [
-        "# Keys",
-        "",
-        "Every key of the configuration: its type and range (both ends included), its default, and what it means.",
-        "`pgtk explain KEY` prints the same. This page is made by `python -m pgtoolkit.config.explain` from the",
-        "schema (`pgtoolkit/config/schema*.py`) and the comments in [`conf/`](../conf); a test compares it.",
-    ]
-    group = None
-    for entry in entries():
-        if entry.key.group != group:
-            group = entry.key.group
-            lines += ["", f"## {group or 'seed'}", ""]
-            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        of = f" ({entry.options})" if entry.options else ""
-        cells = [f"`{shown(entry.key.name)}`{of}", *entry.told().values()]
-        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-    return "\n".join(lines) + "\n"
+    return str(value) if isinstance(value, dict | Computed) else text(value)
 
 
 def explain(words: str) -> str:
@@ -180,12 +159,12 @@ def explanations() -> dict[str, list[str]]:
         explained([word, f"{word}s"], f"{word}{_OF_WORD}", {"": meaning})
     for group, names in options().items():
         usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
-        heads = {f"{group}={name}{' (default)' if name == usual else ''}": head_of(group, name) for name in names}
+        heads = {f"{group}={name}{' (default)' if name == usual else ''}": option_help(group, name) for name in names}
         told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
         explained([group], f"{group}: a group of options", told)
         for name in names:
             having = [entry.key.name for entry in keys if name in entry.defaults]
-            told = {"": head_of(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
+            told = {"": option_help(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
             explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
@@ -248,7 +227,3 @@ def _page(title: str, shown: dict[str, str]) -> str:
             line = " ".join(cell.replace("\\|", "|").split())
             lines += textwrap.wrap(line, 116, initial_indent=start, subsequent_indent="    ")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(keys_page())

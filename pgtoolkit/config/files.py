@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +83,19 @@ def _options_in(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-@functools.cache
-def default_options() -> dict[str, str]:
-    """Group -> the option that conf/config.yaml chooses, in its order."""
-    lines = (config_directory() / "config.yaml").read_text()
-    return dict(re.findall(r"^  - (\w+): (\w+)$", lines, flags=re.MULTILINE))
+def leading_comment(file: Path) -> str:
+    """Return the comment at the top of a YAML file, without Hydra's directive and the command that runs it."""
+    sentences = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        sentence = line.lstrip("# ")
+        if not sentence.startswith(("@package", "pgtk ")):
+            sentences.append(sentence)
+    return " ".join(sentences)
 
 
 def plugins(kind: str) -> dict[str, str]:
     """What the options of hydra/KIND in conf/ have Hydra instantiate -> the option; kind: launcher or sweeper."""
     files = (config_directory() / "hydra" / kind).glob("*.yaml")
-    return {re.search(r"^_target_: (\S+)$", file.read_text(), flags=re.MULTILINE)[1]: file.stem for file in files}
+    return {read_options(file)["_target_"]: file.stem for file in files}

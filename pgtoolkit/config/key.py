@@ -7,10 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import text
 
 
@@ -18,6 +14,8 @@ from pgtoolkit.system.report import text
 class Key:
     """A key of one option of its group, with all that is true of it.
 
+    default: its value where nothing else is chosen: plain, or computed from other keys (`defaults.py`).
+    help: what it means, in sentences.
     name: such as `rollout.lag`. schema: the option that has it, `rollout/policy`; the group alone where all of its
     options have the same keys; empty for `seed`. type: as annotated, such as `int | None`. names: those it is one of.
     range: (least, most), both included, of a number.
@@ -45,6 +43,8 @@ class Key:
     schema: str
     type: str
     names: tuple[str, ...] = ()
+    default: Any = field(default=None, compare=False)  # lists cannot be hashed
+    help: str = ""
     range: tuple[float, float] | None = None
     learns: bool | str = True
     last_counts: bool | str = False
@@ -71,13 +71,46 @@ class Key:
         return self.name.rpartition(".")[2]
 
 
-def key(least: float | None = None, most: float | None = None, **declared: Any) -> Any:
-    """The field of a key in the schema. least, most: the range of a number, both included: wide enough for what anybody
-    means, beyond it a slip. declared: see `Key`; what a group declares holds for its keys that do not declare it.
+@dataclass(frozen=True)
+class Option:
+    """An option of a group, which `loss=gspo` chooses.
+
+    schema: the dataclass of its keys. help: what it is, in sentences. base: the option of the same
+    group whose values it takes. changes: the values that differ from those, by key.
+    """
+
+    schema: type
+    help: str
+    base: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is true of a group as a whole. default: its option. help: what it decides."""
+
+    default: str
+    help: str
+
+
+def key(*, least: float | None = None, most: float | None = None, **declared: Any) -> Any:
+    """Declare the field of a key in a schema.
+
+    least, most: the range of a number, both included: wide enough for all that anybody means, so
+    that beyond it lies a slip. declared: see `Key`.
     """
     if least is not None:
         declared["range"] = (least, most)
     return field(metadata=declared)
+
+
+def group(*, default: str, help: str, **declared: Any) -> Any:
+    """Declare the field of a group in `Config`.
+
+    default: the option that is chosen where no other is. help: what the group decides, as one sentence or its end.
+    declared: see `Key`; it holds for all keys of the group that do not declare it themselves.
+    """
+    return field(metadata={"group": Group(default, help), **declared})
 
 
 def holds(condition: str, config: object) -> bool:
@@ -103,15 +136,6 @@ def value_of(config: object, name: str) -> Any:
     for part in [name] if isinstance(config, Mapping) and name in config else name.split("."):
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     return config
-
-
-def resolved(config: object, name: str) -> Any:
-    """The value of a key in plain types; None where it does not resolve, of which `validate` says more."""
-    try:
-        value = value_of(config, name)
-        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-    except OmegaConfBaseException:
-        return None
 
 
 def _holds(single: str, config: object) -> bool:

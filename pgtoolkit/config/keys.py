@@ -1,36 +1,51 @@
-"""The table of all keys: what the schema declares and conf/ says of each, and what follows for a configuration."""
+"""The table of all keys: what the schema declares of each, and what follows for a configuration."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from enum import EnumMeta
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.files import config_directory, default_options, options
+from pgtoolkit.config.defaults import REQUIRED, Computed
+from pgtoolkit.config.files import config_directory, leading_comment
 from pgtoolkit.config.key import Key, holds, parts, singles, value_of
-from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
+from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import Report, is_number, is_whole, text
 
 
 def _declared() -> Iterator[Key]:
     for group in fields(Config):
-        schemas = {name: shape for name, shape in SCHEMAS.items() if name.partition("/")[0] == group.name}
-        if not schemas:
-            yield Key(group.name, "", group.type, **group.metadata)
-        for name, shape in schemas.items():
-            kinds = get_type_hints(shape)
-            for field in fields(shape):
-                kind, declared = kinds[field.name], {**group.metadata, **field.metadata}
-                names = next((tuple(one) for one in (kind, *get_args(kind)) if isinstance(one, EnumMeta)), ())
-                yield Key(f"{group.name}.{field.name}", name, field.type, names, **declared)
+        of_group = {name: value for name, value in group.metadata.items() if name != "group"}
+        if group.name not in OPTIONS:
+            yield Key(group.name, "", group.type, **of_group)
+        for name, schema in SCHEMAS.items():
+            if name.partition("/")[0] != group.name:
+                continue
+            types = get_type_hints(schema)
+            for field in fields(schema):
+                declared = of_group | field.metadata
+                yield Key(
+                    name=f"{group.name}.{field.name}",
+                    schema=name,
+                    type=field.type,
+                    names=_names_of(types[field.name]),
+                    **declared,
+                )
+
+
+def _names_of(annotation: Any) -> tuple[str, ...]:
+    """Return the values of the enumeration in an annotation; empty where there is none."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, EnumMeta):
+            return tuple(kind)
+    return ()
 
 
 KEYS = tuple(_declared())
@@ -61,6 +76,15 @@ def key_named(name: str, config: object) -> Key | None:
     if name not in _NAMED:
         name = next((key.name for key in KEYS if key.free and is_inside(name, key.name)), "")
     return next(_of_chosen(_NAMED.get(name, ()), config), None)
+
+
+def resolved(config: object, name: str) -> Any:
+    """The value of a key in plain types; None where it does not resolve, of which `validate` says more."""
+    try:
+        value = value_of(config, name)
+        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+    except OmegaConfBaseException:
+        return None
 
 
 def is_inside(name: str, place: str) -> bool:
@@ -135,87 +159,77 @@ def in_words(condition: str) -> str:
     return condition
 
 
-def default(config: DictConfig, key: str) -> Any:
-    """The value that the chosen option gives the key, as it resolves in this configuration; None without one."""
-    value, leaf = written(config, key), key.rpartition(".")[2]
-    if not is_computed(value):
-        return copy.deepcopy(value)
-    values = OmegaConf.create({leaf: value})
-    values._set_parent(config)  # for interpolations
-    try:
-        return values.get(leaf)
-    except OmegaConfBaseException:
-        return None
+def default(config: object, key: str) -> Any:
+    """Return the value that the chosen option gives a key in this configuration; None without one."""
+    declared = declared_default(config, key)
+    if isinstance(declared, Computed):
+        try:
+            return declared.resolve(config)
+        except OmegaConfBaseException:  # a value that it depends on does not resolve
+            return None
+    return None if declared == REQUIRED else copy.deepcopy(declared)
 
 
-def written(config: DictConfig, key: str) -> Any:
-    """The same as it stands in the file."""
+def declared_default(config: object, key: str) -> Any:
+    """Return the same as the option declares it: plain, computed, or REQUIRED."""
     group, _, leaf = key.rpartition(".")
-    return values_of(group, _chosen(config, group)).get(leaf)
+    return option_values(group, _chosen(config, group)).get(leaf)
 
 
-def is_computed(value: Any) -> bool:
-    """Whether a value that stands in a file is made of others', or is still to be given."""
-    return re.search(r"\$\{|\?\?\?", str(value)) is not None
+def help_of(config: object, key: str) -> str:
+    """Return what a key of the chosen option means; empty without one."""
+    group = key.rpartition(".")[0]
+    option = _chosen(config, group)
+    return next((known.help for known in _NAMED.get(key, ()) if _belongs(known, option)), "")
 
 
-def comment(config: DictConfig, key: str) -> str:
-    """What stands above the key in the file of the chosen option; empty without one."""
-    group, _, leaf = key.rpartition(".")
-    return comment_of(group, _chosen(config, group), leaf)
+def _belongs(key: Key, option: str | None) -> bool:
+    return "/" not in key.schema or key.schema.partition("/")[2] == option
 
 
 @functools.cache
-def values_of(group: str, option: str | None) -> dict[str, Any]:
-    """The values of an option, not resolved, those of the options that it changes included; group "": of no group."""
-    values: dict[str, Any] = {}
-    for file in reversed(_files(group, option)):
-        values |= OmegaConf.to_container(OmegaConf.load(file))
+def option_values(group: str, option: str | None) -> dict[str, Any]:
+    """Return the default of each key of an option, as declared; group "": of no group.
+
+    Empty for an option that is not ours.
+    """
+    if not group:
+        return {key.name: key.default for key in KEYS if not key.schema}
+    if option not in OPTIONS.get(group, {}):  # an option of the user, or the entries of a free-form key
+        return {}
+    chosen = OPTIONS[group][option]
+    values = {key.leaf: key.default for key in KEYS if key.group == group and _belongs(key, option)}
+    if chosen.base:
+        values |= option_values(group, chosen.base)
+    values |= chosen.changes
+    if group in OPTION_KEYS:
+        values[OPTION_KEYS[group].rpartition(".")[2]] = option
     return values
 
 
-def comment_of(group: str, option: str | None, leaf: str) -> str:
-    """What stands above a key of an option, on one line."""
-    for file in _files(group, option):
-        above = re.search(rf"((?:^#.*\n)+){leaf}:", file.read_text(), re.MULTILINE)
-        if above:
-            return " ".join(line.lstrip("# ") for line in above[1].splitlines())
-    return ""
+def group_help(group: str) -> str:
+    """Return what a group of the schema decides."""
+    return Config.__dataclass_fields__[group].metadata["group"].help
 
 
-def group_comment(group: str) -> str:
-    """What stands above a group in conf/config.yaml, without the list of its options, as a sentence."""
-    above = re.search(rf"((?:^  #.*\n)+)  - {group}: ", (config_directory() / "config.yaml").read_text(), re.MULTILINE)
-    says = " ".join(line.lstrip("# ") for line in above[1].splitlines()).rpartition(": ")[0]
-    return f"{says[:1].upper()}{says[1:]}."
+def option_help(group: str, name: str) -> str:
+    """Return what an option is, in sentences; of an experiment, what stands at the top of its file."""
+    if group in OPTIONS:
+        return OPTIONS[group][name].help
+    return leading_comment(config_directory() / group / f"{name}.yaml")
 
 
-def head_of(group: str, name: str) -> str:
-    """What stands at the top of an option's file, without the command that it may begin with."""
-    above = re.match(r"(?:#.*\n)*", (config_directory() / group / f"{name}.yaml").read_text())[0]
-    lines = [line.lstrip("# ") for line in above.splitlines()]
-    return " ".join(line for line in lines if not line.startswith(("@package", "pgtk ")))
-
-
-@functools.cache
-def _files(group: str, option: str | None) -> list[Path]:
-    """The file of an option, then those of the options that it changes; none for an option that is not ours."""
-    if not group:
-        return [config_directory() / "config.yaml"]
-    file = config_directory() / group / f"{option}.yaml"
-    if not file.is_file():
-        return []
-    bases = [name for name in OmegaConf.load(file).get("defaults", []) if not name.startswith(("schema", "_self_"))]
-    return [file, *(base for name in bases for base in _files(group, name))]
-
-
-def _chosen(config: DictConfig, group: str) -> str | None:
-    """The chosen option; where it is not ours, the one that the values name, or the default."""
-    chosen = OmegaConf.select(config, f"hydra.runtime.choices.{group}") if group else None
-    nodes = config._get_node(group) if group in config else None
-    named = [nodes._get_node(name)._value() for name in nodes] if isinstance(nodes, DictConfig) else []
-    ours = options().get(group, [])
-    return next((name for name in (chosen, *named, default_options().get(group)) if name in ours), None)
+def _chosen(config: object, group: str) -> str | None:
+    """Return the chosen option; where it is not ours, the one that the values name, or the default."""
+    if group not in OPTIONS:
+        return None
+    names = []
+    if isinstance(config, DictConfig):
+        names.append(OmegaConf.select(config, f"hydra.runtime.choices.{group}"))
+    if group in OPTION_KEYS:
+        names.append(resolved(config, OPTION_KEYS[group]))
+    names.append(default_options()[group])
+    return next(name for name in names if isinstance(name, str) and name in OPTIONS[group])
 
 
 def ignored(c: Config, report: Report, group: str = "") -> None:

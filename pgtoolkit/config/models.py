@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pgtoolkit.config.schema import ModelConfig, TinyModelConfig
-from pgtoolkit.config.schema_completions import GeneratedTaskConfig, TaskConfig
+from pgtoolkit.config.schema_run import ModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_tasks import GeneratedTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import is_whole
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.config.files import default_options
 from pgtoolkit.config.keys import changes_learning
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
 from pgtoolkit.system.redaction import redact

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import refusals
+from pgtoolkit.config.defaults import ByWeights
 from pgtoolkit.config.files import OPTIONAL, config_directory, options, read_options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.names import digest, name_from, name_in, plain_config
@@ -142,8 +143,4 @@ def _divide(dividend: float, divisor: float) -> float:
 
 
 def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:
-    """A default for models that learn from random weights, one for those that were trained before, one for LoRA."""
-    is_trained = OmegaConf.select(_root_, "model.name") == "huggingface"
-    if not is_trained or OmegaConf.select(_root_, "model.random_weights"):
-        return random
-    return trained if adapters is None or OmegaConf.select(_root_, "model.lora_rank") is None else adapters
+    return ByWeights(random, trained, adapters).resolve(_root_)

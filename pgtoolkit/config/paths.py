@@ -10,8 +10,7 @@ from pathlib import Path, PurePath
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import resolved
-from pgtoolkit.config.keys import keys_of
+from pgtoolkit.config.keys import keys_of, resolved
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.report import refusal

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
-from pgtoolkit.config.keys import head_of
+from pgtoolkit.config.keys import option_help
 from pgtoolkit.config.models import sizes, vocabulary_size
 from pgtoolkit.config.names import plain_values
-from pgtoolkit.config.schema import AccumulationConfig, Config
-from pgtoolkit.config.schema_completions import GeneratedTaskConfig, PolicyRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema_step import AccumulationConfig
+from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
@@ -68,7 +70,7 @@ def equation(config: Config) -> list[str]:
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
         f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
-        f"advantage ({advantage}): {head_of('advantage', advantage)}",
+        f"advantage ({advantage}): {option_help('advantage', advantage)}",
     ]
 
 

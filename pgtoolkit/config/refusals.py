@@ -11,10 +11,10 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf, ValueNode
 
 from pgtoolkit.config.elsewhere import is_known_elsewhere, keys_called
-from pgtoolkit.config.files import OPTIONAL, default_options
+from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, comment, default, describe, fits, keys_of
-from pgtoolkit.config.schema import SCHEMAS
+from pgtoolkit.config.keys import KEYS, default, describe, fits, keys_of
+from pgtoolkit.config.schema import SCHEMAS, default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact
@@ -240,7 +240,7 @@ def wrong_type(config: DictConfig, key: Key, value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):  # as 1e3, which is 1000.0
         use = int(value)
     use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"
-    reason = comment(config, key.name) or "Every key has a type."
+    reason = key.help or "Every key has a type."
     got = value if isinstance(value, float) else text(value)
     return f"{key.name}={got} needs {describe(key)} (got {got!r}). {reason} Use {use}."
 

@@ -10,8 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pgtoolkit.config.key import Key, holds, parts, resolved, value_of
-from pgtoolkit.config.keys import keys_of, shown
+from pgtoolkit.config.key import Key, holds, parts, value_of
+from pgtoolkit.config.keys import keys_of, resolved, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line

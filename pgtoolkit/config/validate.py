@@ -14,7 +14,7 @@ from omegaconf.resolvers import oc
 
 from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.key import value_of
-from pgtoolkit.config.keys import comment, default, describe, fits, ignored, key_named, keys_of
+from pgtoolkit.config.keys import default, describe, fits, help_of, ignored, key_named, keys_of
 from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.rules import prompts, run, step
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -117,7 +117,7 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, report: Report) -> An
         if OmegaConf.is_missing(parent, key):
             usual = default(parent._get_root(), path)
             example = getattr(key_named(path, parent._get_root()), "example", "") or text(usual)
-            reason = comment(parent._get_root(), path) or "??? stands for a value that is still to be given."
+            reason = help_of(parent._get_root(), path) or "??? stands for a value that is still to be given."
             report.refuse(path, "a value", "none", reason, f"{path}={example}")
         elif "_target_" in hidden:
             report.refuse(path, "plain values", "_target_", *_NO_CODE)
@@ -150,6 +150,6 @@ def _values(config: DictConfig, resolved: Config, report: Report) -> None:
         if key.range and not fits(key, usual):
             usual = key.range[0]
         if value is not None:  # else `resolve` has said why
-            reason = comment(config, key.name) or "Every key has a type."
+            reason = key.help or "Every key has a type."
             report.refuse_value(key.name, value, describe(key), reason, usual)
         setattr(value_of(resolved, key.group) if key.group else resolved, key.leaf, usual)

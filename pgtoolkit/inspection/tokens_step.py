@@ -9,8 +9,10 @@ from pathlib import Path
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, Step, have_old_log_probs
-from pgtoolkit.config.schema import Config, ParallelismConfig
-from pgtoolkit.config.schema_completions import PolicyRolloutConfig, TransformersSamplerConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
+from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.rollouts.recording import batch_file

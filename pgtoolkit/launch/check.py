@@ -16,8 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose, set_value
+from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.files import options
-from pgtoolkit.config.keys import KEYS, default, is_computed, written
+from pgtoolkit.config.keys import KEYS, declared_default, default
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
@@ -173,7 +174,7 @@ class _Kind:
     def __init__(self, run: PlannedRun):
         self._config, self._values, self._overrides = copy.deepcopy(run.config), run.values, run.overrides
         self._keys = [key_of(override) for override in run.overrides if not _only(override)]
-        self._written = functools.cache(functools.partial(written, self._config))
+        self._declared = functools.cache(functools.partial(declared_default, self._config))
         self._keys += [name for name in interpolated(run.config, run.values) if name not in self._keys]
 
     def run(self, overrides: list[str]) -> PlannedRun | None:
@@ -188,9 +189,9 @@ class _Kind:
         return None if report.problems else PlannedRun(overrides, self._config, report, values)
 
     def _usual(self, key: str) -> Any:
-        """The default of a key: what stands in its file is the same for all of the kind."""
-        value = self._written(key)
-        return default(self._config, key) if is_computed(value) else value
+        """The default of a key: what its option declares is the same for all of the kind."""
+        value = self._declared(key)
+        return default(self._config, key) if isinstance(value, Computed) else value
 
 
 def _place(sweep: Sweep, run: PlannedRun, number: int) -> None:

@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
-from pgtoolkit.config.key import resolved
-from pgtoolkit.config.keys import ignored
+from pgtoolkit.config.keys import ignored, resolved
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run

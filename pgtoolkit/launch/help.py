@@ -9,7 +9,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 
-from pgtoolkit.config.files import default_options, options, sweep_files
+from pgtoolkit.config.files import options, sweep_files
+from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import nearest
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.key import resolved
+from pgtoolkit.config.keys import resolved
 from pgtoolkit.config.names import name_in
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
 from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts

@@ -135,20 +135,44 @@ class _Bounded(Correction):
 
 @dataclass(frozen=True)
 class TokenTruncate(_Bounded):
-    """Truncated importance sampling by token (Yao et al. 2025): min(v_t, high), and at least low."""
+    """Truncated importance sampling: each token's loss times exp(old - sampling log-prob), which is
+    bounded (Yao et al. 2025).
+    """
 
-    low: float | None = parameter(None, 0, 1e9)
-    high: float = parameter(2.0, 1e-6, 1e9)
+    low: float | None = parameter(
+        None,
+        least=0,
+        most=1e9,
+        help="Lower bound: a factor below it counts as that (0 <= low <= high); null: none.",
+    )
+    high: float = parameter(
+        2.0,
+        least=1e-6,
+        most=1e9,
+        help="Upper bound: a factor above it counts as that (> 0). 2 is verl's, slime's and open-instruct's.",
+    )
 
     equal_within_documents: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class TokenMask(_Bounded):
-    """IcePop (arXiv 2510.18855): v_t within the bounds, and 0 outside of them."""
+    """IcePop: each token's loss times exp(old - sampling log-prob), and 0 outside of two bounds (arXiv
+    2510.18855).
+    """
 
-    low: float | None = parameter(0.5, 0, 1e9)
-    high: float = parameter(5.0, 1e-6, 1e9)
+    low: float | None = parameter(
+        0.5,
+        least=0,
+        most=1e9,
+        help="Lower bound: a token with a factor below it is left out (0 <= low <= high); null: none.",
+    )
+    high: float = parameter(
+        5.0,
+        least=1e-6,
+        most=1e9,
+        help="Upper bound: a token with a factor above it is left out (> 0).",
+    )
 
     masks: ClassVar[bool] = True
     equal_within_documents: ClassVar[bool] = False
@@ -170,24 +194,57 @@ class _Sequence(_Bounded):
 
 @dataclass(frozen=True)
 class SequenceTruncate(_Sequence):
-    """Truncated importance sampling by document: min(V_d, high), and at least low."""
+    """Truncated importance sampling by document: its tokens' loss times exp of the sum, or mean, of
+    old - sampling log-probs.
+    """
 
-    mean: Mean = Mean.product
-    low: float | None = parameter(None, 0, 1e9)
-    high: float = parameter(3.0, 1e-6, 1e9)
+    mean: Mean = parameter(
+        Mean.product,
+        help="What of a document's ratios is bounded: their product or their geometric mean.",
+    )
+    low: float | None = parameter(
+        None,
+        least=0,
+        most=1e9,
+        help="Lower bound: a factor below it counts as that (0 <= low <= high); null: none.",
+    )
+    high: float = parameter(
+        3.0,
+        least=1e-6,
+        most=1e9,
+        help="Upper bound: a factor above it counts as that (> 0). 3 is TRL's; verl and SkyRL take 2 to 10.",
+    )
 
 
 @dataclass(frozen=True)
 class SequenceMask(_Sequence):
-    """Documents whose V_d lies outside of the bounds are left out; the defaults are TRL's.
-
-    factor: what the tokens of the others are multiplied by: "document", V_d; "token", v_t; "one", nothing.
+    """Documents whose product, or geometric mean, of exp(old - sampling log-prob) lies outside of two
+    bounds are left out.
     """
 
-    mean: Mean = Mean.product
-    low: float | None = parameter(None, 0, 1e9)
-    high: float = parameter(3.0, 1e-6, 1e9)
-    factor: Factor = Factor.document
+    mean: Mean = parameter(
+        Mean.product,
+        help="What of a document's ratios has to lie within the bounds: their product or their geometric mean.",
+    )
+    low: float | None = parameter(
+        None,
+        least=0,
+        most=1e9,
+        help="Lower bound: a document below it is left out (0 <= low <= high); null: none. With "
+        "mean=geometric others take 0.999.",
+    )
+    high: float = parameter(
+        3.0,
+        least=1e-6,
+        most=1e9,
+        help="Upper bound: a document above it is left out (> 0). 3 is TRL's; with mean=geometric "
+        "others take 1.001 or 1.002.",
+    )
+    factor: Factor = parameter(
+        Factor.document,
+        help="What the tokens of a document that stays are multiplied by: document (its product "
+        "or mean), token (each its own) or one.",
+    )
 
     masks: ClassVar[bool] = True
 
@@ -202,13 +259,18 @@ class SequenceMask(_Sequence):
 
 @dataclass(frozen=True)
 class OffPolicyMask(Correction):
-    """Documents of negative advantage that the policy in training has left behind are left out (arXiv 2512.02556).
-
-    threshold: how far below the log-probs that the completion was sampled with the new ones may lie, in the mean over
-        the document's tokens. These are the sampling log-probs where they are known, else the old ones.
+    """Documents of negative advantage that the policy has moved away from are left out (DeepSeek-V3.2,
+    arXiv 2512.02556).
     """
 
-    threshold: float = parameter(0.5, 0, 20)
+    threshold: float = parameter(
+        0.5,
+        least=0,
+        most=20,
+        help="How far the new log-probs may lie below those of the sampler (the old ones, where "
+        "the sampler's are not known), in the mean over the document (0 to 20). There is no "
+        "usual value.",
+    )
 
     scope: ClassVar[str] = "document"
     of_policy: ClassVar[bool] = True

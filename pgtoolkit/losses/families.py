@@ -49,14 +49,31 @@ class _Clipped(Family):
 
 @dataclass(frozen=True)
 class Grpo(_Clipped):
-    """One ratio per token (arXiv 2402.03300, eq. 3; the asymmetric clip is 2503.14476's).
-
-    dual_clip: c of 1912.09729: where A < 0 the loss is at most -c A, so that a ratio above c gets no gradient.
+    """GRPO: one ratio per token, clipped per token (arXiv 2402.03300, equation 3; asymmetric clip
+    arXiv 2503.14476).
     """
 
-    epsilon_low: float = parameter(0.2, 1e-9, 0.999)
-    epsilon_high: float = parameter(0.2, 1e-9, 1e9)
-    dual_clip: float | None = parameter(None, 1, 1e9)
+    epsilon_low: float = parameter(
+        0.2,
+        least=1e-9,
+        most=0.999,
+        help="Lower clip: where the advantage is negative, a ratio below 1 - epsilon_low gets no "
+        "gradient (0 < epsilon_low < 1).",
+    )
+    epsilon_high: float = parameter(
+        0.2,
+        least=1e-9,
+        most=1e9,
+        help="Upper clip: where the advantage is positive, a ratio above 1 + epsilon_high gets no "
+        "gradient (> 0). DAPO uses 0.28.",
+    )
+    dual_clip: float | None = parameter(
+        None,
+        least=1,
+        most=1e9,
+        help="Where the advantage is negative, a ratio above this gets no gradient (>= 1; arXiv "
+        "1912.09729); null: no such bound. verl always has 3.",
+    )
 
     def notes(self) -> list[str]:
         high = self.epsilon_high
@@ -82,10 +99,22 @@ class Grpo(_Clipped):
 
 @dataclass(frozen=True)
 class Gspo(_Clipped):
-    """One ratio per document, with its mean advantage (arXiv 2507.18071, eq. 5 and 7)."""
+    """GSPO: one ratio per document, the exponential of its mean log-ratio (arXiv 2507.18071)."""
 
-    epsilon_low: float = parameter(3e-4, 1e-9, 0.999)
-    epsilon_high: float = parameter(4e-4, 1e-9, 1e9)
+    epsilon_low: float = parameter(
+        3e-4,
+        least=1e-9,
+        most=0.999,
+        help="Lower clip of the document ratio (0 < epsilon_low < 1). The paper's value; a mean "
+        "of many tokens stays close to 1.",
+    )
+    epsilon_high: float = parameter(
+        4e-4,
+        least=1e-9,
+        most=1e9,
+        help="Upper clip of the document ratio (> 0). The paper's value; from about 0.05 on the "
+        "clip almost never acts.",
+    )
 
     scope: ClassVar[str] = "document"
 
@@ -103,13 +132,24 @@ class Gspo(_Clipped):
 
 @dataclass(frozen=True)
 class Cispo(_Clipped):
-    """REINFORCE with a clipped ratio as its weight: every token keeps a gradient (arXiv 2506.13585, eq. 4 and 5).
-
-    epsilon_low: None for no lower bound, as in the paper. epsilon_high: 4.0 is ScaleRL's cap of 5 (2510.13786).
+    """CISPO: the clipped ratio weights each token's gradient and never removes it (arXiv 2506.13585,
+    equations 4 and 5).
     """
 
-    epsilon_low: float | None = parameter(None, 1e-9, 0.999)
-    epsilon_high: float = parameter(4.0, 1e-9, 1e9)
+    epsilon_low: float | None = parameter(
+        None,
+        least=1e-9,
+        most=0.999,
+        help="Lower bound of the weight: a ratio below 1 - epsilon_low counts as that (0 < "
+        "epsilon_low < 1); null: none, the paper's.",
+    )
+    epsilon_high: float = parameter(
+        4.0,
+        least=1e-9,
+        most=1e9,
+        help="Upper bound of the weight: a ratio above 1 + epsilon_high counts as that (> 0). 4 "
+        "is ScaleRL's cap of 5 (2510.13786).",
+    )
 
     slope_of: ClassVar[str] = "log_prob"
     clips_by_sign: ClassVar[bool] = False
@@ -125,13 +165,20 @@ class Cispo(_Clipped):
 
 @dataclass(frozen=True)
 class Sapo(Family):
-    """A soft gate in the place of the clip: its slope falls off smoothly beside a ratio of 1 (arXiv 2511.20347).
+    """SAPO: a soft gate in the place of the clip (arXiv 2511.20347)."""
 
-    temperature_positive, temperature_negative: how fast, for tokens of positive and of negative advantage.
-    """
-
-    temperature_positive: float = parameter(1.0, 1e-6, 1e6)
-    temperature_negative: float = parameter(1.05, 1e-6, 1e6)
+    temperature_positive: float = parameter(
+        1.0,
+        least=1e-6,
+        most=1e6,
+        help="How fast the gate closes beside a ratio of 1 where the advantage is positive (> 0).",
+    )
+    temperature_negative: float = parameter(
+        1.05,
+        least=1e-6,
+        most=1e6,
+        help="The same where it is negative: a little faster, as these updates are the less stable ones.",
+    )
 
     silent_without_advantage: ClassVar[bool] = True
 
@@ -149,14 +196,22 @@ class Sapo(Family):
 
 @dataclass(frozen=True)
 class Gmpo(Family):
-    """The geometric mean of a document's clipped ratios (arXiv 2507.20673).
+    """GMPO: the geometric mean of a document's ratios, each clipped (arXiv 2507.20673)."""
 
-    epsilon_low, epsilon_high: of a token's log-ratio, which counts as -epsilon_low below it where A < 0, and as
-    epsilon_high above it where A > 0.
-    """
-
-    epsilon_low: float = parameter(0.4, 1e-9, 20)
-    epsilon_high: float = parameter(0.4, 1e-9, 20)
+    epsilon_low: float = parameter(
+        0.4,
+        least=1e-9,
+        most=20,
+        help="Lower clip of a token's log-ratio (> 0): where the advantage is negative, one below "
+        "-epsilon_low counts as that.",
+    )
+    epsilon_high: float = parameter(
+        0.4,
+        least=1e-9,
+        most=20,
+        help="Upper clip of a token's log-ratio (> 0): where the advantage is positive, one above "
+        "epsilon_high counts as that.",
+    )
 
     scope: ClassVar[str] = "document"
     silent_without_advantage: ClassVar[bool] = True
@@ -181,15 +236,28 @@ class Gmpo(Family):
 
 @dataclass(frozen=True)
 class Dppo(Family):
-    """Tokens whose probability has moved too far on their advantage's side are left out (arXiv 2602.04879).
+    """DPPO: tokens whose probability has moved too far are left out (arXiv 2602.04879)."""
 
-    delta_low, delta_high: how far the probability itself may have fallen where A < 0, or risen where A > 0.
-    ratio_cap: the most that a ratio weighs.
-    """
-
-    delta_low: float = parameter(0.2, 1e-9, 1)
-    delta_high: float = parameter(0.2, 1e-9, 1)
-    ratio_cap: float = parameter(20.0, 1e-6, 1e9)
+    delta_low: float = parameter(
+        0.2,
+        least=1e-9,
+        most=1,
+        help="Where the advantage is negative, a token whose probability has fallen by more than "
+        "this gets no gradient (0 to 1).",
+    )
+    delta_high: float = parameter(
+        0.2,
+        least=1e-9,
+        most=1,
+        help="Where the advantage is positive, a token whose probability has risen by more than "
+        "this gets no gradient (0 to 1).",
+    )
+    ratio_cap: float = parameter(
+        20.0,
+        least=1e-6,
+        most=1e9,
+        help="The most that a ratio weighs. verl 0.9.1 ships 3; prime-rl and SkyRL have no cap.",
+    )
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
@@ -213,15 +281,33 @@ class Dppo(Family):
 
 @dataclass(frozen=True)
 class Vespo(Family):
-    """REINFORCE weighted by a smooth function of the whole document's ratio, 1 at a ratio of 1 (arXiv 2602.10693).
+    """VESPO: a smooth function of the whole document's ratio weights each token (arXiv 2602.10693)."""
 
-    Documents of negative advantage have a power and a decay of their own.
-    """
-
-    power_positive: float = parameter(2.0, 0, 1e3)
-    decay_positive: float = parameter(3.0, 0, 1e3)
-    power_negative: float = parameter(3.0, 0, 1e3)
-    decay_negative: float = parameter(2.0, 0, 1e3)
+    power_positive: float = parameter(
+        2.0,
+        least=0,
+        most=1e3,
+        help="The weight is W^power exp(decay (1 - W)) with W the product of the document's "
+        "ratios. Its power where A >= 0.",
+    )
+    decay_positive: float = parameter(
+        3.0,
+        least=0,
+        most=1e3,
+        help="Its decay where A >= 0.",
+    )
+    power_negative: float = parameter(
+        3.0,
+        least=0,
+        most=1e3,
+        help="Its power where A < 0.",
+    )
+    decay_negative: float = parameter(
+        2.0,
+        least=0,
+        most=1e3,
+        help="Its decay where A < 0.",
+    )
 
     scope: ClassVar[str] = "document_sum"
     slope_of: ClassVar[str] = "log_prob"
@@ -244,12 +330,14 @@ class Vespo(Family):
 
 @dataclass(frozen=True)
 class Kimi(Family):
-    """REINFORCE with a square pull of strength tau back to the old log-probs (Kimi k1.5, arXiv 2501.12599).
+    """Kimi k1.5: REINFORCE with a square pull back to the old log-probs (arXiv 2501.12599)."""
 
-    It also acts on tokens of advantage 0.
-    """
-
-    tau: float = parameter(0.1, 0, 1e6)
+    tau: float = parameter(
+        0.1,
+        least=0,
+        most=1e6,
+        help="Strength of the pull, (tau / 2) (new - old log-prob)^2. It also acts on tokens of advantage 0.",
+    )
 
     slope_of: ClassVar[str] = "both"
 
@@ -263,7 +351,9 @@ class Kimi(Family):
 
 @dataclass(frozen=True)
 class Reinforce(Family):
-    """The log-prob weighted by the advantage (Williams 1992); with advantages of 1, supervised fine-tuning."""
+    """REINFORCE (Williams 1992): the log-prob weighted by the advantage; with advantages of 1,
+    supervised fine-tuning.
+    """
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True

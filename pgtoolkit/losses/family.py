@@ -33,9 +33,15 @@ def clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def parameter(default: Any, least: float, most: float) -> Any:
-    """A field of a family or a correction, with the range of its numbers, both ends included."""
-    return field(default=default, metadata={"range": (least, most)})
+def parameter(default: Any, *, help: str, least: float | None = None, most: float | None = None) -> Any:
+    """Declare a parameter of a family or a correction: a field of its dataclass, a key of its option.
+
+    help: what it means, in sentences. least, most: the range of a number, both ends included.
+    """
+    declared = {"default": default, "help": help}
+    if least is not None:
+        declared["range"] = (least, most)
+    return field(default=default, metadata=declared)
 
 
 def check_parameters(of: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pgtoolkit.config.schema import HuggingFaceModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.architectures import is_known

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pgtoolkit.config.schema import HuggingFaceModelConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.system.report import text

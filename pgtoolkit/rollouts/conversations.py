@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgtoolkit.config.schema_completions import Chat, TrainedTurns
+from pgtoolkit.config.schema_rollouts import TrainedTurns
+from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import first_line
 from pgtoolkit.tasks.between import ANSWER, QUESTION
 from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, Message, has_tools, messages_of

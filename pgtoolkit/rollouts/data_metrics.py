@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pgtoolkit.batch import Document, trajectories_of
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_completions import OldLogProbs, PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.rollouts.steps import Outline
 
 LARGE_DIFFERENCE = 0.05

@@ -12,9 +12,9 @@ from typing import Any
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.evaluation import powers_of_two, sampling
-from pgtoolkit.config.keys import values_of
+from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_completions import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.completions import row_of
@@ -134,7 +134,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
 
 def as_evaluated(config: Config) -> Config:
     """The configuration with the rollouts of an evaluation: sampled before any update, one way for all of them."""
-    usual = {key: value for key, value in values_of("rollout", "policy").items() if key != "defaults"}
+    usual = option_values("rollout", "policy")
     measured = {
         "prompts_per_batch": config.evaluation.prompts_per_set,
         "group_size": config.evaluation.completions_per_prompt,

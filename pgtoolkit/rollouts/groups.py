@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema_completions import Mixed, PolicyRolloutConfig
+from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import are_equal

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from pgtoolkit.batch import OPTIONAL_VECTORS
-from pgtoolkit.config.schema import AdvantageEstimator
-from pgtoolkit.config.schema_completions import RecordedRolloutConfig
+from pgtoolkit.config.schema_loss import AdvantageEstimator
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import Attempt, Estimator
 from pgtoolkit.rollouts.plausible import Plausibility

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, cut, pack
 from pgtoolkit.config.plan import steps_ahead, steps_before
-from pgtoolkit.config.schema import Config, LastStep
-from pgtoolkit.config.schema_completions import OldLogProbs
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import OldLogProbs
+from pgtoolkit.config.schema_step import LastStep
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.config.schema import AdvantageEstimator, Config
-from pgtoolkit.config.schema_completions import RecordedRolloutConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import AdvantageEstimator
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.ranks.agreement import failing_together, of_rank_0

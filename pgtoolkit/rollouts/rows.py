@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 
 from pgtoolkit.batch import OPTIONAL_VECTORS, Document
-from pgtoolkit.config.schema_completions import TooLong
+from pgtoolkit.config.schema_tasks import TooLong
 from pgtoolkit.errors import first_line
 from pgtoolkit.losses.checks import MAX_LOG_PROB
 from pgtoolkit.rollouts.advantages import MAX_REWARD, reward_problem

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from pgtoolkit.batch import Document, Step, StepTotals, cut, known_vectors, pack, trajectories_of
-from pgtoolkit.config.schema import AccumulationConfig, LastStep
+from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pgtoolkit.config.schema_completions import PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_completions import PolicyRolloutConfig
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout

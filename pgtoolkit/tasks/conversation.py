@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pgtoolkit.config.schema_completions import ConversationTaskConfig, GuessTaskConfig
+from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Processes

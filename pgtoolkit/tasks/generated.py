@@ -10,7 +10,7 @@ import string
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-from pgtoolkit.config.schema_completions import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import Score, Task
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.config.schema import Config, TinyModelConfig
-from pgtoolkit.config.schema_completions import PromptsTaskConfig, TaskConfig
+from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.tasks.accepted import FIRST
 from pgtoolkit.tasks.conversation import ConversationTask

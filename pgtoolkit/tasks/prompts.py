@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig, TaskConfig
+from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import ANSWER, QUESTION, Between

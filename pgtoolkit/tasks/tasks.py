@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pgtoolkit.config.evaluation import QUESTIONS
-from pgtoolkit.config.schema_completions import (
+from pgtoolkit.config.schema_tasks import (
     ConversationTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,

@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.files import default_options
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.executed import folders_outside, is_server, named_commands
+from pgtoolkit.config.schema import default_options
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact

@@ -18,7 +18,8 @@ from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.plan import compilation, samples_beside
 from pgtoolkit.config.rules.run import refuse_unknown
 from pgtoolkit.config.rules.step import other_vocabulary
-from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model import fixed_order

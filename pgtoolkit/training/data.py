@@ -11,8 +11,10 @@ from pathlib import Path
 
 from pgtoolkit.config.evaluation import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.schema import Config, HuggingFaceModelConfig
-from pgtoolkit.config.schema_completions import RecordedRolloutConfig, TaskConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig
+from pgtoolkit.config.schema_tasks import TaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, read_index
 from pgtoolkit.runs.records import read_data, storage

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from pgtoolkit.config.evaluation import watched
-from pgtoolkit.config.schema import Config, TinyModelConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS

@@ -21,7 +21,8 @@ from torch import nn
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation import watched
-from pgtoolkit.config.schema import Config, HuggingFaceModelConfig, NumberType, TinyModelConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.config.schema import Config, KLKind
-from pgtoolkit.config.schema_completions import Truncated
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import KLKind
+from pgtoolkit.config.schema_rollouts import Truncated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS

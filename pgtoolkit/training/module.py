@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
-from pgtoolkit.config.schema import Config, OptimizerConfig, Schedule
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks

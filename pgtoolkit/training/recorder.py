@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 
 from pgtoolkit.batch import Document, Step
-from pgtoolkit.config.schema import TrainerConfig
+from pgtoolkit.config.schema_run import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
 from pgtoolkit.rollouts.completions import KeptCompletions

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pgtoolkit.config.evaluation import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_completions import Chat, PolicyRolloutConfig, TaskConfig, TooLong
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_tasks import Chat, TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.saved import record_of
-from pgtoolkit.config.schema import HuggingFaceModelConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from pgtoolkit.config.schema import HuggingFaceModelConfig, NumberType
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.model import attention, compiled, lora
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.model.policy import Policy

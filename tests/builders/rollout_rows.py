@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from builders.runs import assert_equal
-from pgtoolkit.config.schema_completions import Chat, RecordedRolloutConfig, TooLong, TrainedTurns, Truncated
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
+from pgtoolkit.config.schema_tasks import Chat, TooLong
 from pgtoolkit.rollouts.advantages import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 

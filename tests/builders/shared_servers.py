@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
-from pgtoolkit.config.schema_completions import GuessTaskConfig
+from pgtoolkit.config.schema_tasks import GuessTaskConfig
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.rollouts.policy import PolicyRollouts
 from pgtoolkit.sampling.proof import Proof

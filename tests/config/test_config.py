@@ -1,6 +1,4 @@
-"""conf/: its defaults, each key with a value and one comment, and experiments that can change everything."""
-
-import re
+"""conf/: its defaults, written from the schema, and experiments that can change everything."""
 
 import hydra
 import pytest
@@ -8,10 +6,12 @@ import yaml
 from omegaconf import OmegaConf
 
 from pgtoolkit.config.compose import _compose_cached, compose
-from pgtoolkit.config.files import config_directory, default_options, options
-from pgtoolkit.config.keys import KEYS, _files, values_of
+from pgtoolkit.config.defaults import REQUIRED
+from pgtoolkit.config.files import config_directory, options
+from pgtoolkit.config.keys import KEYS, default, option_values
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.config.pages import files
+from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.launch.check import check
 from pgtoolkit.system.report import Report
@@ -96,16 +96,27 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
 
 
-def test_an_option_gives_each_key_of_its_schema_a_value():
+def test_conf_and_the_page_of_keys_are_what_the_schema_says():
+    for file, text in files().items():
+        assert file.read_text() == text, f"{file}: python -m pgtoolkit.config.pages writes it anew"
+    written = {file for file in files() if file.suffix == ".yaml"}
+    by_hand = {file for group in ("experiment", "debug") for file in config_directory().glob(f"{group}/*.yaml")}
+    assert written | by_hand == {*config_directory().glob("*.yaml"), *config_directory().glob("[!h]*/*.yaml")}
+
+
+def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
+    """What the schema declares, resolved by its own rules, is what OmegaConf makes of the file in conf/."""
     for group, option in [(group, option) for group, names in GROUPS.items() for option in names]:
-        schema = group if group in SCHEMAS else f"{group}/{option}"
-        assert set(values_of(group, option)) - {"defaults"} == {key.leaf for key in KEYS if key.schema == schema}
+        config = _compose_cached((f"{group}={option}",), None, None)
+        declared = option_values(group, option)
+        assert {*declared} == {*config[group]}
+        for leaf, value in declared.items():
+            if value == REQUIRED:
+                assert OmegaConf.is_missing(config[group], leaf)
+            else:
+                assert default(config, f"{group}.{leaf}") == config[group][leaf], (group, option, leaf)
 
 
-def test_a_comment_stands_once_for_each_key():
-    for key in KEYS:
-        group, _, option = key.schema.partition("/")
-        files = sorted((config_directory() / group).glob("*.yaml")) if group in SCHEMAS else _files(group, option)
-        files = files if group else [config_directory() / "config.yaml"]
-        commented = [file for file in files if re.search(rf"^#.*\n{key.leaf}:", file.read_text(), re.MULTILINE)]
-        assert len(commented) == (not key.option), (key.name, commented)
+def test_every_key_says_what_it_means():
+    assert [key.name for key in KEYS if not key.option and not key.help] == []
+    assert all(key.help.endswith((".", ")", "]")) for key in KEYS if not key.option)

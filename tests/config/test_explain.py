@@ -1,23 +1,20 @@
-"""`pgtk explain`: no key, option or metric lacks an explanation, and docs/keys.md is what the schema and conf/ say."""
+"""`pgtk explain`: no key, option or metric lacks an explanation."""
 
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from builders.runs import metrics_of, run
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.explain import entries, explain, explanations, keys_page
+from pgtoolkit.config.explain import entries, explain, explanations
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.losses.metrics import _KINDS
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.tracking.progress import _FIELDS, ProgressLine
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_key_and_option_is_explained():
@@ -49,11 +46,6 @@ def test_every_word_of_the_line_of_a_step_is_explained():
         assert any("the line that a run prints" in page for page in known[word]) or word == "step", word
     for metric in _FIELDS:
         assert metric in known
-
-
-def test_the_page_of_keys_is_made_from_the_schema():
-    made = "python -m pgtoolkit.config.explain > docs/keys.md"
-    assert (DOCS / "keys.md").read_text() == keys_page(), made
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def the_rate_is_always_the_configured_one(right, config, num_updates, max_steps)
 
 @mutant("training.module:learning_rate", "test_the_key_acts[optimizer.schedule]")
 def the_cosine_schedule_is_linear(right, config, num_updates, max_steps):
-    from pgtoolkit.config.schema import Schedule
+    from pgtoolkit.config.schema_run import Schedule
 
     linear = config.schedule == Schedule.cosine
     return right(replace(config, schedule=Schedule.linear) if linear else config, num_updates, max_steps)

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.schema_completions import Chat, TrainedTurns
+from pgtoolkit.config.schema_rollouts import TrainedTurns
+from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.rollouts.advantages import Estimator

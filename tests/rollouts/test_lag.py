@@ -13,7 +13,7 @@ import torch
 from builders.runs import SHORT, assert_equal, built, checkpoint_of, metrics_of, once, run, sampler_of
 
 from pgtoolkit.config.plan import steps_before, steps_of
-from pgtoolkit.config.schema import AccumulationConfig, LastStep
+from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler

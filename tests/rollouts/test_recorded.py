@@ -10,7 +10,7 @@ import torch
 from builders.rollout_rows import assert_same, documents, good_row, source, write_jsonl, write_parquet
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema import AccumulationConfig, LastStep
+from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import group_advantages
 from pgtoolkit.rollouts.steps import StepLoader

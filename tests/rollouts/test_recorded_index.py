@@ -9,7 +9,7 @@ import pytest
 from builders.processes import layout, world
 from builders.rollout_rows import good_row, source, write_jsonl, write_parquet
 
-from pgtoolkit.config.schema import AccumulationConfig, LastStep
+from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.data_metrics import data_metrics, mismatch_note
 from pgtoolkit.rollouts.recorded_index import FILE_NAME

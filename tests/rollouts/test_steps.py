@@ -8,7 +8,7 @@ import torch
 from builders.threads import on_ranks
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.schema import AccumulationConfig, LastStep
+from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError, RankLost
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.steps import Source, StepLoader, divide_among_ranks, loadable, make_step

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from pgtoolkit.config.schema_completions import Chat, PromptsTaskConfig
+from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.preview import preview

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgtoolkit.config.schema_completions import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig
 from pgtoolkit.tasks.generated import is_held_out
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import make_task

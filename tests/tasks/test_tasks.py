@@ -6,13 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pgtoolkit.config.schema_completions import (
-    Chat,
-    PromptsTaskConfig,
-    ReasoningGymTaskConfig,
-    ReverseTaskConfig,
-    TooLong,
-)
+from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.prompts import TokenizedTask

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from pgtoolkit.config.evaluation import samples
-from pgtoolkit.config.key import resolved, value_of
-from pgtoolkit.config.keys import default, keys_of
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import default, keys_of, resolved
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
-from pgtoolkit.config import schema_completions as schema
+from pgtoolkit.config import schema_tasks as tasks
 from pgtoolkit.config.evaluation import (
     OF_A_SET,
     USUAL,
@@ -18,7 +18,7 @@ from pgtoolkit.config.evaluation import (
     sampling,
     watched,
 )
-from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, values_of
+from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, option_values
 from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completions import TRAINING
@@ -36,26 +36,26 @@ def task(c: Config, report: Report) -> None:
         prompts(c.task, report)
 
 
-def prompts(task: schema.TaskConfig, report: Report) -> None:
+def prompts(task: tasks.TaskConfig, report: Report) -> None:
     """What the task of training, or of a set of held-out prompts, needs."""
-    if isinstance(task, schema.ReasoningGymTaskConfig):
+    if isinstance(task, tasks.ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
-    elif isinstance(task, schema.GeneratedTaskConfig):
+    elif isinstance(task, tasks.GeneratedTaskConfig):
         most, least = getattr(task, task.size), getattr(task, task.size.replace("max", "min"))
         if least > most:
             reason = "It is how large a problem is at least."
             report.refuse_value(f"task.{task.size.replace('max', 'min')}", least, f"at most {most}", reason, most)
-    elif isinstance(task, schema.ConversationTaskConfig):
+    elif isinstance(task, tasks.ConversationTaskConfig):
         if task.environment is not None:  # as it is while nobody has chosen one, of which more is said elsewhere
             importable(report, "task.environment", task.environment, "It answers the policy, and scores conversations.")
         existing(report, "task.path", task.path)
-    elif isinstance(task, schema.PromptsTaskConfig):
+    elif isinstance(task, tasks.PromptsTaskConfig):
         existing(report, "task.path", task.path)
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
 
 
-def _verifiers(task: schema.PromptsTaskConfig, report: Report) -> set[str]:
+def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
     """Refuse verifiers that cannot score; returns those that are used."""
     entries = {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
     if not task.verifiers and task.verifier is None:
@@ -181,10 +181,10 @@ def _sampling(c: Config, report: Report) -> None:
 def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     """The rules on a task, of the task of a set."""
     task, length = held_out.task, sampling(c)["max_completion_length"]
-    of_set = Report(usual=lambda name: values_of("task", task.name)[name.removeprefix("task.")])
+    of_set = Report(usual=lambda name: option_values("task", task.name)[name.removeprefix("task.")])
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     ignored(dataclasses.replace(c, task=task), of_set, "task")
-    if isinstance(task, schema.GeneratedTaskConfig):
+    if isinstance(task, tasks.GeneratedTaskConfig):
         room_for_answer(task, "evaluation.max_completion_length", length, of_set)
         room_for(c, task.longest[0] + length, f"the longest document of evaluation set {held_out.name}", of_set)
         prompts(task, of_set)

@@ -14,8 +14,10 @@ from pgtoolkit.config.evaluation import samples
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, samples_beside, steps_of, tokens_at_least
-from pgtoolkit.config.schema import Config, ModelConfig
-from pgtoolkit.config.schema_completions import GeneratedTaskConfig, VllmSamplerConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import ModelConfig
+from pgtoolkit.config.schema_samplers import VllmSamplerConfig
+from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact

@@ -7,8 +7,9 @@ from typing import Any
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
 from pgtoolkit.config.rules.run import existing, importable
-from pgtoolkit.config.schema import Config, ParallelismConfig
-from pgtoolkit.config.schema_completions import RolloutConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import RolloutConfig
+from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured

@@ -1,0 +1,75 @@
+"""Defaults that are computed from other keys, and the mark of a key that has none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pgtoolkit.config.key import value_of
+
+REQUIRED = "???"
+"""The default of a key that must be given, as OmegaConf writes it."""
+
+
+@dataclass(frozen=True)
+class ByWeights:
+    """A default that depends on the weights a run starts from.
+
+    random: for weights that are drawn at random. trained: for a pretrained model, all of whose
+    weights are trained. adapters: for LoRA; None for the same as `trained`.
+    """
+
+    random: Any
+    trained: Any
+    adapters: Any = None
+
+    def resolve(self, config: object) -> Any:
+        """Return the value in a configuration, see `value_of`."""
+        is_pretrained = value_of(config, "model.name") == "huggingface"
+        if not is_pretrained or value_of(config, "model.random_weights"):
+            return self.random
+        if self.adapters is not None and value_of(config, "model.lora_rank") is not None:
+            return self.adapters
+        return self.trained
+
+    def __str__(self) -> str:
+        words = f"{number(self.random)}, with model=huggingface {number(self.trained)}"
+        return words if self.adapters is None else f"{words} and with LoRA {number(self.adapters)}"
+
+    @property
+    def interpolation(self) -> str:
+        """The default as it stands in conf/, for OmegaConf's resolver `pgtk.by_weights`."""
+        values = [self.random, self.trained]
+        if self.adapters is not None:
+            values.append(self.adapters)
+        return f"${{pgtk.by_weights:{','.join(map(number, values))}}}"
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """A default that is the value of another key."""
+
+    key: str
+
+    def resolve(self, config: object) -> Any:
+        """Return the value in a configuration, see `value_of`."""
+        return value_of(config, self.key)
+
+    def __str__(self) -> str:
+        return self.key
+
+    @property
+    def interpolation(self) -> str:
+        """The default as it stands in conf/."""
+        return f"${{{self.key}}}"
+
+
+Computed = ByWeights | SameAs
+
+
+def number(value: float) -> str:
+    """Return a number as one types it in YAML: 7, 1.0, 0.28, 3e-4."""
+    if isinstance(value, float) and 0 < abs(value) <= 1e-3:
+        mantissa, exponent = f"{value:e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return repr(value)

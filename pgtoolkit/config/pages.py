@@ -1,0 +1,146 @@
+"""Writes what the schema says into conf/ and docs/keys.md: `python -m pgtoolkit.config.pages`, in a working copy."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pgtoolkit.config.defaults import ByWeights, Computed, SameAs, number
+from pgtoolkit.config.explain import entries
+from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.key import Key
+from pgtoolkit.config.keys import KEYS, OPTION_KEYS, group_help, option_values, shown
+from pgtoolkit.config.schema import OPTIONS, default_options
+from pgtoolkit.system.report import text
+
+_WIDTH = 100
+
+_MAIN_HEAD = """\
+# The experiment: one option of each group, and below them the seed.
+# `pgtk loss=grpo` changes an option, `pgtk loss.epsilon_high=0.28` a single key; `pgtk check ...` shows the plan.
+
+# Which option of each group is used. Groups are folders here, options are files in them.
+defaults:
+  # The types of all keys
+  - schema
+  # Before the groups, so that an experiment can change everything, the seed included
+  - _self_
+"""
+
+_MAIN_END = """\
+  # Run directories and logging of Hydra itself
+  - hydra: pgtk
+  # The settings of a paper, which change those above, such as experiment=dapo
+  - optional experiment: null
+  # A small or special run for debugging, which changes all others, such as debug=short
+  - optional debug: null
+"""
+
+_KEYS_HEAD = """\
+# Keys
+
+Every key of the configuration: its type and range (both ends included), its default, and what it means.
+`pgtk explain KEY` prints the same. This page and [`conf/`](../conf) are written by
+`python -m pgtoolkit.config.pages` from the schema (`pgtoolkit/config/schema*.py`); a test compares them.
+"""
+
+
+def files() -> dict[Path, str]:
+    """Return every file that is written from the schema, with its text."""
+    conf = config_directory()
+    texts = {conf.parent / "docs" / "keys.md": keys_page(), conf / "config.yaml": main_file()}
+    for group, options in OPTIONS.items():
+        for name in options:
+            texts[conf / group / f"{name}.yaml"] = option_file(group, name)
+    return texts
+
+
+def main_file() -> str:
+    """Return conf/config.yaml: the default option of each group, and the keys of no group."""
+    lines = []
+    for group, option in default_options().items():
+        lines += _comment(f"{group_help(group).rstrip('.')}: {', '.join(OPTIONS[group])}", "  ")
+        lines.append(f"  - {group}: {option}")
+    single = [line for key in KEYS if not key.schema for line in ("", *_key_lines(key, key.default))]
+    return _MAIN_HEAD + "\n".join(lines) + "\n" + _MAIN_END + "\n".join(single) + "\n"
+
+
+def option_file(group: str, name: str) -> str:
+    """Return the file of an option: all of its keys, or what differs from the option that it is based on."""
+    option = OPTIONS[group][name]
+    lines = [*_comment(option.help), ""]
+    if option.base:
+        lines += [f"defaults: [{option.base}, _self_]", ""]
+    if group in OPTION_KEYS:
+        lines.append(f"{OPTION_KEYS[group].rpartition('.')[2]}: {name}")
+    if option.base:
+        lines += [f"{leaf}: {_in_yaml(value)}" for leaf, value in option.changes.items()]
+    else:
+        values = option_values(group, name)
+        for key in KEYS:
+            if key.schema in (group, f"{group}/{name}") and not key.option:
+                lines += _key_lines(key, values[key.leaf])
+    return "\n".join(lines) + "\n"
+
+
+def keys_page() -> str:
+    """Return docs/keys.md."""
+    lines = [_KEYS_HEAD.rstrip()]
+    group = None
+    for entry in entries():
+        if entry.key.group != group:
+            group = entry.key.group
+            lines += ["", f"## {group or 'seed'}", ""]
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        of = f" ({entry.options})" if entry.options else ""
+        cells = [f"`{shown(entry.key.name)}`{of}", *entry.told().values()]
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _key_lines(key: Key, value: Any) -> Iterator[str]:
+    """Yield the lines of a key: its meaning as a comment, and its value."""
+    help_of = key.help
+    if isinstance(value, ByWeights):
+        help_of += f" By default {value}."
+    elif isinstance(value, SameAs):
+        help_of += f" By default the value of {value}."
+    yield from _comment(help_of)
+    yield f"{key.leaf}: {_in_yaml(value)}"
+
+
+def _comment(sentences: str, indent: str = "") -> list[str]:
+    """Return text as comment lines; paragraphs are divided by an empty comment."""
+    lines = []
+    for paragraph in sentences.split("\n\n"):
+        lines += (
+            [
+                f"{indent}#",
+            ]
+            if lines
+            else []
+        )
+        lines += textwrap.wrap(
+            paragraph, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
+        )
+    return lines
+
+
+def _in_yaml(value: Any) -> str:
+    """Return a default as it stands in a file of conf/."""
+    if isinstance(value, Computed):
+        return value.interpolation
+    if isinstance(value, bool) or value is None:
+        return text(value)
+    if isinstance(value, int | float):
+        return number(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_in_yaml, value))}]"
+    return str(value)
+
+
+if __name__ == "__main__":
+    for file, written in files().items():
+        file.write_text(written, encoding="utf-8")

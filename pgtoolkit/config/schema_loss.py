@@ -1,0 +1,332 @@
+"""The keys of the loss: which family, with which weights, corrections, penalties and advantages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, make_dataclass
+from enum import StrEnum
+from typing import Any
+
+from pgtoolkit.config.defaults import REQUIRED, SameAs
+from pgtoolkit.config.key import Option, key
+from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.kl import FULL_KINDS, KINDS
+
+_NEEDS_KL = {"only_if": "kl.kind!=none", "use": "kl=k3"}
+_NEEDS_REFERENCE_MODEL = {
+    "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
+    "parallelism.sequence_data_parallel=1",
+    "use": "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1",
+    "why": "A reference reads it before completions that are sampled, on the ranks of the policy's tokens.",
+}
+
+AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+KLKind = StrEnum("KLKind", ["none", *KINDS, *FULL_KINDS])
+AdvantageEstimator = StrEnum(
+    "AdvantageEstimator",
+    "grpo dr_grpo rloo max_rl batch_std pass_at_k opo gdpo reinforce_plus_plus reinforce_plus_plus_baseline "
+    "none given custom",
+)
+
+
+@dataclass
+class LossConfig:
+    name: str = key(option=True)
+    num_splits: int = key(
+        default=1,
+        help="Pieces the tokens of a micro-batch are split into when logits are materialised (not "
+        "kernel=fused_linear); 1: whole, as it has to be where a ratio belongs to the whole "
+        "document.",
+        least=1,
+        most=65536,
+        only_if="kernel.implementation!=fused_linear",
+        use="kernel=torch",
+        why="The fused head cuts its own.",
+    )
+
+
+@dataclass
+class CustomLossConfig(LossConfig):
+    path: str = key(
+        default=REQUIRED,
+        help="Dotted path `package.module.Class` of a family, which the current directory may hold.",
+        code="function",
+        example="my_module.MyFamily",
+    )
+    options: dict[str, Any] = key(
+        default={},
+        help="Values of its fields, by name: loss.options.NAME=VALUE.",
+        free=True,
+    )
+
+
+@dataclass
+class AggregationConfig:
+    mode: AggregationMode = key(option=True)
+    divisor: float | None = key(
+        default=None,
+        help="L, in tokens, only for aggregation=constant: a finite number > 0 that stays the same "
+        "over the run, such as the longest possible completion; else null.",
+        least=1e-6,
+        most=1e12,
+        only_if="aggregation.mode=constant",
+    )
+    reducer: str | None = key(
+        default=None,
+        help="Dotted path `package.module.function` of your own weights, which then take the place "
+        "of the mode; null: none.",
+        code="function",
+    )
+
+
+@dataclass
+class CorrectionConfig:
+    name: str = key(option=True)
+
+
+@dataclass
+class KLConfig:
+    kind: KLKind = key(option=True)
+    coefficient: float | None = key(
+        default=None,
+        help="Factor of the penalty, which has the weights of the aggregation (0.000001 to 1000; "
+        "0.04 is GRPO's); null: no penalty.",
+        least=1e-6,
+        most=1000,
+        **_NEEDS_KL,
+    )
+    reference: str | None = key(
+        default=None,
+        help="Frozen weights whose log-probs are f: initial (those that the run starts from), "
+        "recorded (the column ref_log_probs of recorded rollouts, no model), or a teacher, a "
+        "model folder or a name on the Hugging Face hub; null: no penalty.",
+        reads="reference",
+        **_NEEDS_KL,
+    )
+    reference_prompt: str | None = key(
+        default=None,
+        help="What the reference reads in the place of the prompt: a template of the fields "
+        "{prompt} and {answer}, the task's reference answer, such as \"{prompt} (The answer is "
+        '{answer}.)" (self-distillation); null: the prompt itself.',
+        **_NEEDS_REFERENCE_MODEL,
+    )
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a second model computes the reference's log-probs."""
+        return self.kind != "none" and self.reference != "recorded"
+
+
+@dataclass
+class EntropyConfig:
+    coefficient: float = key(
+        default=0.0,
+        help="Factor of the bonus, which has the weights of the aggregation (0 to 1000); 0: none, "
+        "and nothing is computed for it.",
+        least=0,
+        most=1000,
+    )
+
+
+@dataclass
+class AdvantageConfig:
+    estimator: AdvantageEstimator = key(option=True)
+    path: str | None = key(
+        default=None,
+        help="Dotted path `package.module.function` of your own advantages, only for "
+        "advantage=custom: my_advantages(rewards, *, lengths, measures) -> advantages, each a "
+        "list with a list of every group's completions.",
+        code="function",
+        only_if="advantage.estimator=custom",
+        example="my_module.my_advantages",
+    )
+
+
+def _schema_of(kind: type, base: type) -> type:
+    """Return the class of the keys of a family or correction: its parameters after the keys of `base`."""
+    parameters = [(given.name, given.type, field(metadata=given.metadata)) for given in fields(kind)]
+    name = kind.__name__ + base.__name__
+    schema = make_dataclass(name, parameters, bases=(base,), namespace={"__module__": __name__})
+    globals()[name] = schema  # where pickle looks for it: workers get the configuration as an object
+    return schema
+
+
+def _option_of(kind: type, base: type) -> Option:
+    """Return the option of a family or correction; the first paragraph of its docstring says what it is."""
+    paragraph = kind.__doc__.partition("\n\n")[0]
+    return Option(_schema_of(kind, base), help=" ".join(paragraph.split()))
+
+
+OPTIONS = {
+    "loss": {
+        **{name: _option_of(family, LossConfig) for name, family in FAMILIES.items()},
+        "custom": Option(
+            CustomLossConfig,
+            help="A loss family of your own: loss=custom loss.path=my_module.MyFamily (docs/losses.md shows one).",
+        ),
+    },
+    "aggregation": {
+        "sample_mean": Option(
+            AggregationConfig,
+            help="Every document weighs the same: w_t = 1 / (D N_d). The GRPO and GSPO papers "
+            "(arXiv 2402.03300, 2507.18071).",
+        ),
+        "prompt_mean": Option(
+            AggregationConfig,
+            help="Every prompt weighs the same, its tokens equally: w_t = 1 / (G N_g). "
+            "ScaleRL's choice (arXiv 2510.13786).",
+            base="sample_mean",
+        ),
+        "token_mean": Option(
+            AggregationConfig,
+            help="Every token weighs the same: w_t = 1 / N. DAPO (arXiv 2503.14476).",
+            base="sample_mean",
+        ),
+        "constant": Option(
+            AggregationConfig,
+            help="Token losses are summed and divided by a constant: w_t = 1 / (D L). Dr. GRPO "
+            "(arXiv 2503.20783, equation 2).",
+            base="sample_mean",
+            changes={"divisor": SameAs("rollout.max_completion_length")},
+        ),
+    },
+    "correction": {
+        "none": Option(
+            CorrectionConfig,
+            help="No correction: the loss takes the old log-probs for those that the completions were sampled with.",
+        ),
+        **{name: _option_of(kind, CorrectionConfig) for name, kind in CORRECTIONS.items()},
+    },
+    "kl": {
+        "none": Option(
+            KLConfig,
+            help="No penalty against a reference model.",
+        ),
+        "k1": Option(
+            KLConfig,
+            help="A penalty on p - f at each token, the plain log-ratio to a frozen reference. "
+            "The mean of its gradient over the policy's own samples is 0, so that alone "
+            "it pulls nowhere: it is here to be compared with.",
+            base="k3",
+        ),
+        "k2": Option(
+            KLConfig,
+            help="A penalty on (p - f)^2 / 2 at each token, half the squared log-ratio to a frozen reference.",
+            base="k3",
+        ),
+        "k3": Option(
+            KLConfig,
+            help="GRPO's penalty: exp(f - p) - (f - p) - 1 at each token, p the policy's "
+            "log-prob and f a frozen reference's (arXiv 2402.03300, equation 4).",
+            base="none",
+            changes={"coefficient": 0.04, "reference": "initial"},
+        ),
+        "k3_ratio": Option(
+            KLConfig,
+            help="GRPO's penalty times the token's ratio exp(p - o), which keeps it unbiased "
+            "once the policy has left the one that sampled (DeepSeek-V3.2, arXiv "
+            "2512.02556; the default of TRL 1.16).",
+            base="k3",
+        ),
+        "full_reverse": Option(
+            KLConfig,
+            help="KL(policy || reference) over the whole vocabulary at each token, which is "
+            "the sum of exp(p_v) (p_v - f_v) over the tokens v that could stand there. "
+            "Distillation where the reference is a teacher (arXiv 2306.13649): it needs a "
+            "model, since rollouts record the log-prob of one token.",
+            base="k3",
+        ),
+        "full_forward": Option(
+            KLConfig,
+            help="KL(reference || policy) over the whole vocabulary at each token, which is "
+            "the sum of exp(f_v) (f_v - p_v) over the tokens v that could stand there. It "
+            "has the policy cover whatever a teacher might write (arXiv 2306.13649).",
+            base="k3",
+        ),
+    },
+    "entropy": {
+        "bonus": Option(
+            EntropyConfig,
+            help="A bonus on the entropy of the policy at each trained token. The loss has minus its weighted sum.",
+        ),
+    },
+    "advantage": {
+        "grpo": Option(
+            AdvantageConfig,
+            help="(reward - mean of the group) / standard deviation of the group (arXiv 2402.03300).",
+            base="dr_grpo",
+        ),
+        "dr_grpo": Option(
+            AdvantageConfig,
+            help="reward - mean of the group, without the standard deviation (arXiv 2503.20783).",
+        ),
+        "rloo": Option(
+            AdvantageConfig,
+            help="reward - mean of the other completions of the group: leave one out (arXiv 2402.14740).",
+            base="dr_grpo",
+        ),
+        "max_rl": Option(
+            AdvantageConfig,
+            help="(reward - mean of the group) / mean of the group, for rewards that are not "
+            "negative (MaxRL, arXiv 2602.02710).",
+            base="dr_grpo",
+        ),
+        "batch_std": Option(
+            AdvantageConfig,
+            help="(reward - mean of the group) / standard deviation of all rewards of the "
+            "batch (Lite PPO, arXiv 2508.08221). Recorded rollouts are one batch, however "
+            "many files they are.",
+            base="dr_grpo",
+        ),
+        "pass_at_k": Option(
+            AdvantageConfig,
+            help="For the single best completion of a group, by how much it is better than the "
+            "second best; for others 0: leave one out, of the largest reward in the group "
+            "(arXiv 2503.19595).",
+            base="dr_grpo",
+        ),
+        "opo": Option(
+            AdvantageConfig,
+            help="reward - mean of the group in which each completion weighs as much as it has "
+            "tokens: the baseline of least variance under simplifying assumptions (OPO, "
+            "arXiv 2505.23585).",
+            base="dr_grpo",
+        ),
+        "gdpo": Option(
+            AdvantageConfig,
+            help="(score - mean of the group) / standard deviation of the group for each "
+            "verifier, times its weight, summed, and whitened over the batch (GDPO, arXiv "
+            "2601.05242). Needs several task.verifiers.",
+            base="dr_grpo",
+        ),
+        "reinforce_plus_plus": Option(
+            AdvantageConfig,
+            help="Rewards whitened over the batch, without a group (REINFORCE++, arXiv "
+            "2501.03262). Recorded rollouts are one batch.",
+            base="dr_grpo",
+        ),
+        "reinforce_plus_plus_baseline": Option(
+            AdvantageConfig,
+            help="reward - mean of the group, whitened over the batch (REINFORCE++ with a "
+            "group's baseline, arXiv 2501.03262). Recorded rollouts are one batch.",
+            base="dr_grpo",
+        ),
+        "none": Option(
+            AdvantageConfig,
+            help="0 everywhere: a penalty trains alone, such as kl=k3_ratio against a teacher (distillation).",
+            base="dr_grpo",
+        ),
+        "given": Option(
+            AdvantageConfig,
+            help="The advantages recorded with the rollouts, unchanged; needs rollout=recorded.",
+            base="dr_grpo",
+        ),
+        "custom": Option(
+            AdvantageConfig,
+            help="A function of your own makes advantages of rewards: `pgtk advantage=custom "
+            "advantage.path=my_module.my_advantages`.",
+            base="dr_grpo",
+        ),
+    },
+}
+"""Group -> option -> its keys, what it is, and the values that it changes."""

@@ -1,0 +1,320 @@
+"""The keys of a run: the model, its optimizer, how long and where it trains, and who is told of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pgtoolkit.config.defaults import REQUIRED, ByWeights
+from pgtoolkit.config.key import Option, key
+
+_WEIGHTS = "the checkpoint holds the weights of this model"
+_HAS_BEST = "evaluation.every>0 and evaluation.best!=null"
+_NEEDS_LORA = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
+_ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
+_WHOLE_MATRICES = "Adapters stand beside the whole matrices of a model that was trained, and are stored alone."
+_NEEDS_MLFLOW = {"only_if": "tracking.name=mlflow"}
+_CUT = {"learns": False}
+"""How a number is rounded changes nothing of what is learned."""
+
+NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
+Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
+Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+AutoOrBool = Any  # in YAML, true and false are no texts
+
+
+@dataclass
+class ModelConfig:
+    name: str = key(option=True, fixed=_WEIGHTS)
+    fp32_lm_head: bool
+    compile: AutoOrBool
+
+
+@dataclass
+class TinyModelConfig(ModelConfig):
+    fp32_lm_head: bool = key(
+        default=False,
+        help="Must stay false: the whole of this model computes in float32.",
+        only_if="model.name=huggingface",
+    )
+    compile: AutoOrBool = key(
+        default="auto",
+        help="Whether norms and activations are compiled (torch.compile); auto: no, since a model "
+        "as small as this gains nothing by it.",
+        **_CUT,
+    )
+    num_layers: int = key(
+        default=2,
+        help="Transformer layers (>= 1).",
+        least=1,
+        most=1000,
+        fixed=_WEIGHTS,
+    )
+    hidden_size: int = key(
+        default=128,
+        help="Width of the hidden states (a multiple of num_heads).",
+        least=1,
+        most=65536,
+        fixed=_WEIGHTS,
+    )
+    num_heads: int = key(
+        default=4,
+        help="Attention heads (>= 1).",
+        least=1,
+        most=1000,
+        fixed=_WEIGHTS,
+    )
+    max_positions: int = key(
+        default=64,
+        help="Longest document, prompt and completion, in tokens (>= 2): there is one learned position for each.",
+        least=1,
+        most=10**6,
+        fixed=_WEIGHTS,
+    )
+    # What other models choose; none of these is a key.
+    dtype, lora_rank, gradient_checkpointing, random_weights = "float32", None, False, True
+
+
+@dataclass
+class HuggingFaceModelConfig(ModelConfig):
+    fp32_lm_head: bool = key(
+        default=True,
+        help="Whether the LM head gives float32 logits where the rest is bfloat16, in training and "
+        "in sampling: rounded logits are too coarse for GSPO's clip.",
+    )
+    compile: AutoOrBool = key(
+        default="auto",
+        help="Whether norms, gates and rotary positions are compiled (torch.compile), in training "
+        "and in sampling: faster steps, after some 10 seconds at the start; auto: on a GPU where "
+        "the run is long enough to pay for it, as pgtk check says.",
+        **_CUT,
+    )
+    path: str = key(
+        default=REQUIRED,
+        help="A local folder or a name on the Hugging Face hub.",
+        reads="model",
+        fixed=_WEIGHTS,
+        example="Qwen/Qwen3-0.6B",
+    )
+    random_weights: bool = key(
+        default=False,
+        help="Whether to take only the shape of the model and start from random weights.",
+        fixed=_WEIGHTS,
+    )
+    dtype: NumberType = key(
+        default="auto",
+        help="Number type of the forward pass: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.",
+    )
+    gradient_checkpointing: bool = key(
+        default=False,
+        help="Whether to recompute activations in the backward pass: less memory, more time.",
+    )
+    lora_rank: int | None = key(
+        default=None,
+        help="Rank of LoRA's adapters, which are then all that is trained (>= 1); null: all weights "
+        'are trained. LoRA needs the package peft: pip install "pgtoolkit[lora]".',
+        least=1,
+        most=65536,
+        fixed=_WEIGHTS,
+        only_if=_ADAPTABLE,
+        why=_WHOLE_MATRICES,
+    )
+    lora_alpha: float = key(
+        default=32,
+        help="What LoRA's products are multiplied by, before they are divided by the rank (> 0).",
+        least=1e-6,
+        most=1e9,
+        **_NEEDS_LORA,
+    )
+    lora_targets: list[str] = key(
+        default=["all-linear"],
+        help="The layers that get adapters: [all-linear], which is all linear layers but the head, "
+        "or ends of names: [q_proj,v_proj].",
+        **_NEEDS_LORA,
+    )
+
+
+@dataclass
+class OptimizerConfig:
+    learning_rate: float = key(
+        default=ByWeights(random=1e-3, trained=1e-6, adapters=1e-5),
+        help="Learning rate after the warm-up (> 0).",
+        least=1e-12,
+        most=1e5,
+    )
+    beta1: float = key(
+        default=0.9,
+        help="Decay of the mean of gradients (0 <= beta1 < 1).",
+        least=0,
+        most=0.999999,
+    )
+    beta2: float = key(
+        default=0.95,
+        help="Decay of the mean of squared gradients (0 <= beta2 < 1).",
+        least=0,
+        most=0.999999,
+    )
+    epsilon: float = key(
+        default=1e-8,
+        help="Added to the root of the mean squared gradient (> 0).",
+        least=1e-30,
+        most=1e4,
+    )
+    weight_decay: float = key(
+        default=0.01,
+        help="Decoupled weight decay (>= 0).",
+        least=0,
+        most=10,
+    )
+    max_grad_norm: float | None = key(
+        default=1.0,
+        help="Gradients with a larger norm are scaled down to it (> 0); null: never.",
+        least=1e-6,
+        most=1e9,
+    )
+    warmup_steps: int = key(
+        default=10,
+        help="Steps over which the learning rate rises linearly from 0 (>= 0).",
+        least=0,
+        most=10**9,
+    )
+    schedule: Schedule = key(
+        default="constant",
+        help="The learning rate after the warm-up: constant, or linear or cosine down to 0 at trainer.max_steps.",
+    )
+
+
+@dataclass
+class TrainerConfig:
+    max_steps: int = key(
+        default=300,
+        help="Optimizer steps of the run (>= 1); fewer if the data ends earlier.",
+        least=1,
+        most=10**9,
+        last_counts="optimizer.schedule=constant",
+    )
+    device: Device = key(
+        default="auto",
+        help="Where to compute: auto (a GPU if there is one), cpu or cuda.",
+        evaluate="run",
+        machine=True,
+    )
+    num_threads: int | None = key(
+        default=1,
+        help="CPU threads of torch (>= 1); null: as many as torch chooses. One is the fastest for "
+        "the tiny model and repeatable.",
+        least=1,
+        most=1024,
+        evaluate="run",
+        machine=True,
+    )
+    deterministic: AutoOrBool = key(
+        default="auto",
+        help="Whether a GPU adds up in the same order each time, so that it repeats a run bit for "
+        "bit; auto: as far as it can. Attention's backward pass takes 7 % longer for it, for "
+        "documents of 4096 tokens 16 %, and twice as long for a single one of 32768.",
+        **_CUT,
+    )
+    checkpoint_every: int = key(
+        default=100,
+        help="Steps between checkpoints (>= 1); one is also written at the end and when the run is interrupted.",
+        least=1,
+        most=10**9,
+        learns=False,
+    )
+    keep_checkpoints: int = key(
+        default=2,
+        help="Checkpoints kept in the run directory (>= 1), the newest ones.",
+        least=1,
+        most=10**6,
+        learns=False,
+    )
+    max_bad_steps: int = key(
+        default=3,
+        help="Consecutive steps with a non-finite loss or gradient after which the run fails (>= "
+        "1); such steps change no weight.",
+        least=1,
+        most=10**6,
+    )
+    accept_changed_data: bool = key(
+        default=False,
+        help="Whether a resume continues although prompts, recorded rollouts or a model folder have "
+        "changed; to be given at each resume.",
+        learns=False,
+    )
+    stop_at: float | None = key(
+        default=None,
+        help="Ends the run once an evaluation's evaluation.best reaches this value (>= 0); null: it "
+        "goes on to max_steps.",
+        least=0,
+        most=1e9,
+        only_if=_HAS_BEST,
+        use="evaluation.every=20 and evaluation.best=pass@1",
+        last_counts=True,
+    )
+
+
+@dataclass
+class TrackingConfig:
+    name: str = key(option=True)
+    uri: str | None = key(
+        default=None,
+        help="Address of the MLflow store: sqlite:///FILE, http://HOST:PORT or a database; null: "
+        "sqlite, outputs/mlflow.db.",
+        **_NEEDS_MLFLOW,
+    )
+    experiment: str | None = key(
+        default="pgtoolkit",
+        help="MLflow experiment that collects the runs.",
+        **_NEEDS_MLFLOW,
+    )
+    run_name: str | None = key(
+        default=None,
+        help="Name of the run (letters, digits, '.', '_', '-'; at most 80); null: what differs from the defaults.",
+    )
+    system_metrics: bool = key(
+        default=False,
+        help="Measure CPU, memory, disk, network and GPUs every ten seconds (needs nvidia-ml-py for GPUs).",
+        **_NEEDS_MLFLOW,
+    )
+
+
+OPTIONS = {
+    "model": {
+        "tiny": Option(
+            TinyModelConfig,
+            help="A small GPT-2 with random weights and one token per character; nothing is downloaded.",
+        ),
+        "huggingface": Option(
+            HuggingFaceModelConfig,
+            help="A causal language model of the transformers library: `pgtk model=huggingface "
+            "model.path=FOLDER_OR_HUB_NAME`.",
+        ),
+    },
+    "optimizer": {
+        "adamw": Option(
+            OptimizerConfig,
+            help="AdamW; no weight decay on norms and biases.",
+        ),
+    },
+    "trainer": {
+        "default": Option(
+            TrainerConfig,
+            help="Length of the run, device and checkpoints.",
+        ),
+    },
+    "tracking": {
+        "mlflow": Option(
+            TrackingConfig,
+            help="Metrics, parameters, configuration and plots also go to MLflow.",
+        ),
+        "none": Option(
+            TrackingConfig,
+            help="Only the run directory: metrics.jsonl and curves.png.",
+            base="mlflow",
+            changes={"experiment": None},
+        ),
+    },
+}
+"""Group -> option -> its keys, what it is, and the values that it changes."""

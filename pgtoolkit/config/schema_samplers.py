@@ -1,0 +1,234 @@
+"""The keys of samplers and of evaluation: who writes completions, and how a policy is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pgtoolkit.config.defaults import SameAs
+from pgtoolkit.config.key import Option, key
+
+_STARTS_SERVERS = {"only_if": "sampler.urls=[]"}
+_HAS_OWN_GPUS = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
+_NEEDS_EVALUATION = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
+_MEASURE = _NEEDS_EVALUATION | {
+    "fixed": "its evaluations so far would not compare with those to come",
+    "fixed_if": "evaluation.every>0",
+    "evaluate": "run",
+}
+"""What is true of every key that decides which number an evaluation gives."""
+_NEEDS_TEMPERATURE = {
+    "only_if": "evaluation.every>0 and evaluation.temperature!=0",
+    "use": "evaluation.every=20 and evaluation.temperature=1",
+}
+
+
+@dataclass
+class SamplerConfig:
+    name: str = key(option=True)
+    max_sequences: int | None
+
+
+@dataclass
+class TransformersSamplerConfig(SamplerConfig):
+    max_sequences: int | None = key(
+        default=None,
+        help="Most completions that are sampled at once, for memory's sake (>= 1); null: all of a batch of rollouts.",
+        least=1,
+        most=10**6,
+    )
+    static_cache: bool | None = key(
+        default=None,
+        help="Whether keys and values get their room at the start and, on a GPU, each token is one "
+        "CUDA graph: several times as fast; null: on a GPU, for models of type gpt2, llama, "
+        "mistral, qwen2 and qwen3.",
+    )
+
+
+@dataclass
+class VllmSamplerConfig(SamplerConfig):
+    max_sequences: int = key(
+        default=256,
+        help="Most completions that a server samples at once (>= 1).",
+        least=1,
+        most=10**6,
+        **_STARTS_SERVERS,
+    )
+    urls: list[str] = key(
+        default=[],
+        help="Addresses of running servers to join, such as [http://node7:8000]; []: pgtk starts its own.",
+        learns=False,
+    )
+    executable: str = key(
+        default="vllm",
+        help="How vLLM is called: a name, the path of vllm in another environment, or a command with arguments.",
+        code="command",
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    arguments: list[str] = key(
+        default=[],
+        help='More arguments of vllm serve, such as ["--kv-cache-dtype=fp8"].',
+        code="command",
+        **_STARTS_SERVERS,
+    )
+    gpus: list[int] | None = key(
+        default=None,
+        help="GPUs of the server's own, by number, from those that training leaves; null: it shares "
+        "the training GPU, and gives most of its memory back while training goes on.",
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    tensor_parallel: int = key(
+        default=1,
+        help="GPUs that each server spreads the model over (>= 1); of more sampler.gpus than that, "
+        "several servers are started.",
+        least=1,
+        most=1024,
+        **_HAS_OWN_GPUS,
+    )
+    servers_per_gpu: int = key(
+        default=1,
+        help="Servers on each GPU, or on each group of tensor_parallel (>= 1), which share the "
+        "prompts and gpu_memory_share: two are faster with a small model, with which a "
+        "server's own work is the limit.",
+        least=1,
+        most=64,
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    gpu_memory_share: float = key(
+        default=0.4,
+        help="Share of a GPU's memory that its servers take (0.01 to 1); on a GPU of its own 0.9 "
+        "leaves more room for completions.",
+        least=0.01,
+        most=1,
+        learns=False,
+        **_STARTS_SERVERS,
+    )
+    seeded: bool = key(
+        default=True,
+        help="Whether each prompt has a seed of its own; without, no two runs sample alike.",
+    )
+    weights_folder: str | None = key(
+        default=None,
+        help="Folder in which the weights are handed over, seen by all servers; null: shared "
+        "memory, or the run directory.",
+        writes=True,
+        learns=False,
+    )
+    tolerance: float | None = key(
+        default=None,
+        help="Mean difference between a server's and the trainer's log-probs that stops the run, of "
+        "a few tokens after each new version of the weights, and of each batch before it is "
+        "trained; null: 0.01 in float32, 0.1 in bfloat16.",
+        least=1e-9,
+        most=100,
+        learns=False,
+    )
+    start_seconds: int = key(
+        default=600,
+        help="Seconds that a server has to start (>= 1).",
+        least=1,
+        most=604800,
+        learns=False,
+    )
+    answer_seconds: int = key(
+        default=SameAs("parallelism.timeout_seconds"),
+        help="Seconds that a server has for one batch of rollouts, or for new weights (>= 1).",
+        least=1,
+        most=604800,
+        learns=False,
+    )
+
+
+@dataclass
+class EvaluationConfig:
+    every: int = key(
+        default=0,
+        help="Steps between evaluations (>= 0); others come before the first step and after the last. 0: none.",
+        least=0,
+        most=10**9,
+    )
+    prompts_per_set: int = key(
+        default=128,
+        help="Prompts of each set (>= 1); of a file with fewer, all.",
+        least=1,
+        most=10**6,
+        **_MEASURE,
+    )
+    completions_per_prompt: int = key(
+        default=4,
+        help="Completions of every prompt (>= 1): pass@k is measured for k = 1, 2, 4, ... up to it.",
+        least=1,
+        most=10**4,
+        **_MEASURE,
+    )
+    temperature: float | None = key(
+        default=None,
+        help="Sampling temperature (>= 0; 0: always the likeliest token); null: as training "
+        "samples, rollout.temperature.",
+        least=0,
+        most=100,
+        **_MEASURE,
+    )
+    top_p: float | None = key(
+        default=None,
+        help="Sample only from the most likely tokens that together have this probability (0 < "
+        "top_p <= 1); null: as training does.",
+        least=1e-6,
+        most=1,
+        **_MEASURE | _NEEDS_TEMPERATURE,
+    )
+    max_completion_length: int | None = key(
+        default=None,
+        help="Most tokens of a completion (>= 1); null: as in training, rollout.max_completion_length.",
+        least=1,
+        most=10**6,
+        **_MEASURE,
+    )
+    seed: int = key(
+        default=1000000000,
+        help="Seed of the held-out prompts and of the sampling (integer from 0), the same for runs of every seed.",
+        least=0,
+        most=2**32 - 1,
+        **_MEASURE,
+    )
+    sets: dict[str, Any] = key(
+        default={},
+        help="Sets of prompts by names of yours, each with what differs from the task: {test: "
+        "{path: test.jsonl}} for a file, and {longer: {num_digits: 8}} for a generator; seed "
+        "and prompts may be among it. {}: one set, held_out, of the task's generator.",
+        free=True,
+        code="function",
+        **_MEASURE,
+    )
+    best: str | None = key(
+        default="pass@1",
+        help="The number by which the best checkpoint is kept beside the newest: avg, pass@1, "
+        "pass@2, ..., with several sets SET/pass@1, else of the first; null: none is kept.",
+        **_NEEDS_EVALUATION,
+    )
+
+
+OPTIONS = {
+    "sampler": {
+        "transformers": Option(
+            TransformersSamplerConfig,
+            help="The model in training writes the completions itself, with the transformers "
+            "library: any machine, nothing to start.",
+        ),
+        "vllm": Option(
+            VllmSamplerConfig,
+            help="A server of vLLM writes the completions: pgtk starts it, or joins one that "
+            "runs. See docs/rollouts.md.",
+        ),
+    },
+    "evaluation": {
+        "default": Option(
+            EvaluationConfig,
+            help="Evaluation on held-out prompts: `pgtk evaluation.every=20`. It changes nothing of the training.",
+        ),
+    },
+}
+"""Group -> option -> its keys and what it is."""

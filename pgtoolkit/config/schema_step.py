@@ -1,0 +1,225 @@
+"""The keys of a step: what is measured, what computes it, and how it is cut and spread over processes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pgtoolkit.config.defaults import ByWeights
+from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.schema_rollouts import AHEAD
+
+_SAMPLES_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
+_CUT = {"learns": False}
+"""How a step is cut, or over how many ranks, changes nothing of its result."""
+
+MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
+KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
+LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
+
+
+@dataclass
+class MetricsConfig:
+    level: MetricsLevel = key(option=True)
+
+
+@dataclass
+class KernelConfig:
+    implementation: KernelImplementation = key(option=True)
+    logits_memory_mb: int | None = key(
+        default=None,
+        help="Memory for one piece of the logits where the LM head is fused with the loss, in MiB "
+        "(>= 1); null: a sixty-fourth of the GPU's memory and at least 512, on a CPU 512.",
+        least=1,
+        most=2**20,
+        only_if="kernel.implementation=auto and loss.num_splits=1 or kernel.implementation=fused_linear",
+    )
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether Triton is to compile its kernels."""
+        return self.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@dataclass
+class ParallelismConfig:
+    data_parallel: int = key(
+        default=1,
+        help="Copies of the model, each with its own share of every step's documents (>= 1).",
+        least=1,
+        most=65536,
+        **_CUT,
+    )
+    shard: bool = key(
+        default=False,
+        help="Whether the copies share one set of weights, gradients and optimizer moments, a part "
+        "on each rank (FSDP2).",
+        **_CUT,
+    )
+    tensor_parallel: int = key(
+        default=1,
+        help="Shards of the large weight matrices and of the vocabulary (>= 1, a divisor of the attention heads).",
+        least=1,
+        most=65536,
+        **_CUT,
+    )
+    sequence_parallel: bool = key(
+        default=False,
+        help="Whether activations between the tensor-parallel matrices are sharded along the tokens.",
+        **_CUT,
+    )
+    sequence_data_parallel: int = key(
+        default=1,
+        help="Shards of every document's tokens (>= 1).",
+        least=1,
+        most=65536,
+        **_CUT,
+    )
+    pipeline_parallel: int = key(
+        default=1,
+        help="Stages the layers are divided into (>= 1).",
+        least=1,
+        most=65536,
+        **_CUT,
+    )
+    timeout_seconds: int = key(
+        default=300,
+        help="Seconds after which a process that waits for another gives up, and the run ends (>= 1).",
+        least=1,
+        most=604800,
+        learns=False,
+    )
+
+
+@dataclass
+class AccumulationConfig:
+    docs_per_step: int = key(
+        default=64,
+        help="Documents per optimizer step over all micro-batches (>= 0); 0: a fixed number of micro-batches instead.",
+        least=0,
+        most=10**6,
+        fixed=AHEAD,
+        fixed_if=_SAMPLES_AHEAD,
+    )
+    max_tokens: int = key(
+        default=ByWeights(random=512, trained=4096),
+        help="Most tokens of one micro-batch (>= 1), which has to hold the longest document.",
+        least=1,
+        most=10**7,
+    )
+    micro_batches_per_step: int | None = key(
+        default=None,
+        help="Micro-batches per optimizer step when docs_per_step is 0 (>= 1); otherwise null.",
+        least=1,
+        most=10**6,
+        only_if="accumulation.docs_per_step=0",
+    )
+    last_step: LastStep = key(
+        default="short",
+        help="A last step of a batch of rollouts with too few documents: short (train on them), "
+        "drop (skip them) or carry (fill it from the next batch).",
+        fixed=AHEAD,
+        fixed_if=_SAMPLES_AHEAD,
+    )
+
+
+OPTIONS = {
+    "metrics": {
+        "none": Option(
+            MetricsConfig,
+            help="Only the loss, the gradient norm, the log-probs and what the data gives.",
+            base="basic",
+        ),
+        "basic": Option(
+            MetricsConfig,
+            help="Ratio, clipping, kl and advantages; costs no extra pass.",
+        ),
+        "with_entropy": Option(
+            MetricsConfig,
+            help="Basic and the entropy of the policy at every trained position; computed in "
+            "the same pass over the vocabulary.",
+            base="basic",
+        ),
+    },
+    "kernel": {
+        "auto": Option(
+            KernelConfig,
+            help="The fastest implementation for the device.",
+        ),
+        "torch": Option(
+            KernelConfig,
+            help="Plain PyTorch on materialised logits; runs anywhere and is the easiest to read.",
+            base="auto",
+        ),
+        "triton": Option(
+            KernelConfig,
+            help="Triton kernels on materialised logits; needs a GPU, or TRITON_INTERPRET=1 for tests.",
+            base="auto",
+        ),
+        "fused_linear": Option(
+            KernelConfig,
+            help="The LM head fused with the loss: the logits never exist in full, only one piece at a time.",
+            base="auto",
+        ),
+    },
+    "parallelism": {
+        "single": Option(
+            ParallelismConfig,
+            help="One process on one device.\n\nWith sizes above 1, their product is the "
+            "number of processes: pgtk starts them on this machine, or joins those that "
+            "torchrun or srun started. docs/parallelism.md says which combinations work.",
+        ),
+        "ddp": Option(
+            ParallelismConfig,
+            help="Data parallel: a copy of the model on each rank; gradients are added up once per step.",
+            base="single",
+            changes={"data_parallel": 2},
+        ),
+        "fsdp": Option(
+            ParallelismConfig,
+            help="Fully sharded data parallel: as ddp, with weights, gradients and optimizer "
+            "moments divided over the ranks.",
+            base="single",
+            changes={"data_parallel": 2, "shard": True},
+        ),
+        "tensor": Option(
+            ParallelismConfig,
+            help="Tensor parallel: the large weight matrices and the vocabulary divided over the ranks.",
+            base="single",
+            changes={"tensor_parallel": 2},
+        ),
+        "sequence": Option(
+            ParallelismConfig,
+            help="Sequence parallel: as tensor, with the activations between the matrices divided along the tokens.",
+            base="single",
+            changes={"tensor_parallel": 2, "sequence_parallel": True},
+        ),
+        "sequence_data": Option(
+            ParallelismConfig,
+            help="Sequence-data parallel (context parallel): the tokens of every document divided over the ranks.",
+            base="single",
+            changes={"sequence_data_parallel": 2},
+        ),
+        "pipeline": Option(
+            ParallelismConfig,
+            help="Pipeline parallel: consecutive layers on consecutive ranks; micro-batches "
+            "pass through them. Needs metrics=none.",
+            base="single",
+            changes={"pipeline_parallel": 2},
+        ),
+    },
+    "accumulation": {
+        "dynamic": Option(
+            AccumulationConfig,
+            help="A step is a fixed number of documents, in as many micro-batches as they need.",
+        ),
+        "fixed": Option(
+            AccumulationConfig,
+            help="A step is a fixed number of micro-batches, with as many documents as fit.",
+            base="dynamic",
+            changes={"docs_per_step": 0, "micro_batches_per_step": 2},
+        ),
+    },
+}
+"""Group -> option -> its keys, what it is, and the values that it changes."""

@@ -1,0 +1,348 @@
+"""The keys of tasks: what is asked, and what scores the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from string import ascii_lowercase
+from typing import Any
+
+from pgtoolkit.config.defaults import REQUIRED
+from pgtoolkit.config.key import Option, key
+
+ASKED = "rollout.name=policy or evaluation.every>0"
+"""The condition under which a run asks the prompts of its task."""
+
+_NEEDS_TEMPLATE = {
+    "only_if": "model.name=huggingface and task.chat!=never",
+    "use": "model=huggingface and task.chat=auto",
+}
+_NEEDS_ROWS = {"only_if": "task.path!=null", "use": "task.path=prompts.jsonl"}
+_NEEDS_VERIFIER_TIMEOUT = {
+    "only_if": "task.verifier_seconds!=null",
+    "use": "task.verifier_seconds=10",
+    "why": "A process of its own has a time limit.",
+}
+_NEEDS_VERIFIER_PROCESSES = {
+    "only_if": "task.verifier_processes>0",
+    "use": "task.verifier_processes=4",
+    "why": "Only a process of its own can be ended.",
+}
+_NEEDS_ENVIRONMENT_TIMEOUT = {
+    "only_if": "task.environment_seconds!=null",
+    "use": "task.environment_seconds=10",
+    "why": "A process of its own has a time limit.",
+}
+_NEEDS_ENVIRONMENT_PROCESSES = {
+    "only_if": "task.environment_processes>0",
+    "use": "task.environment_processes=4",
+    "why": "Only a process of its own can be ended.",
+}
+
+Chat = StrEnum("Chat", ["auto", "never"])
+TooLong = StrEnum("TooLong", ["refuse", "skip"])
+
+
+@dataclass
+class TaskConfig:
+    name: str = key(option=True)
+
+
+@dataclass
+class GeneratedTaskConfig(TaskConfig):
+    """Problems of a generator, which never end.
+
+    alphabet: their characters, each of them a token to the tiny model. size: the key of the largest.
+    longest: characters of the longest prompt; and of the longest worked answer, with the end.
+    """
+
+    alphabet, size, longest = "", "", (0, 0)
+
+
+@dataclass
+class ReverseTaskConfig(GeneratedTaskConfig):
+    num_digits: int = key(
+        default=6,
+        help="Digits of the number (>= 1). The answer takes one token more: the end of the sequence.",
+        least=1,
+        most=1000,
+        only_if=ASKED,
+    )
+    alphabet, size = "0123456789=", "num_digits"
+    longest = property(lambda self: (self.num_digits + 1, self.num_digits + 1))
+
+
+@dataclass
+class ChainSumTaskConfig(GeneratedTaskConfig):
+    min_terms: int = key(
+        default=3,
+        help="Fewest numbers of a sum (>= 2).",
+        least=2,
+        most=100,
+        only_if=ASKED,
+    )
+    max_terms: int = key(
+        default=8,
+        help="Most numbers of a sum (>= min_terms): how hard it is. The worked answer takes 9 x max_terms - 6 tokens.",
+        least=2,
+        most=100,
+        only_if=ASKED,
+    )
+    alphabet, size = "0123456789+=;", "max_terms"
+    longest = property(lambda self: (3 * self.max_terms, 9 * self.max_terms - 6))
+
+
+@dataclass
+class ShortestPathTaskConfig(GeneratedTaskConfig):
+    min_nodes: int = key(
+        default=12,
+        help="Fewest nodes of a graph (>= 8).",
+        least=8,
+        most=26,
+        only_if=ASKED,
+    )
+    max_nodes: int = key(
+        default=20,
+        help="Most nodes of a graph (>= min_nodes, <= 26): how hard it is. The prompt takes 6 x max_nodes - 6 tokens.",
+        least=8,
+        most=26,
+        only_if=ASKED,
+    )
+    alphabet, size = f"{ascii_lowercase} :=", "max_nodes"
+    longest = property(lambda self: (6 * self.max_nodes - 6, self.max_nodes + 1))
+
+
+@dataclass
+class GuessTaskConfig(GeneratedTaskConfig):
+    numbers: int = key(
+        default=10,
+        help="How many numbers it may be, from 0 on (>= 2).",
+        least=2,
+        most=10**6,
+        only_if=ASKED,
+    )
+    max_turns: int = key(
+        default=4,
+        help="Most guesses in a conversation (>= 1).",
+        least=1,
+        most=1000,
+        only_if=ASKED,
+    )
+    alphabet, size = "0123456789-?eghilorw", "numbers"
+    # What other conversations choose; none of these is a key.
+    environment, path, environment_processes, environment_seconds = "pgtoolkit.tasks.environments.Guess", None, 0, None
+    options = property(lambda self: {"numbers": self.numbers})
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        guess = len(str(self.numbers - 1)) + 1
+        return 2 + guess, self.max_turns * guess + (self.max_turns - 1) * len("higher")
+
+
+@dataclass
+class WrittenTaskConfig(TaskConfig):
+    """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
+
+    chat: Chat = key(
+        default="auto",
+        help="Whether prompts go through the chat template of the model's tokenizer: auto (where it has one) or never.",
+    )
+    system_prompt: str | None = key(
+        default=None,
+        help="What the system message of every prompt says; it needs a chat template. null: no "
+        "system message but the template's own.",
+        **_NEEDS_TEMPLATE,
+    )
+    max_prompt_length: int | None = key(
+        default=None,
+        help="Most tokens of a prompt (>= 1), chat template included; null: what a completion of "
+        "the full length leaves room for.",
+        least=1,
+        most=10**7,
+    )
+    too_long: TooLong = key(
+        default="refuse",
+        help="What happens to prompts that are longer, or empty: refuse (the run) or skip (them, "
+        "with a note that counts them).",
+    )
+
+
+@dataclass
+class ReasoningGymTaskConfig(WrittenTaskConfig):
+    dataset: str = key(
+        default=REQUIRED,
+        help="Name of the data set in reasoning-gym, such as chain_sum.",
+        example="chain_sum",
+    )
+    options: dict[str, Any] = key(
+        default={},
+        help="Options of that data set, such as {min_terms: 2, max_terms: 3}.",
+        free=True,
+    )
+
+
+@dataclass
+class PromptsTaskConfig(WrittenTaskConfig):
+    path: str = key(
+        default=REQUIRED,
+        help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, or a folder "
+        "of a Hugging Face data set.",
+        reads="data",
+        example="prompts.jsonl",
+    )
+    split: str | None = key(
+        default=None,
+        help="Which split of that data set, such as train; null: the folder has no splits.",
+    )
+    prompt_field: str = key(
+        default="prompt",
+        help="Column with the prompt: a text, or a list of chat messages {role, content}.",
+    )
+    answer_field: str = key(
+        default="answer",
+        help="Column with the reference answer; where a file has no column answer, as of verl, its "
+        "reward_model.ground_truth.",
+    )
+    verifier: str | None = key(
+        default="exact_match",
+        help="What scores a completion: exact_match, regular_expression, math_verify, or a dotted "
+        "path `package.module.function` of your own, in the current directory or installed.",
+        code="function",
+        only_if="task.verifiers={}",
+    )
+    pattern: str | None = key(
+        default=None,
+        help="Only for verifier=regular_expression: the expression whose first group is compared "
+        "with the answer; else null.",
+        only_if="task.verifiers={}",
+    )
+    verifiers: dict[str, Any] = key(
+        default={},
+        help="Several verifiers in the place of task.verifier, by names of yours, such as {answer: "
+        "{verifier: math_verify}, boxed: {verifier: my_module.boxed, weight: 0.1}}. The reward "
+        "is the sum of weight x score, and the first of them says what an exact match is.",
+        free=True,
+        code="function",
+    )
+    verifier_processes: int = key(
+        default=0,
+        help="Processes that score completions, on every rank (>= 1); 0: the process that trains.",
+        least=0,
+        most=1024,
+        learns=False,
+        fixed="",
+        **_NEEDS_VERIFIER_TIMEOUT,
+    )
+    verifier_seconds: float | None = key(
+        default=None,
+        help="Most seconds for one verifier on one completion, which then gets the score 0; null "
+        "without verifier_processes.",
+        least=0.01,
+        most=86400,
+        fixed="",
+        **_NEEDS_VERIFIER_PROCESSES,
+    )
+
+
+@dataclass
+class ConversationTaskConfig(WrittenTaskConfig):
+    environment: str = key(
+        default=REQUIRED,
+        help="Dotted path of a class with start(prompt), reply(messages) and score(messages), in "
+        "the current directory or installed.",
+        code="function",
+        example="my_module.Environment",
+    )
+    options: dict[str, Any] = key(
+        default={},
+        help="What the class is made with, by its keywords, such as {rounds: 3}.",
+        free=True,
+    )
+    max_turns: int = key(
+        default=8,
+        help="Most turns of the policy in a conversation (>= 1).",
+        least=1,
+        most=10**6,
+    )
+    path: str | None = key(
+        default=None,
+        help="Prompts that conversations begin from, as those of task=prompts; null: a seed for each, without end.",
+        reads="data",
+        example="prompts.jsonl",
+    )
+    split: str | None = key(
+        default=None,
+        help="Which split of a data set at task.path, such as train; null: it has no splits.",
+        **_NEEDS_ROWS,
+    )
+    prompt_field: str = key(
+        default="prompt",
+        help="Column of task.path with the prompt: a text, or a list of chat messages {role, content}.",
+        **_NEEDS_ROWS,
+    )
+    answer_field: str = key(
+        default="answer",
+        help="Column of task.path with the reference answer.",
+        **_NEEDS_ROWS,
+    )
+    environment_processes: int = key(
+        default=0,
+        help="Processes that environments run in, on every rank (>= 1); 0: the process that trains.",
+        least=0,
+        most=1024,
+        learns=False,
+        fixed="",
+        **_NEEDS_ENVIRONMENT_TIMEOUT,
+    )
+    environment_seconds: float | None = key(
+        default=None,
+        help="Most seconds for one call of an environment, whose conversation then ends with the "
+        "reward 0; null without environment_processes.",
+        least=0.01,
+        most=86400,
+        fixed="",
+        **_NEEDS_ENVIRONMENT_PROCESSES,
+    )
+
+
+OPTIONS = {
+    "task": {
+        "reverse": Option(
+            ReverseTaskConfig,
+            help="Write a number backwards; the reward is the fraction of positions that are "
+            "right. Learnt from random weights.",
+        ),
+        "chain_sum": Option(
+            ChainSumTaskConfig,
+            help="Sum two-digit numbers modulo 100 with a line of partial sums: `57+68+21=` "
+            "asks for `57+68=25;25+21=46;46`. The reward is 1 if what stands behind the "
+            "last semicolon is right, else 0. One problem of eight is held out, and never "
+            "trained on.",
+        ),
+        "shortest_path": Option(
+            ShortestPathTaskConfig,
+            help="Find a shortest path in a directed graph without cycles: `ab bd ac cd "
+            "de:ae=` asks for `abde` or `acde`. The reward is 1 for any shortest path, "
+            "else 0. One problem of eight is held out, and never trained on.",
+        ),
+        "reasoning_gym": Option(
+            ReasoningGymTaskConfig,
+            help="Any data set of the reasoning-gym package: `pgtk task=reasoning_gym task.dataset=chain_sum`.",
+        ),
+        "prompts": Option(
+            PromptsTaskConfig,
+            help="Your own prompts with reference answers: `pgtk task=prompts task.path=prompts.jsonl`.",
+        ),
+        "conversation": Option(
+            ConversationTaskConfig,
+            help="Several turns with an environment of yours: `pgtk task=conversation "
+            "task.environment=my_module.Environment`.",
+        ),
+        "guess": Option(
+            GuessTaskConfig,
+            help='Find a number by "higher" and "lower", in a conversation of several turns. '
+            "Learnt from random weights.",
+        ),
+    },
+}
+"""Group -> option -> its keys and what it is."""
