@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pgtoolkit.config.schema import Config, TinyModelConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.tasks.accepted import FIRST
