@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
-from pgtoolkit.config.schema import Config, Schedule
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import Schedule
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
