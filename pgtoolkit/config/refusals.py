@@ -47,8 +47,10 @@ _TAKES_VALUE = {
 def unreadable(override: str, error: Exception) -> str:
     """Not in Hydra's grammar."""
     key, equals, value = override.partition("=")
+    reason = _first_line(error)
     use = "quotes around special characters: \"key='a, b'\""
     if not equals:
+        reason = "It has no equals sign"
         use = "KEY=VALUE, such as loss=grpo"
     elif value.endswith(","):
         use = override.rstrip(",")
@@ -58,7 +60,7 @@ def unreadable(override: str, error: Exception) -> str:
         use = _as_list(key, value)
     elif not set("'\"[]{}") & set(value):
         use = f"\"{key}='{value}'\""
-    return f"{override} needs the form key=value (got {override!r}). {_first_line(error)}. Use {use}."
+    return f"{override} needs the form key=value (got {override!r}). {reason}. Use {use}."
 
 
 def pattern(override: Override, groups: dict[str, list[str]]) -> str:

@@ -14,7 +14,7 @@ from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
-from pgtoolkit.config.rules.executed import announce
+from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
@@ -24,7 +24,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import read_metrics
-from pgtoolkit.system.report import key_of, plural, shell_path
+from pgtoolkit.system.report import key_of, plural, say, shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
 
@@ -86,9 +86,9 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
     steps = [int(step) for step in recorded["step"]]
     number, checkpoint = _begin(run_dir, config, number, steps)
-    said: set[str] = set()
-    for column in (config, *(other for _, other in beside)):
-        announce(replace(column, tracking=replace(column.tracking, name="none")), said)
+    lines = [line for compared in (config, *(other for _, other in beside)) for line in imports(compared)]
+    for line in dict.fromkeys(lines):
+        say(f"note: {line}", error=True)
     made = make_again(config, checkpoint, number)
     facts = [_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
     if run_dir:

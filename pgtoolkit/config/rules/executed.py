@@ -125,12 +125,22 @@ def named_functions(config: object) -> dict[str, str]:
 
 def before_start(config: Config) -> list[str]:
     """Return what is said before anything is computed: the code that is imported, and who gets which credentials."""
+    return [*imports(config), *credentials(config)]
+
+
+def imports(config: Config) -> list[str]:
+    """Return a line with the code of the user's that a configuration names, if any, and the keys that name it."""
     paths: dict[str, list[str]] = {}
     for key, path in named_functions(config).items():
         if not path.startswith("pgtoolkit."):
             paths.setdefault(path, []).append(key)
     imported = [f"{path} ({', '.join(keys)})" for path, keys in paths.items()]
-    lines = [f"imports {', '.join(imported)}"] if imported else []
+    return [f"imports {', '.join(imported)}"] if imported else []
+
+
+def credentials(config: Config) -> list[str]:
+    """Return a line for each kind of credentials of this machine, with the addresses that they are sent to."""
+    lines = []
     uri = config.tracking.uri
     if config.tracking.name != "none" and is_server(uri) and (names := mlflow_credentials()):
         lines.append(f"sends {names} to {redact(uri)} (tracking.uri)")
@@ -142,11 +152,11 @@ def before_start(config: Config) -> list[str]:
 
 def announce(config: Config, before: set[str] | None = None) -> None:
     """Print `before_start` of a run, leaving out the lines that are in `before`, and add its lines to them."""
-    before = set() if before is None else before
-    for line in before_start(config):
-        if line not in before:
-            before.add(line)
-            say(f"note: {line}", error=True)
+    lines = [line for line in before_start(config) if line not in (before or ())]
+    for line in lines:
+        say(f"note: {line}", error=True)
+    if before is not None:
+        before.update(lines)
 
 
 def address_not_typed(command: str, uri: str) -> str | None:
