@@ -86,8 +86,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
     steps = [int(step) for step in recorded["step"]]
     number, checkpoint = _begin(run_dir, config, number, steps)
-    lines = [line for compared in (config, *(other for _, other in beside)) for line in imports(compared)]
-    for line in dict.fromkeys(lines):
+    for line in imports(config, *(other for _, other in beside)):
         say(f"note: {line}", error=True)
     made = make_again(config, checkpoint, number)
     facts = [_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]

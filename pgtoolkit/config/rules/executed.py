@@ -128,12 +128,13 @@ def before_start(config: Config) -> list[str]:
     return [*imports(config), *credentials(config)]
 
 
-def imports(config: Config) -> list[str]:
-    """Return a line with the code of the user's that a configuration names, if any, and the keys that name it."""
-    paths: dict[str, list[str]] = {}
-    for key, path in named_functions(config).items():
-        if not path.startswith("pgtoolkit."):
-            paths.setdefault(path, []).append(key)
+def imports(*configs: Config) -> list[str]:
+    """Return a line with the code of the user's that configurations name, if any, and the keys that name it."""
+    paths: dict[str, dict[str, None]] = {}
+    for config in configs:
+        for key, path in named_functions(config).items():
+            if not path.startswith("pgtoolkit."):
+                paths.setdefault(path, {})[key] = None
     imported = [f"{path} ({', '.join(keys)})" for path, keys in paths.items()]
     return [f"imports {', '.join(imported)}"] if imported else []
 
