@@ -1,8 +1,8 @@
-"""Every table and picture of docs/study.md, made again from packed runs by pgtk's own comparison.
+"""Every table and picture of the study's pages, made again from packed runs by pgtk's own comparison.
 
     python benchmarks/study_page.py
 
-unpacks benchmarks/data/study/*.tar.xz into a temporary folder, and fills what stands in the page between a line such as
+unpacks the runs of each of PAGES into a temporary folder, and fills what stands in the page between a line such as
 `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study.png -->` and `<!-- end -->`
 with what `pgtk compare` says, in tables; `<!-- runs -->` is filled with what was run, from the runs' own files, and
 `<!-- repeats SWEEP -->` with the evaluations of its runs.
@@ -32,15 +32,19 @@ from pgtoolkit.system.report import text
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "study.md"
 DATA = ROOT / "benchmarks" / "data" / "study"
+PRETRAINED = ROOT / "docs" / "reports" / "pretrained.md"
+PAGES = {PAGE: DATA, PRETRAINED: DATA.with_name("pretrained")}
+"""The packed runs of each page."""
+
 SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_starts", "study_starts_controls", "study_repeats")
 SWEEPS += ("study_lag", "study_aggregation", "study_anchor")
 _PART = re.compile(r"(?s)(<!-- (compare|runs|repeats)([^>]*) -->\n).*?(<!-- end -->)")
 _NONE = "Not run.\n\n"
 
 
-def unpack(folder: Path) -> Path:
-    """The folder of the sweeps' folders, unpacked below this one."""
-    for file in sorted(DATA.glob("*.tar.xz")):
+def unpack(folder: Path, data: Path = DATA) -> Path:
+    """Unpack a page's runs below `folder`; return the folder of the sweeps' folders."""
+    for file in sorted(data.glob("*.tar.xz")):
         with tarfile.open(file) as packed:
             packed.extractall(folder, filter="data")
     return folder / "outputs" / "sweeps"
@@ -165,5 +169,6 @@ def _table(rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(filled(PAGE.read_text(), unpack(Path(folder))))
+    for its_page, its_data in PAGES.items():
+        with tempfile.TemporaryDirectory() as unpacked:
+            its_page.write_text(filled(its_page.read_text(), unpack(Path(unpacked), its_data)))

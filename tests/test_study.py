@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import study_page
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
+from benchmarks.study_pretrained import write_problems
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import refuse_another
@@ -89,10 +90,38 @@ def test_the_page_is_what_its_command_writes(tmp_path):
         assert (study_page.PAGE.parent / picture).stat().st_size > 10_000
 
 
+def test_the_page_of_the_pretrained_model_is_what_its_command_writes(tmp_path):
+    page = study_page.PRETRAINED.read_text()
+    sweeps = study_page.unpack(tmp_path, study_page.PAGES[study_page.PRETRAINED])
+    assert study_page.filled(page, sweeps, draw=False) == page
+    assert page.count("<!-- end -->") == page.count("<!-- compare ") == 2
+    assert "Not run." not in page
+
+
 def test_packed_runs_take_little_space():
-    files = [*study_page.DATA.glob("*.tar.xz")]
+    files = [file for data in study_page.PAGES.values() for file in data.glob("*.tar.xz")]
     assert sum(file.stat().st_size for file in files) < 5e6
-    assert {file.name.removesuffix(".tar.xz") for file in files} <= {*study_page.SWEEPS}
+    of_the_first_part = {file.name.removesuffix(".tar.xz") for file in study_page.DATA.glob("*.tar.xz")}
+    assert of_the_first_part <= {*study_page.SWEEPS}
+
+
+def test_problems_of_the_pretrained_model(tmp_path):
+    """Answers are right, all four kinds are there, and no held-out problem is trained."""
+    write_problems(tmp_path)
+    problems = {}
+    for name in ("train", "held_out"):
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        problems[name] = [row["prompt"] for row in rows]
+        for row in rows:
+            first, sign, second = re.fullmatch(r"What is (\d+) ([+x]) (\d+)\? .*", row["prompt"]).groups()
+            right = int(first) + int(second) if sign == "+" else int(first) * int(second)
+            assert row["answer"] == str(right)
+    assert len(problems["train"]) == 8000
+    assert len({*problems["held_out"]}) == 256
+    assert not {*problems["train"]} & {*problems["held_out"]}
+    lengths = [len(re.search(r"\d+", problem)[0]) for problem in problems["held_out"]]
+    products = [" x " in problem for problem in problems["held_out"]]
+    assert (lengths.count(2), lengths.count(3), lengths.count(4), sum(products)) == (128, 64, 64, 64)
 
 
 def test_what_is_said_of_the_study_are_numbers_of_its_tables():

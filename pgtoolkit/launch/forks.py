@@ -175,13 +175,19 @@ def _load() -> None:
     with without():
         importlib.import_module("pgtoolkit.training.train")
         with importing_mlflow():
-            importlib.import_module("mlflow.store.tracking.sqlalchemy_workspace_store")
+            _import_ahead("mlflow.store.tracking.sqlalchemy_workspace_store")
         for name in _MODULES:
-            importlib.import_module(name)
+            _import_ahead(name)
     for name, value in before.items():
         del os.environ[name]
         if value is not None:
             os.environ[name] = value
+
+
+def _import_ahead(name: str) -> None:
+    """Import a module that jobs import later. Where it is missing, a job that needs it says so."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 
 def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:

@@ -128,6 +128,20 @@ def test_the_process_that_forks_has_one_thread_and_outlives_its_jobs(tmp_path, f
     wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, 30)
 
 
+def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    missing = tmp_path / "missing"
+    missing.mkdir()
+    (missing / "mlflow.py").write_text("raise ModuleNotFoundError('no mlflow here')")
+    forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
+    config = OmegaConf.to_container(config_of(*SHORT, "tracking=none", "trainer.max_steps=2"), resolve=True)
+    job = {"command": ["pgtk"], "sweep": "s", "directory": str(tmp_path / "job"), "overrides": [], "config": config}
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / ".job.json").write_text(json.dumps(job))
+    status = forks.start(tmp_path / "job" / ".job.json", tmp_path / "job" / "output.log").wait()
+    assert (status, len(metrics_of(tmp_path / "job"))) == (0, 2), (tmp_path / "job" / "output.log").read_text()
+
+
 def test_a_killed_process_that_forks_is_said(forks):
     waiting = start(forks, "waiting")
     waiting.stop(signal.SIGTERM)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from builders.models import save_with_tokenizer, small_llama
 
+from benchmarks.study_pretrained import write_problems
 from pgtoolkit.cli import main
 from pgtoolkit.comparison import predictions
 from pgtoolkit.config.files import sweep_file, sweep_files
@@ -16,7 +17,7 @@ from pgtoolkit.launch.check import check, problems
 SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
 SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24, "study_loss_rates": 56, "study_loss": 48}
 SIZES |= {"study_aggregation": 80, "study_lag": 216, "study_controls": 12, "study_starts": 28}
-SIZES |= {"study_anchor": 128}
+SIZES |= {"study_anchor": 128, "pretrained_rates": 24, "pretrained_loss": 32}
 
 
 @pytest.mark.slow
@@ -26,13 +27,16 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
     for start in range(1, 11) if name.startswith("study_") else ():
         save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("outputs/study") / f"small-{start}")
+    if name.startswith("pretrained_"):
+        save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("outputs/study/smollm2"))
+        write_problems(Path("outputs/study/arithmetic"))
     checked = check([], True, sweep_file=sweep_file(name))
     assert problems(checked) == []
     assert len(checked.runs) == SIZES[name]
     lines = sweep_file(name).read_text().splitlines()
     assert lines[0] == f"# pgtk sweep {name}"
     assert "?" in lines[1]
-    if name in ("study_loss", "study_starts", "study_aggregation", "study_lag", "study_anchor"):
+    if name in ("study_loss", "study_starts", "study_aggregation", "study_lag", "study_anchor", "pretrained_loss"):
         args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
         predicted = predictions.take(sweep_file(name).parent / "predictions" / f"{name}.yaml", args)
         assert budget._contrasts(checked, args) == sorted(predicted)
