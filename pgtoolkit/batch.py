@@ -35,6 +35,7 @@ class Document:
     trajectory: number of the attempt at the prompt that it is a part of, as unique; None: it is one by itself.
     name: how messages call the document, such as `rollouts.jsonl:12`.
     reward, exact_match, truncated, model_version: what the source knows, or None.
+    score_failed: whether nobody could score it. Without a reward it is then left out: see `is_excluded`.
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
@@ -63,6 +64,7 @@ class Document:
     reference_tokens: Tensor | None = None
     trajectory: int | None = None
     anchor_version: int | None = None
+    score_failed: bool = False
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
@@ -82,6 +84,11 @@ class Document:
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
         return len(self.advantages)
+
+    @property
+    def is_excluded(self) -> bool:
+        """Whether the document has weight 0 and no part in a baseline, though every count has it and its tokens."""
+        return self.score_failed and self.reward is None
 
     def as_the_reference_reads_it(self) -> Document:
         """With `reference_tokens` in the place of its tokens; what is trained stands at the end of both."""
@@ -113,6 +120,7 @@ class Tokens:
     num_documents: of this piece. group_index: (documents,) int64, each document's group as the totals number them.
     trajectory_index: the same of its trajectory; None where each document is one by itself.
     truncated: (documents,) bool, True where a completion is known to be cut off; or None.
+    excluded: (documents,) bool, True where every weight is 0 since nobody could score the completion; None: of none.
     counts: of the documents, where they are known on the host.
     """
 
@@ -123,6 +131,7 @@ class Tokens:
     group_index: Tensor | None = None
     trajectory_index: Tensor | None = None
     truncated: Tensor | None = None
+    excluded: Tensor | None = None
     counts: DocumentCounts | None = None
     old_log_probs: Tensor | None = None
     sampling_log_probs: Tensor | None = None
@@ -253,6 +262,9 @@ def pack(documents: list[Document], known: tuple[str, ...] | None = None, has_tr
     for name in ("advantages", *known):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
+    excluded = None
+    if any(document.is_excluded for document in documents):
+        excluded = torch.tensor([document.is_excluded for document in documents])
     for_reference = places = None
     if documents and documents[0].reference_tokens is not None:
         for_reference = pack([document.as_the_reference_reads_it() for document in documents], ())
@@ -267,6 +279,7 @@ def pack(documents: list[Document], known: tuple[str, ...] | None = None, has_tr
         group_index=numbers("group"),
         trajectory_index=numbers("trajectory") if has_trajectories else None,
         truncated=torch.tensor([bool(document.truncated) for document in documents]),
+        excluded=excluded,
         names=tuple(document.name for document in documents),
         document_lengths=tuple(lengths),
         for_reference=for_reference,

@@ -2,10 +2,17 @@
 
 import os
 
+MOST_CHARACTERS = 1000
+"""Of one line of an exception that is not ours."""
+
 
 def first_line(error: BaseException) -> str:
-    """What another library's exception says, on one line; its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return what another library's exception says, on one line; its type where it says nothing.
+
+    A line of more than MOST_CHARACTERS ends there.
+    """
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"
 
 
 class PgtoolkitError(Exception):

@@ -42,7 +42,7 @@ def digest(config: dict) -> str:
 def changed(before: dict, now: dict) -> dict[str, list]:
     """The keys on which two configurations learn differently: {key: [value before, value now]}."""
     drift = config_drift(before, now)
-    return {key: values for key, values in drift.items() if changes_learning(key, now)}
+    return {key: values for key, values in drift.items() if changes_learning(key, now) or changes_learning(key, before)}
 
 
 def name_in(hydra: DictConfig, chosen: str | None) -> str:

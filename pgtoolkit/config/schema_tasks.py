@@ -10,6 +10,7 @@ from typing import Any
 from pgtoolkit.config.defaults import REQUIRED
 from pgtoolkit.config.key import Option, key
 
+_FAILURES_SCORE = "task.verifier_failure=score"
 ASKED = "rollout.name=policy or evaluation.every>0"
 """The condition under which a run asks the prompts of its task."""
 
@@ -41,6 +42,7 @@ _NEEDS_ENVIRONMENT_PROCESSES = {
 
 Chat = StrEnum("Chat", ["auto", "never"])
 TooLong = StrEnum("TooLong", ["refuse", "skip"])
+VerifierFailure = StrEnum("VerifierFailure", ["exclude", "score"])
 
 
 @dataclass
@@ -131,6 +133,7 @@ class GuessTaskConfig(GeneratedTaskConfig):
     alphabet, size = "0123456789-?eghilorw", "numbers"
     # What other conversations choose; none of these is a key.
     environment, path, environment_processes, environment_seconds = "pgtoolkit.tasks.environments.Guess", None, 0, None
+    verifier_failure, failure_score = VerifierFailure.exclude, 0.0
     options = property(lambda self: {"numbers": self.numbers})
 
     @property
@@ -165,6 +168,24 @@ class WrittenTaskConfig(TaskConfig):
         help="What happens to prompts that are longer, or empty: refuse (the run) or skip (them, "
         "with a note that counts them).",
     )
+    verifier_failure: VerifierFailure = key(
+        default="exclude",
+        help="What happens to a completion whose scoring crashed, took too long or returned "
+        "nothing (None or NaN): exclude (weight 0, and no part in the baseline of its group) or "
+        "score (it gets task.failure_score). failed_score_fraction counts them.",
+        learns=_FAILURES_SCORE,
+        fixed="",
+    )
+    failure_score: float = key(
+        default=0.0,
+        help="What a score that failed counts as, with task.verifier_failure=score; of several "
+        "verifiers before its weight.",
+        least=-1e6,
+        most=1e6,
+        learns=_FAILURES_SCORE,
+        fixed="",
+        only_if=_FAILURES_SCORE,
+    )
 
 
 @dataclass
@@ -178,6 +199,26 @@ class ReasoningGymTaskConfig(WrittenTaskConfig):
         default={},
         help="Options of that data set, such as {min_terms: 2, max_terms: 3}.",
         free=True,
+    )
+    verifier_processes: int = key(
+        default=0,
+        help="Processes that score completions, on every rank (>= 1); 0: the process that trains.",
+        least=0,
+        most=1024,
+        learns=False,
+        fixed="",
+        **_NEEDS_VERIFIER_TIMEOUT,
+    )
+    verifier_seconds: float | None = key(
+        default=None,
+        help="Most seconds for the package's scorer on one completion, whose score has then failed "
+        "(task.verifier_failure); null without verifier_processes. The first completion of each "
+        "process has 120 seconds.",
+        least=0.01,
+        most=86400,
+        learns="task.verifier_seconds>0",
+        fixed="",
+        **_NEEDS_VERIFIER_PROCESSES,
     )
 
 
@@ -235,8 +276,9 @@ class PromptsTaskConfig(WrittenTaskConfig):
     )
     verifier_seconds: float | None = key(
         default=None,
-        help="Most seconds for one verifier on one completion, which then gets the score 0; null "
-        "without verifier_processes.",
+        help="Most seconds for one verifier on one completion, whose score has then failed "
+        "(task.verifier_failure); null without verifier_processes. The first completion of each "
+        "process has 120 seconds, in which a verifier may import what it needs.",
         least=0.01,
         most=86400,
         fixed="",
@@ -296,8 +338,9 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     environment_seconds: float | None = key(
         default=None,
-        help="Most seconds for one call of an environment, whose conversation then ends with the "
-        "reward 0; null without environment_processes.",
+        help="Most seconds for one call of an environment, whose conversation then ends, and whose "
+        "score has failed (task.verifier_failure); null without environment_processes. The first "
+        "call of each process has 120 seconds.",
         least=0.01,
         most=86400,
         fixed="",

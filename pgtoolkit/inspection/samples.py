@@ -114,7 +114,7 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
     since = kept.steps[0] if since is None else since
     rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
     for entry in kept.entries:
-        if since <= entry.step <= step:
+        if since <= entry.step <= step and entry.reward is not None:
             rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
     again = {name: steps for name, steps in rewards.items() if len(steps) > 1}
     rises = {name: mean(steps[max(steps)]) - mean(steps[min(steps)]) for name, steps in again.items()}
@@ -124,7 +124,7 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
         means, nearest = [], []
         for at in (min(again[name]), max(again[name])):
             means.append(middle := mean(again[name][at]))
-            own = [row for row in rows(at) if row.name == name]
+            own = [row for row in rows(at) if row.name == name and row.reward is not None]
             nearest.append(min(own, key=lambda row: abs(row.reward - middle)))
         changes.append(Change(tuple(means), *nearest))
     return Samples(kept.set, step, rows(step), since, tuple(counts), changes)
@@ -135,21 +135,26 @@ def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, 
 
     count: completions of a kind. lines: of each text at most.
     """
-    rewards = [row.reward for row in shown.rows]
+    rewards = [row.reward for row in shown.rows if row.reward is not None]
+    not_scored = [row for row in shown.rows if row.reward is None]
+    means = f"mean reward of these {mean(rewards):.3f}" if rewards else "none of these was scored"
+    if rewards and not_scored:
+        means = f"{len(not_scored)} of these not scored, mean reward of the others {mean(rewards):.3f}"
     prompts = plural(len({row.name for row in shown.rows}), "prompt")
     page = folded(
-        f"{legible(run)}: {shown.set}, step {shown.step}: {plural(len(rewards), 'completion')} kept of {prompts}, mean "
-        f"reward of these {mean(rewards):.3f}"
+        f"{legible(run)}: {shown.set}, step {shown.step}: {plural(len(shown.rows), 'completion')} kept of {prompts}, "
+        f"{means}"
     )
     others = [f"{name} ({_listed(other.steps)})" for name, other in kept.items() if name != shown.set]
     if others:
         page += folded(f"Other sets: {', '.join(others)}")
-    best, worst = best_and_worst(shown.rows, count)
-    title = "Best" if worst else f"All have reward {rewards[0]:.3f}; some of them"
-    for name, rows in ((title, best), ("Worst", worst)):
+    best, worst = best_and_worst([row for row in shown.rows if row.reward is not None], count)
+    title = "Best" if worst or not rewards else f"All have reward {rewards[0]:.3f}; some of them"
+    for name, rows in ((title, best), ("Worst", worst), ("Not scored, since scoring failed", not_scored[:count])):
         page += ["", name] if rows else []
         for row in rows:
-            page += folded(f"{row.reward:.3f}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
+            reward = "  -  " if row.reward is None else f"{row.reward:.3f}"
+            page += folded(f"{reward}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
             page += _texts(row, {"completion": row}, lines)
     rose, fell, stayed = shown.counts
     changed = f"{rose} prompts better, {fell} worse, {stayed} the same (by mean reward of what was kept)"
@@ -168,7 +173,7 @@ def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[Completi
 
     No reward is the lowest among the best, or the highest among the worst; where all are alike there is no worst.
     """
-    low, high = min(row.reward for row in rows), max(row.reward for row in rows)
+    low, high = min((row.reward for row in rows), default=0), max((row.reward for row in rows), default=0)
     times: Counter[tuple] = Counter()
     unlike = {}  # each with its place among those of its prompt with this reward
     for row in rows:
@@ -208,7 +213,7 @@ def _plain(name: str, row: CompletionRow) -> dict:
     return {
         **{key: text and shortened(legible(text), MOST_CHARACTERS) for key, text in texts.items()},
         **{"set": name, "step": row.step, "name": legible(row.name), "tokens": row.tokens, "facts": facts(row)},
-        "reward": row.reward if math.isfinite(row.reward) else None,
+        "reward": row.reward if row.reward is not None and math.isfinite(row.reward) else None,
     }
 
 

@@ -67,7 +67,7 @@ class RayEngine:
                 ":" in address and "://" not in address
             ):  # for whose answer Ray would wait for minutes, deaf to signals
                 say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
-                command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
+                command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
                 subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
             ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | init)
         except PgtoolkitError:  # of a signal
@@ -140,6 +140,8 @@ class SubmititEngine:
             self._executor.update_parameters(**named)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_SubmittedJob]:
+        # submitit's own process on a node begins in this directory, of which no file is to hide a library.
+        os.environ["PYTHONSAFEPATH"] = "1"
         with self._refused():
             return [_SubmittedJob(job) for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))]
 

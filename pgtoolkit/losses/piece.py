@@ -57,8 +57,9 @@ def make_objective(
             totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
         weights = aggregation.weights(totals, documents, mask, *of_documents)
         weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
-    if loss.masks_truncated:
-        weights = torch.where(documents.broadcast(tokens.truncated.to(dtype)) > 0, 0.0, weights)
+    for without_weight in (tokens.truncated if loss.masks_truncated else None, tokens.excluded):
+        if without_weight is not None:
+            weights = torch.where(documents.broadcast(without_weight.to(dtype)) > 0, 0.0, weights)
     correction, equal = loss.correction, aggregation.equal_within_documents
     sampling_log_ratio = factors = document_advantages = None
     if sampling_log_probs is not None and old_log_probs is not None:

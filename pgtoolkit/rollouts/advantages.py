@@ -144,9 +144,12 @@ def _deviation(rewards: list[float]) -> float:
 
 
 class Attempt(NamedTuple):
-    """What an advantage is made of. length: trained tokens. measures: as of a document."""
+    """What an advantage is made of. reward: None where nobody could score it. length: trained tokens.
 
-    reward: float
+    measures: as of a document.
+    """
+
+    reward: float | None
     length: int
     measures: Mapping[str, float] = MappingProxyType({})
 
@@ -177,20 +180,46 @@ class Estimator:
         return estimator
 
     def advantages(self, groups: Iterable[Sequence[Attempt]], refuse: Callable[[int, str], None]) -> list[list[float]]:
-        """Of each attempt of a batch, in float64. refuse: told of each group, by its place, that has none, and why."""
-        parts, rewards, kept = [], [], []
+        """Return the advantage of each attempt of a batch, in float64.
+
+        An attempt without a reward has the advantage 0, and no part in those of the others.
+        refuse: told of each group, by its place, that has no advantages, and why.
+        """
+        groups = [[*group] for group in groups]
+        scored = [[attempt for attempt in group if attempt.reward is not None] for group in groups]
+        if self.function is not None:
+            scored = self._usable(scored, refuse)
+            known = [group for group in scored if group]
+            found = iter(self._called(known, DataError) if known else [])
+            parts = [next(found) if group else [] for group in scored]
+        else:
+            parts = []
+            for number, (group, attempts) in enumerate(zip(groups, scored, strict=True)):
+                try:
+                    parts.append(self._of_group(attempts, is_alone=len(attempts) == 1 < len(group)))
+                except DataError as error:
+                    refuse(number, str(error))
+                    parts.append([0.0] * len(attempts))
+            parts = over_batch(self.name, parts, [[attempt.reward for attempt in group] for group in scored])
+        return [_with_zeros(group, part) for group, part in zip(groups, parts, strict=True)]
+
+    def _usable(self, groups: list[list[Attempt]], refuse: Callable[[int, str], None]) -> list[list[Attempt]]:
+        """The groups, none left in that whose rewards cannot be used."""
+        usable = []
         for number, group in enumerate(groups):
-            rewards.append([one.reward for one in group])
             try:
-                parts.append(self._of_group(rewards[-1], group))
+                check_rewards([attempt.reward for attempt in group])
+                usable.append(group)
             except DataError as error:
                 refuse(number, str(error))
-                parts.append([0.0] * len(group))
-            if self.function is not None:
-                kept.append(group)
-        return over_batch(self.name, parts, rewards) if self.function is None else self._called(kept, DataError)
+                usable.append([])
+        return usable
 
-    def _of_group(self, rewards: list[float], group: Sequence[Attempt]) -> list[float]:
+    def _of_group(self, group: Sequence[Attempt], is_alone: bool) -> list[float]:
+        """is_alone: the others of its group have no reward, so that it is compared with nothing."""
+        rewards = [attempt.reward for attempt in group]
+        if is_alone and self.name in ("rloo", "pass_at_k"):
+            return [0.0]
         if self.name in ESTIMATORS:
             return group_advantages(self.name, rewards, [one.length for one in group])
         check_rewards(rewards)
@@ -228,6 +257,14 @@ class Estimator:
                 needs, reason = "the same advantages in whichever order the groups come", "A batch has no first prompt."
                 setting, use = f"advantage.path={self.path}", "neither state nor random numbers"
                 raise ConfigError(refusal(setting, needs, f"{one} and {two}", reason, use))
+
+
+def _with_zeros(group: Sequence[Attempt], advantages: list[float]) -> list[float]:
+    """The advantages of the scored attempts of a group at their places, and 0 at those of the others."""
+    if len(advantages) == len(group):
+        return advantages
+    following = iter(advantages)
+    return [0.0 if attempt.reward is None else next(following, 0.0) for attempt in group]
 
 
 def with_advantages(

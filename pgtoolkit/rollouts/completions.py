@@ -89,7 +89,8 @@ def chosen(documents: list[Document], names: dict[int, str], count: int) -> list
         groups.setdefault(document.group, []).append(document)
 
     def rank(group: int) -> tuple[bool, int]:
-        return are_equal(document.reward for document in groups[group]), zlib.crc32(names[group].encode())
+        rewards = [document.reward for document in groups[group] if document.reward is not None]
+        return are_equal(rewards), zlib.crc32(names[group].encode())
 
     ranked = sorted(groups, key=rank)
     kept = [document for group in ranked for document in _best_and_worst(groups[group])][:count]
@@ -98,6 +99,8 @@ def chosen(documents: list[Document], names: dict[int, str], count: int) -> list
 
 
 def _best_and_worst(documents: list[Document]) -> list[Document]:
-    """From both ends in turn, by reward; of equal ones the first comes first."""
-    falling = sorted(documents, key=lambda document: -document.reward)
-    return [falling[i // 2 if i % 2 == 0 else -1 - i // 2] for i in range(len(falling))]
+    """From both ends in turn, by reward; of equal ones the first comes first. Those without a reward are the last."""
+    scored = [document for document in documents if document.reward is not None]
+    falling = sorted(scored, key=lambda document: -document.reward)
+    in_turn = [falling[i // 2 if i % 2 == 0 else -1 - i // 2] for i in range(len(falling))]
+    return in_turn + [document for document in documents if document.reward is None]

@@ -18,8 +18,8 @@ _LARGE_SHARE = 0.1
 def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float]:
     """Means over the documents of one step; a metric that the data does not know is left out.
 
-    What an attempt has counts a trajectory once, by its first document. staleness is the number of optimizer updates
-    between the policy that generated a document and the one in training.
+    So is failed_score_fraction where it is 0. What an attempt has counts a trajectory once, by its first document.
+    staleness is the number of optimizer updates between the policy that generated a document and the one in training.
     """
     attempts = [*dict(zip(reversed(trajectories_of(documents)), reversed(documents), strict=True)).values()][::-1]
     columns = {
@@ -33,6 +33,8 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "completion_length": [d.num_trained for d in documents],
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
+    if any(document.score_failed for document in attempts):
+        columns["failed_score_fraction"] = [document.score_failed for document in attempts]
     for name in dict.fromkeys(name for d in attempts for name in d.measures):
         columns[name] = [d.measures.get(name) for d in attempts]
     known = {name: [float(value) for value in values if value is not None] for name, values in columns.items()}
@@ -93,5 +95,6 @@ def _groups_without_signal(documents: list[Document]) -> list[bool]:
     has_signal: dict[int, bool] = {}
     for document in documents:
         signal = document.has_signal if isinstance(document, Outline) else bool((document.advantages != 0).any())
+        signal = signal and not document.is_excluded
         has_signal[document.group] = has_signal.get(document.group, False) or signal
     return [not signal for signal in has_signal.values()]

@@ -15,6 +15,7 @@ from pgtoolkit.config.evaluation import powers_of_two, sampling
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.completions import row_of
@@ -71,6 +72,12 @@ class Evaluator:
             if self.layout.rank == 0:
                 rows = [row for group in groups for row, _ in group]
                 write_completions(self.folder / FOLDER / f"evaluation_{prompt_set.name}_{step:06d}.parquet", rows)
+        if all(score.failed for group in groups for _, score in group):
+            raise DataError(
+                f"the score of each of the {sum(map(len, groups))} completions of evaluation set {prompt_set.name} "
+                "failed, so there is nothing to measure; the notes above say why. Mend what scores them, or give it "
+                "more time: task.verifier_seconds, or task.environment_seconds."
+            )
         return {"set": prompt_set.name, **_numbers(groups), "seconds": round(time.perf_counter() - started, 3)}
 
     def close(self) -> None:
@@ -90,17 +97,23 @@ class Evaluator:
 
         def answer(document: Document, prompt: Prompt) -> _Answer:
             row = row_of(step, document, prompt, policy.tokenizer)
-            return row, Score(document.reward, document.exact_match, document.measures)
+            return row, Score(document.reward, document.exact_match, document.measures, document.score_failed)
 
         return [[answer(document, prompt) for document in group] for group, prompt in zip(groups, prompts, strict=True)]
 
 
 def _numbers(groups: list[list[_Answer]]) -> dict[str, Any]:
-    """The numbers of a set, whose prompts have one group of answers each, all of them equally many."""
+    """The numbers of a set, whose prompts have one group of answers each, all of them equally many.
+
+    An answer that nobody could score is not right. It has no part in the mean reward of its prompt, nor in means of
+    measures that it lacks.
+    """
     count = len(groups[0])
 
-    def means(value: Callable[[CompletionRow, Score], float]) -> list[float]:
-        return [sum(value(*answer) for answer in group) / count for group in groups]
+    def means(value: Callable[[CompletionRow, Score], float | None]) -> list[float]:
+        """The mean of each prompt that knows any."""
+        values = [[known for answer in group if (known := value(*answer)) is not None] for group in groups]
+        return [sum(of_prompt) / len(of_prompt) for of_prompt in values if of_prompt]
 
     right = [sum(score.exact_match for _, score in group) for group in groups]
     measured = {"avg": means(lambda _, score: score.reward)}
@@ -113,9 +126,11 @@ def _numbers(groups: list[list[_Answer]]) -> dict[str, Any]:
         "length": means(lambda row, _: row.tokens),
         "truncated": means(lambda row, _: row.finish_reason == "length"),
     }
+    if any(score.failed for group in groups for _, score in group):
+        others["failed_score_fraction"] = means(lambda _, score: score.failed)
     # One whose environment gave no answer has no measures of it.
     for name in dict.fromkeys(name for group in groups for _, score in group for name in score.measures):
-        others[name] = means(lambda _, score, name=name: score.measures.get(name, 0.0))
+        others[name] = means(lambda _, score, name=name: score.measures.get(name))
     return numbers | {name: mean_and_error(values)[0] for name, values in others.items()}
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
+from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import are_equal
@@ -96,12 +97,13 @@ def scored_groups(
                 advantages=torch.zeros(len(completion.log_probs)),
                 group=prompt.index,
                 name=f"prompt {prompt.index}, completion {i}",
-                reward=score.reward + overlong_penalty(len(written), *penalty),
+                reward=None if score.reward is None else score.reward + overlong_penalty(len(written), *penalty),
                 exact_match=score.exact_match,
                 truncated=completion.finish_reason == "length",
                 model_version=completion.model_version,
                 measures=score.measures,
                 task_reward=None if rollout.overlong_buffer is None else score.reward,
+                score_failed=score.failed,
                 reference_tokens=None if other is None else torch.cat([other, written]),
             )
         )
@@ -111,6 +113,17 @@ def scored_groups(
 def in_groups(documents: list[Document], size: int) -> list[list[Document]]:
     """So many consecutive ones each."""
     return [documents[start : start + size] for start in range(0, len(documents), size)]
+
+
+def check_scores(groups: list[list[Document]]) -> None:
+    """Raise DataError where every score of a batch failed: nothing is left to learn from, and nobody would notice."""
+    documents = [document for group in groups for document in group]
+    if all(document.score_failed for document in documents):
+        raise DataError(
+            f"the score of each of {len(documents)} completions of a batch failed, so nothing can be learned from "
+            "them; the notes above say why. Mend what scores them, or give it more time: task.verifier_seconds, or "
+            "task.environment_seconds."
+        )
 
 
 def fill(
@@ -141,7 +154,11 @@ def fill(
 
 
 def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
-    """Whether the task scores the completions differently, or finds only some right; without what lengths take off."""
+    """Whether the task scores the completions differently, or finds only some right; without what lengths take off.
+
+    Completions that are left out, since nobody could score them, tell nothing.
+    """
+    group = [document for document in group if not document.is_excluded]
     if mixed == Mixed.exact_match:
         return len({document.exact_match for document in group}) > 1
     return not are_equal(d.reward if d.task_reward is None else d.task_reward for d in group)

@@ -67,6 +67,7 @@ class Indexing:
         if self._counted == "trajectories":
             counted = f"{len(self._rows)} documents are {len(self._attempts)} trajectories"
             self.notes.append(f"{counted}, which rewards, aggregation=sample_mean and constant count (D) once each.")
+        self._excluded = self._rows["score_failed"] & np.isnan(self._rows["reward"])
         self._check_attempts()
         self._check_plausible()
         has_groups = self._number_groups()
@@ -125,6 +126,11 @@ class Indexing:
                 f"{path} needs a trained token (got {len(rows)} documents whose loss_mask is false everywhere). "
                 "Nothing would be learned. Mark the tokens of the completions as true."
             )
+        if (rows["score_failed"] & np.isnan(rows["reward"])).all() and not self._is_cut:
+            raise DataError(
+                f"{path} needs a document that was scored (got {len(rows)} with score_failed=true and no reward). They "
+                "have weight 0, so nothing would be learned. Record rollouts whose scoring works."
+            )
         if "sampling_log_probs" in self.rules.required and not (self._is_mismatched or self._is_cut):
             raise DataError(
                 f"{path} needs sampling_log_probs other than old_log_probs (got the same in every row). A correction "
@@ -151,7 +157,7 @@ class Indexing:
 
     def _check_attempts(self) -> None:
         """The documents of a trajectory have one reward, and either all or none match exactly."""
-        for name in ("reward", "exact_match"):
+        for name in ("reward", "exact_match", "score_failed"):
             own, shared = self._rows[name], self._rows[name][self._first]
             for index in np.flatnonzero((own != shared) & ~(np.isnan(own) & np.isnan(shared))):
                 reason = f"is not that of {self._label(self._first[index])}, which is of the same trajectory. "
@@ -218,7 +224,8 @@ class Indexing:
             if self._is_cut:  # the others of a group may follow, without whom a function of the user's may not do
                 groups = [members for members in groups if len(members) > 1 and self.estimator.function is None]
             rewards, lengths = rows["reward"].tolist(), np.bincount(self._first, rows["trained"]).astype(int).tolist()
-            attempts = ([Attempt(rewards[i], lengths[i]) for i in members] for members in groups)
+            scored = (~self._excluded).tolist()
+            attempts = ([Attempt(rewards[i] if scored[i] else None, lengths[i]) for i in members] for members in groups)
             found = self.estimator.advantages(
                 attempts, lambda number, problem: self._refuse(groups[number][0], "group_id", problem)
             )
@@ -227,6 +234,7 @@ class Indexing:
             rows["advantage"] = rows["advantage"][self._first]
         if imitates or not self._given:
             rows["has_signal"] = (rows["advantage"].astype(np.float32) != 0) & (rows["trained"] > 0)
+        rows["has_signal"] &= ~self._excluded
 
     def _label(self, index: int) -> str:
         return f"{self.files[self._rows['file'][index]].label}:{self._rows['number'][index]}"
@@ -248,6 +256,7 @@ def _entries(row: Row, group: int, trajectory: int) -> tuple:
         np.nan,
         row.advantage is not None,
         row.advantage is not None and bool(row.advantage.any()),
+        bool(row.score_failed),
         np.nan if old is None else old.sum() / max(1, trained),
         np.nan if row.model_version is None else row.model_version,
         truth[row.truncated],

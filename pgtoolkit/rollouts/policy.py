@@ -25,7 +25,7 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator, with_advantages
-from pgtoolkit.rollouts.groups import completed, fill, in_groups, requests_of, scored_groups
+from pgtoolkit.rollouts.groups import check_scores, completed, fill, in_groups, requests_of, scored_groups
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.runs.records import expect, is_count, is_number
@@ -244,6 +244,7 @@ class PolicyRollouts(Source):
 
         groups = fill(first_round(), further, self._rollout.max_sampling_rounds, self._rollout.mixed)
 
+        check_scores(groups)
         documents = with_advantages(groups, self._estimator, self.prompt)
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
         self._batches[number], self._next_prompt = documents, next_prompt

@@ -118,6 +118,7 @@ class RecordedRollouts(Source):
             **{name: numbers if row[name] else None for name in OPTIONAL_VECTORS},
             checksum=int(row["checksum"]),
             has_signal=bool(row["has_signal"]),
+            score_failed=bool(row["score_failed"]),
             old_log_prob=float(row["old_log_prob"]),
         )
 

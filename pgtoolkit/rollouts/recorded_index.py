@@ -27,6 +27,7 @@ ROW = np.dtype(
             ("advantage", "f8"),
             ("has_advantage", "?"),
             ("has_signal", "?"),
+            ("score_failed", "?"),
         ],
         *[("old_log_prob", "f8"), ("model_version", "f8"), ("truncated", "i1"), ("exact_match", "i1")],
         *[(name, "?") for name in OPTIONAL_VECTORS],
@@ -36,8 +37,8 @@ ROW = np.dtype(
 
 file: its place among the files. number: in its file, from 1. place: where `RowFile.row` finds it. checksum:
 `Row.digest`. tokens, trained: how many. trajectory: the place among all rows of its first document. advantage: of the
-estimator. has_signal: whether an advantage is not 0. old_log_prob: the mean over its trained tokens. OPTIONAL_VECTORS:
-whether it has them.
+estimator. has_signal: whether an advantage is not 0. score_failed: whether nobody could score it. old_log_prob: the
+mean over its trained tokens. OPTIONAL_VECTORS: whether it has them.
 """
 
 

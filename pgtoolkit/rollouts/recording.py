@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,9 +38,21 @@ def write_batch(folder: Path, number: int, documents: list[Document]) -> Path:
 
     A resumed run writes the batches after its checkpoint again, each over itself, so no row is lost or doubled.
     """
-    with storage(path := batch_file(folder, number)), replacing(path) as file:
-        write_parquet(file, map(row_of, documents))
+    path = batch_file(folder, number)
+    rows = map(row_of, documents)
+    columns = []
+    if any(document.score_failed for document in documents):
+        columns = ["reward", "score_failed"]
+        rows = (_with_failure(row, document) for row, document in zip(rows, documents, strict=True))
+    with storage(path), replacing(path) as file:
+        write_parquet(file, rows, columns)
     return path
+
+
+def _with_failure(row: Row, document: Document) -> Row:
+    """The row with whether its score failed, which rows of other batches leave out."""
+    row.score_failed = document.score_failed
+    return row
 
 
 def batch_file(folder: Path, number: int) -> Path:
@@ -65,6 +77,7 @@ def row_of(document: Document) -> Row:
         advantage=per_token(document.advantages),
         group_id=document.group,
         trajectory=document.trajectory,
+        score_failed=None,
         id=document.name,
         measures=document.measures,
         **{name: per_token(getattr(document, name)) for name in OPTIONAL_VECTORS},
@@ -72,14 +85,19 @@ def row_of(document: Document) -> Row:
     )
 
 
-def write_parquet(file: BinaryIO, rows: Iterable[Row]) -> None:
+def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] = ()) -> None:
     """Parquet with page checksums, a row group at a time in memory.
 
     The columns are what the rows of the first group know, and further ones of their measures, which training ignores.
+    columns: fields that the file has also where the first group does not know them.
     """
     groups = _row_groups(rows)
     first = next(groups)
-    known = [(name, kind) for name, (kind, _) in FIELDS.items() if any(getattr(row, name) is not None for row in first)]
+    known = [
+        (name, kind)
+        for name, (kind, _) in FIELDS.items()
+        if name in columns or any(getattr(row, name) is not None for row in first)
+    ]
     measures = [(name, pa.float64()) for name in dict.fromkeys(name for row in first for name in row.measures)]
     schema = pa.schema([*known, *measures])
     with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:

@@ -77,6 +77,7 @@ class Row(SimpleNamespace):
             trajectory=trajectory,
             **{name: None if x is None else torch.from_numpy(x[mask]) for name, x in vectors.items()},
             **{name: getattr(self, name) for name in OF_THE_DOCUMENT},
+            score_failed=bool(self.score_failed),
         )
 
 
@@ -117,6 +118,8 @@ def parse_row(
                 problems.append((name, str(reason)))
             except _Unusable as reason:
                 problems.append((name, str(reason)))
+        elif name == "reward" and row.score_failed:
+            continue  # nobody could score it: it has weight 0
         elif name in ("token_ids", "loss_mask") or name in rules.required:
             problems.append((name, f"is missing; the row has {', '.join([*checked, *raw]) or 'no fields'}"))
     return problems or row
@@ -266,6 +269,7 @@ FIELDS = {
     "token_ids": (pa.list_(pa.int32()), _token_ids),
     "loss_mask": (pa.list_(pa.bool_()), _loss_mask),
     **dict.fromkeys(OPTIONAL_VECTORS, (_NUMBERS, _log_probs)),
+    "score_failed": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
     "advantage": (_NUMBERS, _advantage),
     "reward": (pa.float64(), _reward),
     "group_id": (pa.int64(), _group_id),

@@ -33,7 +33,8 @@ class CompletionRow:
     step: the optimizer step that trained on it; in an evaluation, the steps made before it.
     name: of the prompt, the same whenever it is asked: `Prompt.place`.
     prompt, completion: their tokens as the tokenizer decodes them, special tokens included.
-    reward: after weights and penalties. rewards: score of each verifier by its name; {} where none has a name.
+    reward: after weights and penalties; None where nobody could score it. rewards: score of each verifier by its name;
+        {} where none has a name.
     advantage: None in an evaluation. tokens: of the completion. finish_reason: "stop" or "length".
     version: of the weights that wrote it, in updates. answer: the prompt's reference answer, if it has one.
     """
@@ -42,7 +43,7 @@ class CompletionRow:
     name: str
     prompt: str = ""
     completion: str = ""
-    reward: float = 0.0
+    reward: float | None = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     advantage: float | None = None
     tokens: int = 0

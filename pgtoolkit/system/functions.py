@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, first_line
+from pgtoolkit.system.legible import shortened
+from pgtoolkit.system.process_state import ProcessState
 from pgtoolkit.system.report import nearest, refusal
 
 _PACKAGE = Path(__file__).parents[1]
+
+MOST_CHARACTERS = 10_000
+"""Of a traceback of the user's code, in what is said of it."""
 
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
 """What a reducer is called with, after the step's totals."""
@@ -31,20 +39,24 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
     """
     module, _, name = path.rpartition(".")
     kind, setting = kind_of(key), f"{key}={path}"
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # an installed command does not look there by itself
+    state = ProcessState()
     try:
-        imported = importlib.import_module(module)
+        imported = _module(module)
     except Exception as error:  # importing runs the user's code
         reason = "It is looked for in the current directory and where Python finds its packages."
         got, use = f"{type(error).__name__}: {first_line(error)}", f"{key}=package.module.{kind}"
         raise ConfigError(refusal(setting, f"a {kind} that can be imported", got, reason, use)) from error
+    finally:
+        state.restore(setting)
     function = getattr(imported, name, None)
     if not callable(function):
         own = {other: value for other, value in vars(imported).items() if getattr(value, "__module__", None) == module}
         names = [other for other, value in own.items() if callable(value)]
         got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
         reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
+        hidden = _spec_here(module.partition(".")[0])
+        if hidden is not None and getattr(imported, "__file__", None) != hidden.origin and "." not in module:
+            reason = f"A library has a module {module}, which hides {hidden.origin}: rename that file."
         near = nearest(name, names, 0.6) or kind
         raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"))
     try:
@@ -62,6 +74,34 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
     return function
 
 
+def _module(name: str) -> ModuleType:
+    """Import a module of the user's, which may lie in the current directory.
+
+    That directory stands at the end of Python's path, so that no file in it, such as profile.py, takes the place of a
+    module that a library imports. The named module itself is looked for there first.
+    """
+    importlib.invalidate_caches()
+    folder, top = os.getcwd(), name.partition(".")[0]
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = _spec_here(top)
+    if spec is not None and top not in sys.modules and top not in sys.stdlib_module_names:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[top] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(top, None)
+            raise
+    return importlib.import_module(name)
+
+
+def _spec_here(name: str) -> ModuleSpec | None:
+    """Return how a module of the current directory is imported; None where there is no file of it."""
+    spec = PathFinder.find_spec(name, [os.getcwd()])
+    return spec if spec is not None and spec.loader is not None and spec.origin is not None else None
+
+
 def kind_of(key: str) -> str:
     """What the dotted path in this key leads to."""
     return "class" if key in ("loss.path", "task.environment") else "function"
@@ -71,8 +111,10 @@ def kind_of(key: str) -> str:
 def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
     """Around a call of the user's function `what`: an exception of it becomes one of `kind`, its own traceback below.
 
+    What it must not change, such as the working directory, is put back (`ProcessState`).
     on: what it was called with, in words; also said of an error of pgtoolkit's.
     """
+    state = ProcessState()
     try:
         yield
     except PgtoolkitError as error:
@@ -82,4 +124,7 @@ def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
         while own.tb_next and Path(own.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
             own = own.tb_next
         lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
-        raise kind(f"{what} raised {type(error).__name__} on {on}:\n{lines}") from error
+        text = shortened(lines, MOST_CHARACTERS)
+        raise kind(f"{what} raised {type(error).__name__} on {on}:\n{text}") from error
+    finally:
+        state.restore(what)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pgtoolkit.config.rules.prompts import VERIFIERS
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.processes import Failure
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import PromptsTask
 from pgtoolkit.tasks.verifiers import Named, math_golds
@@ -28,7 +29,8 @@ _MOVES = re.compile(r"\(\?[=!<(]|\(\?P=|\\[bB1-9]")
 def notes_on_answers(task: PromptsTask) -> list[str]:
     """Score the first answers against themselves; return a note for each verifier that does not accept some of them.
 
-    Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts no answer at all.
+    Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts no answer at all,
+    and where a function of the user's raises or returns no number: it would end the run.
     A function of the user's may expect a form around the answer: of that there is a note.
     """
     notes = []
@@ -37,6 +39,8 @@ def notes_on_answers(task: PromptsTask) -> list[str]:
             notes += _of_built_in(task, number, verifier)
         elif number == 0:
             notes += _of_function(task, verifier)
+        else:
+            _tried(task, number, verifier, list(itertools.islice(task.rows(), 1)))
     return notes
 
 
@@ -90,13 +94,9 @@ def _rejected(task: PromptsTask, number: int, verifier: Named, prompts: Sequence
 
 def _of_function(task: PromptsTask, verifier: Named) -> list[str]:
     first = list(itertools.islice(task.rows(), FIRST_OF_A_FUNCTION))
-    try:
-        outcomes = task.outcomes(0, [(prompt, prompt.answer) for prompt in first])
-    except DataError as error:
-        raised = str(error).strip().splitlines()[-1]
-        return [f"{verifier} fails on an answer as the completion: {raised}. It must score every text."]
+    outcomes = _tried(task, 0, verifier, first)
     rejected = [
-        prompt for prompt, outcome in zip(first, outcomes, strict=True) if isinstance(outcome, str) or outcome < 1
+        prompt for prompt, outcome in zip(first, outcomes, strict=True) if isinstance(outcome, Failure) or outcome < 1
     ]
     if not rejected:
         return []
@@ -105,6 +105,16 @@ def _of_function(task: PromptsTask, verifier: Named) -> list[str]:
         f"{_listed(rejected)}. Only a score of 1 or more does. That is as it should be if it expects a form around the "
         "answer."
     ]
+
+
+def _tried(task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]) -> list[float | Failure]:
+    """Score answers as completions by a function of the user's, which must score every text."""
+    try:
+        return task.outcomes(number, [(prompt, prompt.answer) for prompt in prompts])
+    except DataError as error:
+        raise DataError(
+            f"{verifier} must score every text, and fails on an answer as the completion. {error}"
+        ) from error
 
 
 def can_capture(pattern: str, answer: str) -> bool:

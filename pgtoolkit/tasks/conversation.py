@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
-from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Processes
+from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.processes import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
 from pgtoolkit.tasks.tasks import Completion, Once, PromptRows, Score, Seeds, Task
-from pgtoolkit.tasks.verifiers import as_number
+from pgtoolkit.tasks.verifiers import as_number, is_nothing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,8 @@ class Conversation:
     """What was said so far, from the start of a prompt on.
 
     environment: as `Environments` keeps it. tokens, drawn: what follows the prompt, and of each token whether the
-    policy drew it. log_probs: of the policy's turns. end: what ended it, None while it goes on.
+    policy drew it. log_probs: of the policy's turns. end: what ended it, None while it goes on. failure: why the
+    environment has no score for it; asked: which of its methods that was.
     """
 
     prompt: Prompt
@@ -42,6 +44,8 @@ class Conversation:
     log_probs: list[Tensor] = field(default_factory=list)
     version: int = 0
     end: str | None = None
+    failure: Failure | None = None
+    asked: str = ""
 
     @property
     def turns(self) -> int:
@@ -86,9 +90,8 @@ class ConversationTask(Task):
             setting=self._setting,
             processes=processes,
             seconds=config.environment_seconds,
-            who=lambda asked: f"{asked.method} of {self._setting}",
-            cost="The conversation ends there with the reward 0",
         )
+        self._failed_scores = FailedScores(config)
         # A prompt begins the same whenever it comes again; those of files are all looked at as a run starts.
         kept = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
         self._prompt = kept(lambda row: self._started([row])[0][1])
@@ -134,10 +137,15 @@ class ConversationTask(Task):
         return messages
 
     def judged(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """Of each its score; one whose environment gave no answer has the reward 0."""
-        ask = [one for one in conversations if one.end not in (TIMEOUT, CRASH)]
+        """Return the score of each; that of one whose environment gave no answer has failed."""
+        ask = [one for one in conversations if one.failure is None]
         values = dict(zip(map(id, ask), self._ask("score", ask), strict=True))
-        return [self._score(one, values.get(id(one))) for one in conversations]
+        scores = [self._score(one, values.get(id(one))) for one in conversations]
+        failed = [one for one in conversations if one.failure is not None]
+        sentences = [f"{one.asked} of {self._setting} {one.failure.reason} on {one}" for one in failed]
+        failures = [one.failure for one in failed]
+        self._failed_scores.note([*zip(sentences, failures, strict=True)], len(conversations))
+        return scores
 
     def close(self) -> None:
         self._environments.close()
@@ -150,8 +158,11 @@ class ConversationTask(Task):
         asked = [Ask(one.environment, method, copy.deepcopy(one.messages), str(one)) for one in conversations]
         values = []
         for one, answer in zip(conversations, self._environments.answers(asked), strict=True):
-            if answer in (TIMEOUT, CRASH):
-                one.end, answer = answer, (None, None)
+            one.asked = method
+            if isinstance(answer, Failure):
+                one.end = answer.kind
+                one.failure = answer
+                answer = (None, None)
             one.environment, value = answer
             values.append(value)
         return values
@@ -163,8 +174,8 @@ class ConversationTask(Task):
         prompts = [dataclasses.replace(self._rows.of_row(row), seed=seed_of(self._seed, row)) for row in rows]
         answers, started = self._environments.answers([Ask(None, "start", one, _of(one)) for one in prompts]), []
         for prompt, answer in zip(prompts, answers, strict=True):
-            if answer in (TIMEOUT, CRASH):
-                raise self._odd("start", answer, "in time: let reply begin what is slow", _of(prompt))
+            if isinstance(answer, Failure):
+                raise self._odd("start", answer.kind, "in time: let reply begin what is slow", _of(prompt))
             environment, messages = answer
             is_list = isinstance(messages, list | tuple) and messages and all(map(_is_message, messages))
             if not is_list or messages[-1]["role"] == "assistant":
@@ -175,21 +186,24 @@ class ConversationTask(Task):
         return started
 
     def _score(self, one: Conversation, value: Any) -> Score:
-        reward, own = 0.0, {}
-        if one.end not in (TIMEOUT, CRASH):
-            is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
-            reward, *numbers = map(as_number, (value[0], *value[1].values())) if is_pair else [math.nan]
-            if not all(map(math.isfinite, (reward, *numbers))):
-                raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)
-            names = value[1].keys()
-            if odd := [name for name in names if not re.fullmatch(r"[A-Za-z]\w{0,39}", str(name))]:
-                raise self._odd("score", odd[0], "names of measures of letters, digits and underscores", one)
-            self._measures = frozenset(names) if self._measures is None else self._measures
-            if names != self._measures:
-                needs = f"measures of the same names each time, here {sorted(self._measures)}"
-                raise self._odd("score", value, needs, one)
-            own = {f"environment/{name}": number for name, number in zip(names, numbers, strict=True)}
-        return Score(reward, reward >= 1, one.measures() | own | self._environments.measures([one.end]))
+        is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
+        if one.failure is None and (value is None or (is_pair and is_nothing(value[0]))):
+            one.failure = Failure(NOTHING, f"returned {value!r:.200}")
+        if one.failure is not None:
+            measures = one.measures() | self._environments.measures([one.failure])
+            return Score(self._failed_scores.score, False, measures, failed=True)
+        reward, *numbers = map(as_number, (value[0], *value[1].values())) if is_pair else [math.nan]
+        if not all(map(math.isfinite, (reward, *numbers))):
+            raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)
+        names = value[1].keys()
+        if odd := [name for name in names if not re.fullmatch(r"[A-Za-z]\w{0,39}", str(name))]:
+            raise self._odd("score", odd[0], "names of measures of letters, digits and underscores", one)
+        self._measures = frozenset(names) if self._measures is None else self._measures
+        if names != self._measures:
+            needs = f"measures of the same names each time, here {sorted(self._measures)}"
+            raise self._odd("score", value, needs, one)
+        own = {f"environment/{name}": number for name, number in zip(names, numbers, strict=True)}
+        return Score(reward, reward >= 1, one.measures() | own | self._environments.measures([None]))
 
     def _odd(self, method: str, value: Any, needs: str, where: Any) -> DataError:
         return DataError(f"{method} of {self._setting} must return {needs} (got {value!r:.200}), in {where}.")

@@ -7,32 +7,39 @@ whatever code of the user's is doing then. Both sides are here; nothing large is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
-import logging
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.system.descendants import adopt_orphans, end_descendants, end_with_parent
 from pgtoolkit.system.report import refusal
 
-log = logging.getLogger("pgtoolkit")
-
 START_SECONDS = 120
-"""For a process to import what it asks; the time for an answer begins afterwards."""
+"""For a process to import what it asks, and again for its first answer, at which code may import what it needs."""
 
-TIMEOUT, CRASH = "timeout", "crash"
-"""What a question has in the place of an answer."""
+TIMEOUT, CRASH, NOTHING = "timeout", "crash", "nothing"
+"""Kinds of failures: no answer in time, none since what was asked broke, and one that says nothing."""
+
+
+class Failure(NamedTuple):
+    """What a question has in the place of an answer. reason: in words that follow the name of what was asked."""
+
+    kind: str
+    reason: str
+
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pgtoolkit.tasks.processes import work; work({}, {})"
@@ -45,7 +52,7 @@ class Processes:
 
     kind, told: each of them makes `kind(*told)`, and asks that; where there are to be none, this process does. what:
     they are, in the names of keys and metrics. setting: what names it in the configuration. seconds: the most that one
-    answer may take. who: is asked by a question, in words. cost: of a question without an answer.
+    answer may take, but for the first one of a process, which has START_SECONDS if that is longer.
     """
 
     kind: type
@@ -54,16 +61,14 @@ class Processes:
     setting: str
     processes: int
     seconds: float | None
-    who: Callable[[Any], str]
-    cost: str
 
     def __post_init__(self):
-        self._lock, self._said = threading.Lock(), set()
+        self._lock = threading.Lock()
         self._here = functools.cache(lambda: self.kind(*self.told))  # once it is asked: this runs code of the user's
         self._workers = [_Worker((self.kind, self.told), self.setting) for _ in range(self.processes)]
 
     def answers(self, questions: Sequence[Any]) -> list[Any]:
-        """The answer to each question, in their order; TIMEOUT or CRASH where a process gave none.
+        """The answer to each question, in their order; a Failure where a process gave none.
 
         Raises DataError where a function of the user's fails, for the first such question, and ConfigError where a
         process cannot be started.
@@ -75,9 +80,10 @@ class Processes:
             return self._answers(questions)
 
     def measures(self, outcomes: Sequence[Any]) -> dict[str, float]:
-        """By metric, whether one of these was without an answer, where that may be."""
+        """Return whether one of these outcomes is a failure, by metric; none where nothing runs in processes."""
         kinds = (TIMEOUT, CRASH) if self._workers else ()
-        return {f"{self.what}_{kind}_fraction": float(kind in outcomes) for kind in kinds}
+        failed = {outcome.kind for outcome in outcomes if isinstance(outcome, Failure)}
+        return {f"{self.what}_{kind}_fraction": float(kind in failed) for kind in kinds}
 
     def _answers(self, questions: Sequence[Any]) -> list[Any]:
         idle = [*self._workers]
@@ -95,18 +101,17 @@ class Processes:
             except BaseException:
                 self.close()  # of answers that nobody waits for any more
                 raise
-        for question, (kind, value) in zip(questions, outcomes, strict=True):
+        for kind, value in outcomes:
             if kind == "error":
                 raise DataError(value)
-            if kind != "answer" and kind not in self._said:
-                self._said.add(kind)
-                late = f"gave no answer within task.{self.what}_seconds={self.seconds:g}"
-                log.warning(
-                    f"note: {self.who(question)} {late if kind == TIMEOUT else f'ended its process: {value}'} on "
-                    f"{question.on}. {self.cost}, and the run goes on. "
-                    f"Said once; the metric {self.what}_{kind}_fraction counts them."
-                )
-        return [value if kind == "answer" else kind for kind, value in outcomes]
+        return [value if kind == "answer" else self._failure(kind, value) for kind, value in outcomes]
+
+    def _failure(self, kind: str, value: Any) -> Failure:
+        if kind == CRASH:
+            return Failure(kind, f"ended its process: {value}")
+        if value == self.seconds:
+            return Failure(kind, f"gave no answer within task.{self.what}_seconds={value:g}")
+        return Failure(kind, f"gave no answer within the {value:g} seconds that the first call of a process has")
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -119,13 +124,18 @@ class _Worker:
     """One process at a time, started when it is first asked and after one that has ended."""
 
     def __init__(self, made: tuple[type, tuple], setting: str):
-        self._made, self._setting, self.process = made, setting, None
+        self._made, self._setting, self.process, self._has_answered = made, setting, None, False
 
     def outcome(self, question: Any, seconds: float) -> tuple[str, Any]:
-        """("answer", value), ("error", text), or TIMEOUT or CRASH with how the process has ended."""
+        """("answer", value), ("error", text), TIMEOUT with the limit, or CRASH with how the process has ended."""
         if self.process is None:
             self._start()
-        return self._ask(question, seconds)
+            self._has_answered = False
+        # The first call may import what the others find imported, such as torch.
+        limit = seconds if self._has_answered else max(seconds, START_SECONDS)
+        kind, value = self._ask(question, limit)
+        self._has_answered = True
+        return kind, limit if kind == TIMEOUT else value
 
     def _start(self) -> None:
         # The second pair is open on this side for as long as this process lives.
@@ -153,15 +163,16 @@ class _Worker:
         except (EOFError, OSError):
             kind = CRASH
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)
+                process.wait(10)
         return kind, self.end(process)
 
     def end(self, process: subprocess.Popen) -> str:
         """Kill a process with what it has started; returns how it had ended by itself."""
         self.process = None
         code = process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        if code is None:
+            end_descendants(process.pid)
+            process.kill()
         process.wait()
         return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
 
@@ -169,21 +180,64 @@ class _Worker:
 def work(descriptor: int, watched: int) -> None:
     """Serve until the other process closes its ends of the sockets with these descriptors.
 
-    In: what to make, then a question at a time. Out: a first answer once it is made, then one for each question, as
-    `_Worker.outcome` has it. Nothing but its end ever comes over the watched one: then the kernel kills the group of
-    this process, also within a function that never returns. Of the other it may tell of a question already read.
+    Two processes do so: one answers (`_serve`), and this one, which runs no code of the user's, watches the other
+    socket, on which nothing ever comes but its end. Then, and where the one that answers has ended, it ends all that
+    this has started, in whatever session, and ends in the same way.
     """
-    fcntl.fcntl(watched, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(watched, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(watched, fcntl.F_SETFL, os.O_ASYNC)
-    connection, life, process_id, made = Connection(descriptor), Connection(watched), os.getpid(), None
+    adopt_orphans()
+    guard = os.getpid()
+    # A child that ends wakes the guard up.
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    process = os.fork()
+    if process == 0:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for other in (watched, woken.detach(), wake.detach()):
+            os.close(other)
+        os.setsid()
+        end_with_parent(guard)
+        _serve(descriptor)
+    os.close(descriptor)  # so that the other side sees where the one that answers ends
+    status = _status(process, watched, woken)
+    end_descendants(guard)
+    if status is None:
+        os._exit(0)
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(guard, number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _status(process: int, watched: int, woken: socket.socket) -> int | None:
+    """Wait for the end of a child, and return how it ended; None where the process that trains has ended first."""
+    while True:
+        readable, _, _ = select.select([watched, woken], [], [])
+        if watched in readable:
+            return None
+        woken.recv(4096)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # also those whose parents have ended
+                if ended[0] == process:
+                    return ended[1]
+
+
+def _serve(descriptor: int) -> None:
+    """Answer questions, which come in over a socket: what to make, then one at a time.
+
+    Out: a first answer once it is made, then one for each question, as `_Worker.outcome` has it.
+    """
+    connection, process_id, made = Connection(descriptor), os.getpid(), None
     while True:
         try:
             told = connection.recv()
-            if made is None and life.poll():  # it has ended before the kernel was told to watch
-                raise EOFError
-        except EOFError:
-            os.killpg(os.getpgrp(), signal.SIGKILL)
+        except (EOFError, OSError):
+            os._exit(0)
         try:
             if made is None:
                 kind, arguments = told

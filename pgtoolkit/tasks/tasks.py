@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -18,9 +17,9 @@ from pgtoolkit.config.schema_tasks import (
     ReverseTaskConfig,
     TaskConfig,
 )
-from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.system.functions import blaming
-from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.gym import GymData, GymQuestion
+from pgtoolkit.tasks.processes import Failure, Processes
 from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 
@@ -69,14 +68,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class Score:
-    """reward: finite. exact_match: whether the completion is right, whatever partial reward there is.
+    """reward: finite; None where scoring failed and the completion is left out (`task.verifier_failure=exclude`).
 
-    measures: further numbers of the document by name, see there.
+    exact_match: whether the completion is right, whatever partial reward there is. measures: further numbers of the
+    document by name, see there. failed: whether scoring failed, also where `task.failure_score` took its place.
     """
 
-    reward: float
+    reward: float | None
     exact_match: bool
     measures: dict[str, float] = field(default_factory=dict)
+    failed: bool = False
 
 
 class Task(Protocol):
@@ -203,30 +204,48 @@ class ReasoningGymTask(_NumberedRows):
     """
 
     def __init__(self, config: ReasoningGymTaskConfig, seed: int):
-        from reasoning_gym import create_dataset
-
         options = {"size": QUESTIONS} | config.options
-        try:
-            data = create_dataset(config.dataset, seed=seed, **options)
-        except (TypeError, ValueError, AssertionError) as error:  # among them a seed of its own
-            setting = f"task.dataset={config.dataset} with task.options={config.options}"
-            needs, reason = "a data set of reasoning-gym, and options that it has", "Its seed is that of the run."
-            raise ConfigError(refusal(setting, needs, first_line(error), reason, "task.dataset=chain_sum")) from error
+        told = (config.dataset, options, config.options, seed)
         super().__init__(options["size"])
         self._dataset = config.dataset
-        self._score_answer = data.score_answer
-        # A question is asked for again for each completion that is scored.
-        self._entry = functools.lru_cache(maxsize=1024)(data.__getitem__)
+        self._data = GymData(*told)
+        self._has_processes = config.verifier_processes > 0
+        limits = config.verifier_processes, config.verifier_seconds
+        self._scorers = Processes(GymData, told, "verifier", f"task.dataset={config.dataset}", *limits)
+        self._failed_scores = FailedScores(config)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        with blaming(f"the scorer of {self._dataset} of reasoning-gym", DataError, _called_on(completion, prompt)):
-            reward = float(self._score_answer(completion.strip(), self._entry(self.row(prompt.index))))
-        if not math.isfinite(reward):
-            raise DataError(f"reasoning-gym scored {completion[:60]!r} with {reward}; a reward must be finite")
-        return Score(reward, reward >= 1)
+        return self.scores([(prompt, completion, finished)])[0]
+
+    def scores(self, answers: Sequence[tuple[Prompt, str, bool]]) -> list[Score]:
+        questions = [
+            GymQuestion(self.row(prompt.index), completion, _called_on(completion, prompt))
+            for prompt, completion, _ in answers
+        ]
+        ask = self._scorers.answers if self._has_processes else self._answers_here
+        outcomes = ask(questions)
+        failures = [
+            (f"the scorer of {self._dataset} of reasoning-gym {outcome.reason} on {question.on}", outcome)
+            for question, outcome in zip(questions, outcomes, strict=True)
+            if isinstance(outcome, Failure)
+        ]
+        self._failed_scores.note(failures, len(questions))
+        return [self._score(outcome) for outcome in outcomes]
+
+    def close(self) -> None:
+        self._scorers.close()
+
+    def _answers_here(self, questions: Sequence[GymQuestion]) -> list[float | Failure]:
+        return [self._data.answer(question) for question in questions]
+
+    def _score(self, outcome: float | Failure) -> Score:
+        measures = self._scorers.measures([outcome])
+        if isinstance(outcome, Failure):
+            return Score(self._failed_scores.score, False, measures, failed=True)
+        return Score(outcome, outcome >= 1, measures)
 
     def of_row(self, row: int) -> Prompt:
-        entry = self._entry(row)
+        entry = self._data.entry(row)
         return Prompt(entry["question"], entry["answer"] or "", row, f"{self._dataset}:{row}")
 
 
@@ -265,6 +284,7 @@ class PromptsTask(PromptRows):
             Named(f"task.verifiers.{name}.verifier" if name else "task.verifier", one["verifier"], one.get("pattern"))
             for name, one in chosen.items()
         ]
+        self._failed_scores = FailedScores(config)
         self._verifiers = verifiers_of(self.named, config.verifier_processes, config.verifier_seconds)
         super().__init__(config, seed, once)
 
@@ -278,11 +298,13 @@ class PromptsTask(PromptRows):
             for prompt, completion, _ in answers
             for number in range(count)
         ]
-        scores = self._verifiers.answers(questions)
-        return [self._score(scores[i : i + count]) for i in range(0, len(scores), count)]
+        outcomes = self._verifiers.answers(questions)
+        starts = range(0, len(outcomes), count)
+        self._note_failures([(questions[i : i + count], outcomes[i : i + count]) for i in starts])
+        return [self._score(outcomes[i : i + count]) for i in starts]
 
-    def outcomes(self, number: int, completions: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """Return what the verifier of this number in `named` says of each completion, TIMEOUT or CRASH if nothing."""
+    def outcomes(self, number: int, completions: Sequence[tuple[Prompt, str]]) -> list[float | Failure]:
+        """Return what the verifier of this number in `named` says of each completion."""
         questions = [
             Question(number, completion, prompt.answer, _called_on(completion, prompt))
             for prompt, completion in completions
@@ -292,12 +314,28 @@ class PromptsTask(PromptRows):
     def close(self) -> None:
         self._verifiers.close()
 
-    def _score(self, outcomes: list[float | str]) -> Score:
-        """Of the scores of one completion, by verifier; one without an answer counts 0."""
-        scores = [0.0 if isinstance(outcome, str) else outcome for outcome in outcomes]
-        reward = sum(weight * score for weight, score in zip(self._weights.values(), scores, strict=True))
-        measures = {f"reward/{name}": score for name, score in zip(self._weights, scores, strict=True) if name}
-        return Score(reward, scores[0] >= 1, measures | self._verifiers.measures(outcomes))
+    def _note_failures(self, completions: list[tuple[list[Question], list[float | Failure]]]) -> None:
+        """Tell of each completion's first failure. completions: of each what its verifiers were asked, and answered."""
+        failures = []
+        for questions, outcomes in completions:
+            asked = zip(questions, outcomes, strict=True)
+            failed = [(question, outcome) for question, outcome in asked if isinstance(outcome, Failure)]
+            for question, failure in failed[:1]:
+                sentence = f"{self.named[question.number]} {failure.reason} on {question.on}"
+                failures.append((sentence, failure))
+        self._failed_scores.note(failures, len(completions))
+
+    def _score(self, outcomes: list[float | Failure]) -> Score:
+        """The score of one completion, whose verifiers gave these: without one of them there is no sum."""
+        failed = any(isinstance(outcome, Failure) for outcome in outcomes)
+        scores = [self._failed_scores.score if isinstance(outcome, Failure) else outcome for outcome in outcomes]
+        reward = None
+        if None not in scores:
+            reward = sum(weight * score for weight, score in zip(self._weights.values(), scores, strict=True))
+        named = zip(self._weights, scores, strict=True)
+        measures = {f"reward/{name}": score for name, score in named if name and score is not None}
+        is_right = not isinstance(outcomes[0], Failure) and outcomes[0] >= 1
+        return Score(reward, is_right, measures | self._verifiers.measures(outcomes), failed)
 
 
 def _called_on(completion: str, prompt: Prompt) -> str:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming, import_function
-from pgtoolkit.tasks.processes import Processes
+from pgtoolkit.tasks.processes import NOTHING, Failure, Processes
 
-Verifier = Callable[[str, str], float]
+Verifier = Callable[[str, str], float | Failure]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
 
 
@@ -43,18 +43,17 @@ class Verifiers:
         self._named = named
         self._functions = [make_verifier(one.name, one.pattern, one.key) for one in named]
 
-    def answer(self, question: Question) -> float:
-        """Raises DataError where a function of the user's fails."""
+    def answer(self, question: Question) -> float | Failure:
+        """The score, or why there is none; raises DataError where a function of the user's fails."""
         with blaming(str(self._named[question.number]), DataError, question.on):
-            return float(self._functions[question.number](question.completion, question.answer))
+            return self._functions[question.number](question.completion, question.answer)
 
 
 def verifiers_of(named: Sequence[Named], processes: int = 0, seconds: float | None = None) -> Processes:
     """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this process asks it."""
-    setting, who = ", ".join(map(str, named)), lambda question: str(named[question.number])
-    found = Processes(Verifiers, ([*named],), "verifier", setting, processes, seconds, who, "The score is 0")
-    found.answers([])  # this process imports them now
-    return found
+    verifiers = Processes(Verifiers, ([*named],), "verifier", ", ".join(map(str, named)), processes, seconds)
+    verifiers.answers([])  # this process imports them now
+    return verifiers
 
 
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:
@@ -63,7 +62,8 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     exact_match: the completion is the answer, up to white space around both.
     regular_expression: what the one group of `pattern` captured last in the completion is the answer, likewise.
     math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how answers are read.
-    A function of yours takes (completion, answer) and returns a bool or a finite number.
+    A function of yours takes (completion, answer) and returns a bool or a finite number; None or NaN where it cannot
+    tell, which is a Failure.
 
     Raises ConfigError for a verifier that cannot be imported; the verifier raises DataError for a reward that is no
     finite number, and whatever a function of yours raises.
@@ -132,12 +132,20 @@ def as_number(value: object) -> float:
         return math.nan
 
 
+def is_nothing(reward: object) -> bool:
+    """Return whether code of the user's gave no score: None, or NaN as a number."""
+    return reward is None or (not isinstance(reward, str) and reward != reward)
+
+
 def _imported(key: str, path: str) -> Verifier:
     function = import_function(key, path, ("completion", "answer"))
 
-    def verify(completion: str, answer: str) -> float:
+    def verify(completion: str, answer: str) -> float | Failure:
         reward = function(completion, answer)
-        if not math.isfinite(number := as_number(reward)):
+        if is_nothing(reward):
+            return Failure(NOTHING, f"returned {reward}")
+        number = as_number(reward)
+        if not math.isfinite(number):
             raise DataError(f"{key}={path} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number")
         return number
 

@@ -21,6 +21,8 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.slopes import check_family
 from pgtoolkit.system.functions import REDUCER_KEYWORDS, blaming, import_function
+from pgtoolkit.system.legible import shortened
+from pgtoolkit.system.process_state import ProcessState
 
 
 def loss_of(config: Config) -> Loss:
@@ -40,6 +42,7 @@ def loss_of(config: Config) -> Loss:
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
     setting, made = f"loss.path={path}", import_function("loss.path", path, (), [*options])
+    state = ProcessState()
     try:
         family = made(**options)
         if not isinstance(family, Family):
@@ -49,7 +52,10 @@ def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
             raise ValueError(f"loss.num_splits={num_splits} cuts the documents that it needs whole")
     except Exception as error:  # whatever the user's code raises
         reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
-        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {error}). {reason}") from error
+        got = shortened(str(error), 2000)
+        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {got}). {reason}") from error
+    finally:
+        state.restore(setting)
     for name in ("token", "surrogate", "cuts"):
         object.__setattr__(family, name, _checked(getattr(family, name), setting))  # dataclasses may be frozen
     return family

@@ -41,7 +41,7 @@ def test_both_ends_are_taken_and_beyond_is_refused(key):
     for value in (least, most):
         assert not any(describe(key) in one for one in refused(chosen, key.name, value))
     whole = key.type.startswith("int")
-    beyond = (least - 1, most + 1) if whole else (least * 0.99 or -1e-9, most * 1.01)
+    beyond = (least - 1, most + 1) if whole else (least - abs(least) / 100 or -1e-9, most * 1.01)
     for value in beyond:
         (problem,) = refused(chosen, key.name, value)
         assert f"needs {describe(key)} (got " in problem

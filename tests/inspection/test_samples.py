@@ -159,6 +159,18 @@ def test_long_texts_are_cut_in_their_middle():
     assert shortened("abcdef", 6) == "abcdef"
 
 
+def test_what_nobody_could_score_is_said_to_be_not_scored(tmp_path):
+    lost = [row(1, "a", None, "lost"), row(2, "b", None, "lost, too")]
+    kept = kept_by(write(tmp_path / "run", training=[*lost, row(2, "a", 0.5), row(2, "c", -1.0)]))
+    page = render_samples(samples(kept["training"], since=1), kept, "run", 3, 8)
+    assert "1 of these not scored, mean reward of the others -0.250" in page.replace("\n", " ")
+    assert re.search(r"Not scored, since scoring failed\n +- +b: ", page)
+    assert re.search(r"Best\n  0\.500  a.*Worst\n  -1\.000  c", page, re.DOTALL)
+    alone = render_samples(samples(kept["training"], step=1), kept, "run", 3, 8)
+    assert "none of these was scored" in alone
+    assert [one["reward"] for one in data_of(html([*kept.values()], None, "run", ""))["rows"]] == [None, None, 0.5, -1]
+
+
 def data_of(written):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1])
 

@@ -47,6 +47,8 @@ def stand_in_gym(monkeypatch) -> None:
 
     class Data(list):
         def score_answer(self, answer, entry):
+            if answer == "broken":
+                raise KeyError(answer)
             return float(answer == entry["answer"])
 
     def create_dataset(name, seed, size, terms=0, long=None):
@@ -160,12 +162,33 @@ def verifier_processes(tmp_path):
     for number in (1, 2):
         task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
         try:
+            task.score(task.prompt(0), "pid", True)  # the first call of a process has more time
             found = task.scores([(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")])
         finally:
             task.close()
-        assert [score.reward == 0 for score in found] == [True, False, False]
+        assert [score.reward is None for score in found] == [True, False, False]
         assert [score.measures["verifier_timeout_fraction"] for score in found] == [1, 0, 0]
         assert os.getpid() not in {score.reward for score in found}
+
+
+FAILURES = [f"task/{name}.{key}" for name in KINDS[3:6] for key in ("verifier_failure", "failure_score")]
+
+
+@key(*FAILURES, "task/reasoning_gym.verifier_processes", "task/reasoning_gym.verifier_seconds")
+def verifier_failure(tmp_path, monkeypatch):
+    stand_in_gym(monkeypatch)
+    talk_of = (TALK[0], "task.environment=tasks.environments_for_tests.Odd", "task.options={values: {score: null}}")
+    silent = [*prompts(tmp_path), "task.verifier=tasks.verifiers_for_tests.scripted"]
+    fixed = "task.verifier_failure=score"
+    for chosen, expected in (([], None), ([fixed], 0.0), ([fixed, "task.failure_score=-2"], -2.0)):
+        task = task_of(*talk_of, *chosen)
+        assert [score.reward for score in task.judged([talk(task, 1)])] == [expected]
+        assert scores(["none", "nan", "1"], *silent, *chosen) == [expected, expected, 1]
+        task = task_of("task=reasoning_gym", "task.dataset=sums", *chosen)
+        assert task.score(task.prompt(0), "broken", True).reward == expected
+    processes = ["task.verifier_processes=1", "task.verifier_seconds=9"]
+    with contextlib.closing(task_of("task=reasoning_gym", "task.dataset=sums", *processes)) as task:
+        assert (task._scorers.processes, task._scorers.seconds) == (1, 9.0)
 
 
 @key("task/conversation.environment", "task/conversation.options")

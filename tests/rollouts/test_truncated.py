@@ -72,6 +72,23 @@ def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
 
 
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize(("family", "max_tokens"), [("grpo", 24), ("gspo", 1000)])
+def test_those_that_nobody_could_score_have_weight_zero_too(family, max_tokens, kernel):
+    """Whatever rollout.truncated says, in whichever micro-batches they come."""
+    chosen = [*CHOSEN[1:], "aggregation=prompt_mean", "aggregation.divisor=null"]
+    module, loader = built(*once(*SHORT, *chosen, f"loss={family}", f"kernel={kernel}"))
+    loader.source.close()
+    module.reference = None
+    loss, gradients = by_loops(module, "prompt_mean", family)
+    failed = [replace(d, truncated=None, reward=None, score_failed=d.truncated) for d in documents()]
+    metrics = module.training_step(make_step(failed, max_tokens, {}), 0)["metrics"]
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
+    for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-8, atol=1e-12)
+    assert (metrics["num_documents"], metrics["num_tokens"]) == (7, sum(d.num_trained for d in documents()))
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
 def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
     """As a piece of the step without these documents, under the totals of all, has it."""

@@ -98,12 +98,13 @@ def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
     assert "needs answers that it can read (got $$ at p.jsonl:1, and no other is one)" in problem
 
 
-def test_a_function_of_the_users_is_tried_and_never_refused(tmp_path, monkeypatch):
+def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, monkeypatch):
     (tmp_path / "tried_rewards.py").write_text(
         "calls = []\n"
         "def boxed(completion, answer):\n    calls.append(answer)\n    return completion == '<' + answer + '>'\n"
         "def right(completion, answer):\n    return completion == answer\n"
         "def broken(completion, answer):\n    return {}[answer]\n"
+        "def of_a_batch(completions, answer, **others):\n    return [0.0 for one in completions]\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -119,9 +120,15 @@ def test_a_function_of_the_users_is_tried_and_never_refused(tmp_path, monkeypatc
 
     assert tried_rewards.calls == answers[:10]
     assert checked(tmp_path, answers, "task.verifier=tried_rewards.right") == ([], [])
-    problems, (note,) = checked(tmp_path, answers, "task.verifier=tried_rewards.broken")
-    assert problems == []
-    assert "fails on an answer as the completion: KeyError: '0'" in note
+    for name, failure in (("broken", "KeyError: '0'"), ("of_a_batch", "returned [0.0]; a verifier returns a bool")):
+        (problem,), notes = checked(tmp_path, answers, f"task.verifier=tried_rewards.{name}")
+        assert isinstance(problem, DataProblem)
+        assert "must score every text, and fails on an answer as the completion. " in problem
+        assert failure in problem
+        assert notes == []
+        second = f"task.verifiers={{right: {{verifier: exact_match}}, form: {{verifier: tried_rewards.{name}}}}}"
+        (problem,), _ = checked(tmp_path, answers, second)
+        assert f"task.verifiers.form.verifier=tried_rewards.{name} must score every text" in problem
     bonus = "task.verifiers={right: {verifier: exact_match}, form: {verifier: tried_rewards.boxed}}"
     assert checked(tmp_path, answers, bonus) == ([], [])  # what does not say what is right need not accept an answer
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig
+from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, VerifierFailure
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.preview import preview
@@ -50,6 +50,7 @@ def task_config(path="", **changes):
     values = {"split": None, "prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match"}
     values |= {"pattern": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None}
     values |= {"chat": Chat.auto, "system_prompt": None, "max_prompt_length": None, "too_long": "refuse"}
+    values |= {"verifier_failure": VerifierFailure.exclude, "failure_score": 0.0}
     return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.groups import whole
+from pgtoolkit.tasks import processes
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Completion, make_task
@@ -173,21 +174,24 @@ def test_an_environment_that_processes_cannot_keep():
 @pytest.mark.parametrize(("verb", "kind"), [("sleep", "timeout"), ("crash", "crash"), ("exit", "crash")])
 @pytest.mark.parametrize("method", ["reply", "score"])
 def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, method, caplog):
-    own = ["task.environment_processes=2", "task.environment_seconds=1"]
+    own = ["task.environment_processes=1", "task.environment_seconds=1"]
     task = task_of(f"task.options={{fail: {verb} {method}, at: {SEED}}}", *own)
     other = next(index for index in range(9) if seed_of(0, index) % 10 != SEED)
     try:
         lost, kept = task.judged([talk(task, ["a", "b", "c"], index) for index in (0, other)])
     finally:
         task.close()
-    assert (lost.reward, lost.exact_match, kept.reward) == (0, False, 1)
+    assert (lost.reward, lost.exact_match, lost.failed) == (None, False, True)
+    assert (kept.reward, kept.failed) == (1, False)
     assert (lost.measures[f"environment_{kind}_fraction"], kept.measures[f"environment_{kind}_fraction"]) == (1, 0)
     assert lost.measures["ended_by_environment_fraction"] == 0
-    assert f"{method} of task.environment={COUNTING} " in caplog.text
-    assert "The conversation ends there with the reward 0" in caplog.text
+    assert f"note: {method} of task.environment={COUNTING} " in caplog.text
+    left_out = "1 of 2 completions is out of training and of mean rewards (task.verifier_failure=exclude)"
+    assert f"For this reason {left_out}" in caplog.text
 
 
-def test_a_start_without_an_answer_ends_the_run():
+def test_a_start_without_an_answer_ends_the_run(monkeypatch):
+    monkeypatch.setattr(processes, "START_SECONDS", 5)  # which the first call of a process has
     own = ["task.environment_processes=1", "task.environment_seconds=0.5"]
     task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *own)
     expected = r"start of .* must return in time: .* \(got 'timeout'\), in the conversation on prompt 0"

@@ -6,7 +6,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, ReasoningGymTaskConfig, ReverseTaskConfig, TooLong
+from pgtoolkit.config.schema_tasks import (
+    Chat,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    ReverseTaskConfig,
+    TooLong,
+    VerifierFailure,
+)
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.tasks.prompts import TokenizedTask
@@ -17,6 +24,7 @@ def prompts_config(path, **changes):
     values = {"prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match", "pattern": None}
     values |= {"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None}
     values |= {"chat": Chat.auto, "system_prompt": None, "max_prompt_length": None, "too_long": TooLong.refuse}
+    values |= {"verifier_failure": VerifierFailure.exclude, "failure_score": 0.0}
     return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
 
 
@@ -116,6 +124,10 @@ def gym_config(dataset="chain_sum", **options):
         system_prompt=None,
         max_prompt_length=None,
         too_long=TooLong.refuse,
+        verifier_failure=VerifierFailure.exclude,
+        failure_score=0.0,
+        verifier_processes=0,
+        verifier_seconds=None,
     )
 
 

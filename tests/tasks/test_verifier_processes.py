@@ -12,7 +12,8 @@ import pytest
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.tasks.processes import CRASH, TIMEOUT
+from pgtoolkit.tasks import processes as processes_of_verifiers
+from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Failure
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 from pgtoolkit.training.train import train
 
@@ -87,24 +88,32 @@ def test_a_question_ends_no_process_that_is_at_work(processes):
     assert [worker._connection.recv()[0] for _ in range(2)] == ["answer", "answer"]
 
 
-def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes, caplog):
-    start, verb = time.monotonic(), "spin"
-    found = processes(2, 2.0).answers(questions("a", verb, "b", verb, "c"))
-    assert found == [1.0, TIMEOUT, 1.0, TIMEOUT, 1.0]
+def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes):
+    start, late = time.monotonic(), Failure(TIMEOUT, "gave no answer within task.verifier_seconds=2")
+    found = processes(1, 2.0).answers(questions("a", "spin", "b", "spin", "c"))
+    assert found == [1.0, late, 1.0, late, 1.0]
     assert time.monotonic() - start < 60
-    assert caplog.messages == [
-        f"note: task.verifier={SCRIPTED} gave no answer within task.verifier_seconds=2 on the completion {verb!r}. "
-        "The score is 0, and the run goes on. Said once; the metric verifier_timeout_fraction counts them."
-    ]
 
 
 @pytest.mark.parametrize(("verb", "how"), [("crash", "SIGSEGV"), ("exit 0", "status 0")])
-def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(processes, caplog, verb, how):
+def test_a_verifier_that_ends_its_process_scores_nothing_and_the_rest_goes_on(processes, verb, how):
     found = processes(2, 20).answers(questions(verb, "a", verb, "b"))
-    assert found == [CRASH, 1.0, CRASH, 1.0]
-    assert caplog.messages == [
-        f"note: task.verifier={SCRIPTED} ended its process: {how} on the completion {verb!r}. The score is 0, and the "
-        "run goes on. Said once; the metric verifier_crash_fraction counts them."
+    ended = Failure(CRASH, f"ended its process: {how}")
+    assert found == [ended, 1.0, ended, 1.0]
+
+
+def test_the_first_call_of_a_process_has_the_time_of_a_start(processes, monkeypatch):
+    """It may import what the others find there; after that time it is a failure, too."""
+    found = processes(1, 0.5)
+    assert found.answers(questions("cold 2", "cold 2", "spin", "cold 2")) == [
+        1.0,
+        1.0,
+        Failure(TIMEOUT, "gave no answer within task.verifier_seconds=0.5"),
+        1.0,  # of another process, which starts cold again
+    ]
+    monkeypatch.setattr(processes_of_verifiers, "START_SECONDS", 10)
+    assert processes(1, 0.5).answers(questions("spin")) == [
+        Failure(TIMEOUT, "gave no answer within the 10 seconds that the first call of a process has")
     ]
 
 
@@ -148,7 +157,8 @@ def test_a_module_that_imports_slowly_has_its_time(processes, tmp_path, monkeypa
 def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
     """After its time, and what it has left behind when the run ends."""
     found = processes(1, 3.0)
-    assert found.answers(questions(f"child {tmp_path / 'pids'}")) == [TIMEOUT]
+    late = Failure(TIMEOUT, "gave no answer within task.verifier_seconds=3")
+    assert found.answers(questions("a", f"child {tmp_path / 'pids'}")) == [1.0, late]
     assert gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
     assert found.answers(questions(f"leave {tmp_path / 'left'}")) == [1.0]
     left = [int((tmp_path / "left").read_text())]

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.tasks.processes import NOTHING, Failure
 from pgtoolkit.tasks.verifiers import make_verifier
 
 
@@ -35,14 +36,15 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
         "def same_length(completion, answer):\n    return len(completion) == len(answer)\n"
         "def partial(completion, answer):\n    return 0.25\n"
         "def broken(completion, answer):\n    return float('nan') if completion else 10**400\n"
+        "def silent(completion, answer):\n    return None\n"
         "def text(completion, answer):\n    return '1.0'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert make_verifier("my_rewards.same_length")("ab", "cd") == 1.0
     assert make_verifier("my_rewards.same_length")("ab", "cde") == 0.0
     assert make_verifier("my_rewards.partial")("", "") == 0.25
-    with pytest.raises(DataError, match="returned nan"):
-        make_verifier("my_rewards.broken")("a", "b")
+    assert make_verifier("my_rewards.broken")("a", "b") == Failure(NOTHING, "returned nan")
+    assert make_verifier("my_rewards.silent")("a", "b") == Failure(NOTHING, "returned None")
     with pytest.raises(DataError, match="returned 1000"):
         make_verifier("my_rewards.broken")("", "b")
     with pytest.raises(DataError, match=r"returned '1.0'; a verifier returns a bool or a finite number"):

@@ -15,11 +15,30 @@ def length(completion, answer):
     return len(completion)
 
 
+def sometimes(completion, answer):
+    """No score for a completion that begins with a 2."""
+    return None if completion.startswith("2") else len(completion) - 5.0
+
+
+def silent(completion, answer):
+    return None
+
+
+is_warm = False
+
+
 def scripted(completion, answer):
     """Does what the completion says."""
+    global is_warm
     verb, _, rest = completion.partition(" ")
     if verb == "sleep":
         time.sleep(float(rest))
+    elif verb == "cold":  # the first call of a process takes its time
+        time.sleep(0 if is_warm else float(rest))
+    elif verb == "none":
+        return None
+    elif verb == "nan":
+        return float("nan")
     elif verb == "spin":  # in C, holding the interpreter's lock: no signal handler and no thread of Python's runs
         sum(range(10**12))
     elif verb == "crash":
@@ -38,11 +57,13 @@ def scripted(completion, answer):
         with open(rest, "w") as file:
             file.write(f"{os.getpid()} {child.pid}")
         sum(range(10**12))
-    elif verb == "leave":  # a process behind
+    elif verb == "leave":  # a process behind, in a session of its own, whose parent has ended
+        started = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
         with open(rest, "w") as file:
-            file.write(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid))
+            file.write(subprocess.run(["sh", "-c", started], capture_output=True, text=True).stdout)
     elif verb == "modules":
         return sum(name in sys.modules for name in ("torch", "numpy", "pyarrow", "omegaconf", "transformers"))
     elif verb == "pid":
         return os.getpid()
+    is_warm = True
     return 1.0

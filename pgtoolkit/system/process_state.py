@@ -1,0 +1,96 @@
+"""What code of the user's may change in this process by mistake, put back after each call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+log = logging.getLogger("pgtoolkit")
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+_noted: set[tuple[str, str]] = set()
+"""Who changed what, of which a note was printed."""
+
+
+class ProcessState:
+    """The working directory, handlers of signals, and settings of torch and NumPy, as they are when this is made.
+
+    Files of a run, its way to stop, and its gradients depend on them. Generators of random numbers are not among
+    them: nothing here draws from the global ones, and code that does should not draw the same numbers each time.
+    """
+
+    def __init__(self):
+        self._folder = _folder()
+        self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._torch = _torch_settings()
+        self._numpy = _numpy_errors()
+
+    def restore(self, who: str) -> None:
+        """Put back what has changed since, and say once that `who` has changed it."""
+        changed = []
+        if self._folder is not None and _folder() != self._folder:
+            os.chdir(self._folder)
+            changed.append("the working directory")
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+                    changed.append(f"the handler of {signal.Signals(number).name}")
+        changed += self._restore_torch()
+        if self._numpy and _numpy_errors() != self._numpy:
+            sys.modules["numpy"].seterr(**self._numpy)
+            changed.append("numpy.seterr")
+        for change in changed:
+            if (who, change) not in _noted:
+                _noted.add((who, change))
+                log.warning(f"note: {who} changed {change}, which was put back: the run depends on it. Said once.")
+
+    def _restore_torch(self) -> list[str]:
+        """Put back settings of torch, those that it is imported with where it was not imported before."""
+        now = _torch_settings()
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return []
+        before = self._torch or {
+            "set_grad_enabled": True,
+            "set_default_dtype": torch.float32,
+            "set_default_device": torch.device("cpu"),
+        }
+        changed = [name for name, value in before.items() if now[name] != value]
+        for name in changed:
+            # A default device that is set, if only to the CPU, makes each call of torch slower.
+            is_cpu = name == "set_default_device" and before[name].type == "cpu"
+            getattr(torch, name)(None if is_cpu else before[name])
+        return [f"torch.{name}" for name in changed]
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return None
+
+
+def _torch_settings() -> dict[str, Any]:
+    """Return settings of torch by the name of the function that sets them; none where torch is not imported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "set_grad_enabled": torch.is_grad_enabled(),
+        "set_default_dtype": torch.get_default_dtype(),
+        "set_default_device": torch.get_default_device(),
+        "set_num_threads": torch.get_num_threads(),
+        "set_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
+        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _numpy_errors() -> dict[str, str]:
+    numpy = sys.modules.get("numpy")
+    return {} if numpy is None else numpy.geterr()
