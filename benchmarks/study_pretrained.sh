@@ -91,7 +91,7 @@ in_lanes() { # SECONDS, then commands of the first lane, --, those of the second
 pack() {
   local folder=$1 sweep
   # The pilot's runs are packed once and for all.
-  for sweep in outputs/sweeps/pretrained_{rates,rates_controls,loss,controls}; do
+  for sweep in outputs/sweeps/pretrained_{rates,rates_controls} outputs/sweeps/pretrained_loss_*; do
     if [ ! -e "$sweep" ]; then continue; fi
     python3 benchmarks/study.py pack "$folder/$(basename "$sweep").tar.xz" "$sweep"
   done
@@ -117,12 +117,11 @@ loss() {
   shift 3
   for arm in $ARMS; do
     words="pretrained_loss seed=$seeds optimizer.learning_rate=${arm#*:} hydra.launcher.jobs_per_gpu=4 $*"
+    # A folder for each arm: two sweeps cannot go on in one at the same time.
+    words+=" hydra.sweep.dir=outputs/sweeps/pretrained_loss_${arm%:*}"
     case ${arm%:*} in
-      right_alone | half_shuffled)
-        words+=" loss=grpo advantage=custom advantage.path=benchmarks.study.${arm%:*}"
-        words+=" hydra.sweep.dir=outputs/sweeps/pretrained_controls"
-        ;;
-      *) words+=" loss=${arm%:*} hydra.sweep.dir=outputs/sweeps/pretrained_loss" ;;
+      right_alone | half_shuffled) words+=" loss=grpo advantage=custom advantage.path=benchmarks.study.${arm%:*}" ;;
+      *) words+=" loss=${arm%:*}" ;;
     esac
     all+=("$words")
   done
