@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pgtoolkit.launch.commands import REPORTS, report
 from pgtoolkit.launch.help import complete, help_page, training_help, unknown_command
 from pgtoolkit.system.plain_files import plain_run
 from pgtoolkit.system.report import print_error, say
+from pgtoolkit.system.terminal import flush_streams, prepare_streams, status_of_output
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,35 +24,33 @@ def main(argv: list[str] | None = None) -> int:
     before = sys.argv
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]  # which provenance.json names
+    prepare_streams()
     try:
-        status = _dispatch(sys.argv[1:])
-        sys.stdout.flush()
-        return status
+        return _dispatch(sys.argv[1:])
     except PgtoolkitError as error:
         return print_error(error)
     except KeyboardInterrupt:
         say("pgtk: stopped by a keyboard interrupt", error=True)
         return 130
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough; python must not write to it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
         return 141
     except OSError as error:
         return print_error(unusable(error))
     finally:
         sys.argv = before
+        flush_streams()
 
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
     if command in REPORTS:  # whose parsers know --help
-        return report(command, argv[1:])
+        return status_of_output(report(command, argv[1:]))
     if "--help" in argv or "-h" in argv:
         say(training_help(command, *COMMANDS[command][:2]) if command in COMMANDS else help_page(COMMANDS))
-        return 0
+        return status_of_output(0)
     if "--version" in argv:
         say(f"pgtk {__version__}")
-        return 0
+        return status_of_output(0)
     if command is None:
         return _start(argv)
     if command not in COMMANDS:
@@ -83,7 +81,7 @@ def _check(argv: list[str]) -> int:
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
     say(render_plan(checked))
-    return ConfigError.exit_status if problems(checked) else 0
+    return status_of_output(ConfigError.exit_status if problems(checked) else 0)
 
 
 def _resume(argv: list[str]) -> int:

@@ -24,6 +24,7 @@ import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch.processes import run_job
 from pgtoolkit.system.imports import without
+from pgtoolkit.system.terminal import flush_streams, prepare_streams
 from pgtoolkit.tracking.signals import STOP_SIGNALS
 from pgtoolkit.tracking.store import importing_mlflow
 
@@ -196,6 +197,7 @@ def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
     for output in (1, 2):
         os.dup2(log, output)
     os.close(log)
+    prepare_streams()
     for number in STOP_SIGNALS:  # until training minds them: nothing has begun that would have to be saved
         signal.signal(number, lambda *_: os._exit(Interrupted.exit_status))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -221,6 +223,5 @@ if __name__ == "__main__":
     # only to free it: 0.4 s.
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     os._exit(status)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pgtoolkit.config.files import options, sweep_files
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.system.report import nearest
+from pgtoolkit.system.report import nearest, say
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
@@ -80,14 +80,14 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
     if not any(word.startswith("query=") for word in argv):
         return hydra(argv)
     words, line = split(os.environ.get("COMP_LINE", ""), commands)
-    print("\n".join(words), flush=True)
+    say("\n".join(words))
     if line is not None:
         os.environ["COMP_LINE"] = line
         answer, quiet = io.StringIO(), contextlib.suppress(Exception, SystemExit)
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(answer), quiet:
             hydra(argv)
         # Hydra takes the types of the keys, and what options share, for options, which nobody means.
-        print(" ".join(word for word in answer.getvalue().split() if not re.search("=(schema|_)", word)), flush=True)
+        say(" ".join(word for word in answer.getvalue().split() if not re.search("=(schema|_)", word)))
     return 0
 
 

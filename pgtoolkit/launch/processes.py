@@ -202,7 +202,7 @@ def _conclude(
         elif code == -signal.SIGABRT and unanswering:  # as NCCL ends a process that has waited too long for others
             how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
         stderr = folder / f"stderr-{rank}"
-        lines = stderr.read_text(errors="replace").strip().splitlines() if stderr.exists() else []
+        lines = stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines() if stderr.exists() else []
         last_words = f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
         raise RankLost(f"rank {rank} {how}.{last_words} {resume}")
     for error in failed.values():
@@ -236,7 +236,7 @@ def wait_until_free(directory: Path) -> None:
 
 def run_job(file: Path) -> int:
     """Run the job that the launcher wrote into a file; returns the exit status."""
-    job = json.loads(file.read_text())
+    job = json.loads(file.read_text(encoding="utf-8"))
     sys.argv = job["command"]  # what provenance.json names
     try:
         train_job(typed(job["config"], str(file)), Path(job["directory"]), job["overrides"], job["sweep"])

@@ -30,6 +30,7 @@ from pgtoolkit.launch.processes import train_job, train_on_processes, wait_until
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
+from pgtoolkit.system.terminal import status_of_output
 from pgtoolkit.training.machine import DataProblem, check_machine
 
 
@@ -182,7 +183,7 @@ def hydra_answers(argv: list[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(lambda config: None)()
     finally:
         sys.argv = before
-    return 0
+    return status_of_output(0)
 
 
 def _run(run: PlannedRun) -> None:

@@ -21,6 +21,7 @@ from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.system.terminal import flush_streams, prepare_streams
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def main(folder: Path) -> int:
     training: Training = pickle.loads((folder / "job").read_bytes())
     rank = joined()
     sys.argv = training.argv
+    prepare_streams()
     error, shown = None, ""
     try:
         train_as_rank(training, rank)
@@ -139,7 +141,6 @@ if __name__ == "__main__":
     from pgtoolkit.launch import worker
 
     status = worker.main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     # Threads of a communicator that has lost its peers would keep an ordinary exit waiting.
     os._exit(status)

@@ -148,7 +148,7 @@ class RunDirectory:
             "parent": parent or before.get("parent"),
         }
         if self.metrics_path.exists():
-            with self.metrics_path.open("a") as file:
+            with self.metrics_path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
         path, content = self.path / "status.json", json.dumps(status, indent=2) + "\n"
         try:

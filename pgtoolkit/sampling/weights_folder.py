@@ -87,7 +87,7 @@ class WeightsFolder:
                 files = {name: self._file(number) for number, share in enumerate(shares) for name in share}
                 content = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
                 with _refusing(self.path / "model.safetensors.index.json") as index:
-                    index.write_text(json.dumps(content))
+                    index.write_text(json.dumps(content), encoding="utf-8")
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
         """Write the weights, which every rank brings together one after the other, into the room that was made.

@@ -17,6 +17,7 @@ from pgtoolkit.losses.checks import is_whole
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.legible import legible
 from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.terminal import write_line
 
 
 @dataclass
@@ -52,7 +53,7 @@ def say(text: str, error: bool = False) -> None:
 
     Without what looks like a secret; what a stranger has written, such as a run's name, acts on no terminal.
     """
-    print(legible(redact(text)), file=sys.stderr if error else sys.stdout, flush=True)
+    write_line(legible(redact(text)), sys.stderr if error else sys.stdout)
 
 
 def print_error(error: PgtoolkitError) -> int:

@@ -107,7 +107,7 @@ def _is_of(file: Path, split: str) -> bool:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error
 

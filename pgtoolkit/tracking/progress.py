@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +10,6 @@ from pathlib import Path
 from pgtoolkit.config.evaluation import watched
 from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import Columns, final, first, mean, values
-from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking import next_commands
 
@@ -32,24 +28,6 @@ _FIELDS = {
     "exact_match": "exact {:4.0%}",
     "tokens_per_second": "{} tok/s",
 }
-
-
-class Terminal(logging.StreamHandler):
-    """Log lines on standard output, until its reader has gone: the run goes on, and its run.log has them all."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], BrokenPipeError):
-            super().handleError(record)
-            return
-        self.stream = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the run)
-        os.dup2(self.stream.fileno(), sys.stdout.fileno())  # python flushes it once more at its end
-
-
-class LegibleFormatter(logging.Formatter):
-    """What a stranger has written, such as a server in its errors, acts neither on a terminal nor in run.log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return legible(super().format(record))
 
 
 class ProgressLine:

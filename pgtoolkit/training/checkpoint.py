@@ -263,19 +263,19 @@ def _write_rest(folder: Path, state: dict, written: list[tuple], rows: dict[str,
         (folder / only).rename(folder / whole)
     else:
         index = {"metadata": {}, "weight_map": {tensor: name for name in weights for tensor in weights[name]}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
     stored = {}
 
     def put_aside(tensor: Tensor) -> dict[str, str]:
         stored[name := str(len(stored))] = tensor.clone()
         return {"tensor": name}
 
-    (folder / f"{_STATE}.json").write_text(json.dumps(state, default=put_aside))
+    (folder / f"{_STATE}.json").write_text(json.dumps(state, default=put_aside), encoding="utf-8")
     save_file(stored, folder / f"{_STATE}.safetensors")
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     new = {name: path for name, path in paths.items() if name not in files}
     files |= {name: checksum(path) for name, path in new.items()}
-    (folder / _MANIFEST).write_text(json.dumps({"format": 2, "files": files, "rows": rows}, indent=1))
+    (folder / _MANIFEST).write_text(json.dumps({"format": 2, "files": files, "rows": rows}, indent=1), encoding="utf-8")
     _flush([*new.values(), folder / _MANIFEST])
     for part in {path.parent for path in paths.values()}:
         sync_folder(part)

@@ -97,8 +97,8 @@ def branch(parent: Path, step: int, folder: Path) -> None:
                 OmegaConf.update(config, key, before, force_add=True)
         _take_back_data(whole, step)
         earlier = [json.dumps(entry) + "\n" for entry in drift if entry["step"] <= step]
-        (whole / "drift.jsonl").write_text("".join(earlier))
-        (whole / "config.yaml").write_text(OmegaConf.to_yaml(config))
+        (whole / "drift.jsonl").write_text("".join(earlier), encoding="utf-8")
+        (whole / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
         with RunDirectory(whole) as run:
             place = f"{parent.resolve()}, step {step}"
             run.set_status("interrupted", step, f"made of {place}", saved=step, parent=place)

@@ -27,11 +27,13 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import read_data, read_provenance, read_status, storage
 from pgtoolkit.runs.series import Columns, read_metrics, rows_until
+from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import shell_path
+from pgtoolkit.system.terminal import LegibleFormatter, Terminal
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
-from pgtoolkit.tracking.progress import LegibleFormatter, Terminal, summary
+from pgtoolkit.tracking.progress import summary
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import (
@@ -217,7 +219,7 @@ def _finish(
             recorder.completions.write()
         recorded = read_metrics(run.metrics_path)
         if len(recorded["step"]):
-            plot_curves(recorded, run.path / "curves.png", run.path.name)
+            plot_curves(recorded, run.path / "curves.png", legible(run.path.name))
     except (StorageError, OSError) as error:
         log.warning(f"status, completions or curves of the run are missing: {error}")
     if tracker is not None and (missing := tracker.finish(outcome)):
@@ -233,8 +235,9 @@ def _logging_to(path: Path):
     """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only when they warn."""
     with storage(path):
         opened = path.open("a+", encoding="utf-8")
-    terminal, file = Terminal(sys.stdout), logging.StreamHandler(opened)
+    terminal = Terminal()
     terminal.setFormatter(LegibleFormatter())
+    file = logging.StreamHandler(opened)
     file.setFormatter(LegibleFormatter("%(asctime)s %(levelname)s %(message)s"))
     log.handlers, log.propagate = [terminal, file], False
     log.setLevel(logging.INFO)
@@ -257,4 +260,5 @@ def quieten() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # its new name is missing in 5.0
+    warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # matplotlib of a run's name in a title
     warnings.filterwarnings("ignore", message=".*num_workers.*")  # the step loader has no workers to give

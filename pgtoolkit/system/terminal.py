@@ -1,0 +1,105 @@
+"""How text reaches the terminal: whatever its encoding, and also where the stream is closed, full or no longer read."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import warnings
+from typing import TextIO
+
+from pgtoolkit.errors import StorageError
+from pgtoolkit.system.legible import legible
+from pgtoolkit.system.redaction import redact
+
+_failures: list[OSError] = []
+"""The first failure to write to standard output since `prepare_streams`, if there was one."""
+
+_format_warning = warnings.formatwarning
+
+
+def prepare_streams() -> None:
+    """Make standard output and error accept any text of ours and of libraries; called first in each process.
+
+    A character that the encoding lacks is shown as "?". A stream that is closed from the start is opened on nothing:
+    otherwise the next file that is opened would get its number, and what is printed.
+    """
+    _failures.clear()
+    _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    warnings.formatwarning = _legible_warning
+    logging.lastResort.setFormatter(LegibleFormatter())
+
+
+def _open_closed_streams() -> None:
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 (it stays open)
+
+
+def _legible_warning(*arguments, **keywords) -> str:
+    return legible(redact(_format_warning(*arguments, **keywords)))
+
+
+def write_line(line: str, stream: TextIO) -> None:
+    """Print a line at once. What cannot be written is dropped, with the rest of the stream: the program goes on."""
+    try:
+        print(line, file=stream, flush=True)
+    except OSError as error:
+        _give_up(stream, error)
+
+
+def status_of_output(status: int) -> int:
+    """Return the exit status of a command whose result is what it has printed.
+
+    status: its own. Where the output was lost, 141 if its reader has gone, as a shell has it of `yes | head`, else
+    that of a StorageError.
+    """
+    flush_streams()
+    if not _failures:
+        return status
+    return 141 if isinstance(_failures[0], BrokenPipeError) else StorageError.exit_status
+
+
+def flush_streams() -> None:
+    """Write what libraries have printed; Python's own attempt at its end would print an error and change the status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            _give_up(stream, error)
+
+
+def _give_up(stream: TextIO, error: OSError) -> None:
+    """Lead the stream to nowhere from here on. Of standard output it is said once, unless its reader has left."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+    if stream is sys.stderr or _failures:
+        return
+    _failures.append(error)
+    if not isinstance(error, BrokenPipeError):
+        write_line(f"pgtk: warning: standard output cannot be written: {error.strerror}", sys.stderr)
+
+
+class Terminal(logging.Handler):
+    """Log lines on standard output, as long as somebody reads it; a run's run.log has them all."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write_line(self.format(record), sys.stdout)
+
+
+class LegibleFormatter(logging.Formatter):
+    """What a stranger has written, such as a server in its errors, acts neither on a terminal nor in run.log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return legible(super().format(record))

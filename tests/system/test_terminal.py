@@ -1,0 +1,68 @@
+"""What reaches a terminal that cannot show everything, is closed, is full, or is no longer read."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+SPEAKING = """
+import logging, sys, warnings
+from pgtoolkit.system.report import say
+from pgtoolkit.system.terminal import Terminal, flush_streams, prepare_streams, status_of_output
+prepare_streams()
+log = logging.getLogger("x")
+log.addHandler(Terminal())
+"""
+
+
+def spoken(script: str, redirection: str = "", **environment: str) -> tuple[str, str, int]:
+    """Standard output, standard error and status of a process that speaks."""
+    command = f"{shlex.join([sys.executable, '-c', SPEAKING + script])} {redirection}; exit ${{PIPESTATUS[0]}}"
+    process = subprocess.run(
+        ["bash", "-c", command], env=os.environ | environment, capture_output=True, timeout=60, check=False
+    )
+    return process.stdout.decode("latin-1"), process.stderr.decode("latin-1"), process.returncode
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["latin-1", "C"],
+)
+def test_a_character_that_the_encoding_lacks_is_a_question_mark(environment):
+    script = r"say('a \u2581\u2588 b'); log.warning('c \u2581 d'); print('e \u2581 f'); say('g \u2581 h', error=True)"
+    out, err, status = spoken(script, **environment)
+    assert (out, err, status) == ("a ?? b\nc ? d\ne ? f\n", "g ? h\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "out", "err"),
+    [
+        ("| head -n 1", "line 0\n", ""),
+        (">&-", "", ""),
+        ("> /dev/full", "", "pgtk: warning: standard output cannot be written: No space left on device\n"),
+        (">&- 2>&-", "", ""),
+    ],
+)
+def test_a_stream_that_is_gone_stops_nothing(redirection, out, err):
+    """No traceback for a line, none at the end of Python, and no other status."""
+    script = "[log.warning('line %d', i) for i in range(20000)]; print('from a library'); flush_streams()"
+    assert spoken(script, redirection) == (out, err, 0)
+
+
+def test_a_closed_stream_writes_to_no_other_file(tmp_path):
+    spoken(f"file = open({str(tmp_path / 'data')!r}, 'w'); say('stray'); file.close()", ">&-")
+    assert (tmp_path / "data").read_text() == ""
+
+
+@pytest.mark.parametrize(("redirection", "status"), [("", 3), ("> /dev/full", 6), (">&-", 3)])
+def test_the_status_of_a_command_tells_that_its_output_was_lost(redirection, status):
+    assert spoken("say('page'); sys.exit(status_of_output(3))", redirection)[2] == status
+
+
+def test_a_warning_of_a_library_acts_on_no_terminal():
+    _, err, _ = spoken("warnings.warn('Glyph 27 (\\x1b[31m) is missing')")
+    assert "Glyph 27 (<U+001B>[31m) is missing" in err
+    assert "\x1b" not in err
