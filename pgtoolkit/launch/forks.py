@@ -25,7 +25,7 @@ from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch.processes import run_job
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
-from pgtoolkit.tracking.signals import STOP_SIGNALS
+from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
 from pgtoolkit.tracking.store import importing_mlflow
 
 _MODULES = (
@@ -198,8 +198,8 @@ def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
         os.dup2(log, output)
     os.close(log)
     prepare_streams()
-    for number in STOP_SIGNALS:  # until training minds them: nothing has begun that would have to be saved
-        signal.signal(number, lambda *_: os._exit(Interrupted.exit_status))
+    # Until training minds them: nothing has begun that would have to be saved.
+    answer_stop_signals(lambda *_: os._exit(Interrupted.exit_status))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     threading.Thread(target=_obey, args=[line], name="launcher", daemon=True).start()
     if gpu is not None:

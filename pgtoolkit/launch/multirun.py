@@ -25,7 +25,7 @@ from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 
-STOPPED = (signal.SIGKILL, signal.SIGHUP, *STOP_SIGNALS)
+STOPPED = (signal.SIGKILL, *STOP_SIGNALS)
 """Signals by which someone ends a process; by others it ends itself."""
 
 

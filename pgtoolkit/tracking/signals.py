@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,8 +20,19 @@ from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-"""Let a run finish its step, save and stop; the last is what SLURM is asked to send before it takes a node away."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+"""Let a run finish its step, save and stop. SIGHUP comes when a terminal is closed or a connection to another machine
+ends; SIGUSR2 is what SLURM is asked to send before it takes a node away."""
+
+
+def answer_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Let STOP_SIGNALS call the handler from here on; returns what each did before.
+
+    SIGHUP stays ignored where it is: `nohup pgtk ...` goes on when its terminal is closed.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    answered = [number for number in STOP_SIGNALS if not (number == signal.SIGHUP and ignored)]
+    return {number: signal.signal(number, handler) for number in answered}
 
 
 class StopSignal(KeyboardInterrupt):
@@ -34,7 +46,7 @@ _swallowed: list[StopSignal] = []
 @contextlib.contextmanager
 def answered_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """STOP_SIGNALS call the handler meanwhile."""
-    before = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    before = answer_stop_signals(handler)
     try:
         yield
     finally:
@@ -95,6 +107,7 @@ def raise_swallowed() -> None:
 def _raise(number, _frame):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which may come to each process of a job, and from the one above it
+    for repeated in (signal.SIGHUP, signal.SIGUSR2):  # may come to each process of a job, and from the one above it
+        signal.signal(repeated, signal.SIG_IGN)
     _swallowed.append(StopSignal(signal.Signals(number).name))
     raise _swallowed[0]

@@ -21,7 +21,7 @@ from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.steps import loadable
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
-from pgtoolkit.tracking.signals import STOP_SIGNALS, raise_swallowed
+from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.evaluations import Evaluations
 from pgtoolkit.training.frameworks import lightning
@@ -66,8 +66,7 @@ class Recorder(lightning.Callback):
         if self._checkpoint is not None:
             restore(module, self._checkpoint)
             self._checkpoint = None
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._stop_after_this_step)  # Lightning puts its caller's handlers back at the end
+        answer_stop_signals(self._stop_after_this_step)  # Lightning puts its caller's handlers back at the end
         raise_swallowed()
         if module.evaluator is not None:
             self._evaluations = Evaluations(self._run, module)

@@ -7,7 +7,7 @@ import pytest
 from pgtoolkit.cli import main
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.records import read_resolved
-from pgtoolkit.system.yaml_text import parse_yaml
+from pgtoolkit.system.yaml_text import parse_yaml, plain_yaml
 
 BOMB = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
@@ -49,9 +49,41 @@ def test_a_star_or_an_ampersand_alone_is_a_text():
     assert parse_yaml(b"a: 2 * 3 & 4\nb: '*c &d'\n") == {"a": "2 * 3 & 4", "b": "*c &d"}
 
 
-def test_lists_within_lists_are_bounded():
-    with pytest.raises(ValueError, match="too deep"):
-        parse_yaml(b"[" * 20_000)
+DEEP = {
+    "brackets": b"[" * 100_000 + b"]" * 100_000,
+    "braces": b"{a: " * 100_000 + b"}" * 100_000,
+    "dashes": b"- " * 100_000 + b"x",
+    "indentation": b"".join(b" " * level + b"a:\n" for level in range(3000)),
+}
+
+
+@pytest.mark.parametrize("reader", [parse_yaml, plain_yaml])
+@pytest.mark.parametrize("shape", DEEP)
+def test_a_text_nested_too_deep_is_refused_before_a_parser_breaks_off(reader, shape):
+    with pytest.raises(ValueError, match="is more than 30 lists or keys deep"):
+        reader(DEEP[shape])
+
+
+@pytest.mark.parametrize("reader", [parse_yaml, plain_yaml])
+def test_thirty_levels_are_read_and_no_more(reader):
+    value = reader(b"[" * 30 + b"1" + b"]" * 30)
+    for _ in range(30):
+        value = value[0]
+    assert value == 1
+    with pytest.raises(ValueError, match="line 1 is more than 30"):
+        reader(b"[" * 31 + b"1" + b"]" * 31)
+
+
+def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_bytes(DEEP["brackets"])
+    assert main(["resume", "run"]) == 6
+    assert "config.yaml is damaged (line 1 is more than 30" in capsys.readouterr().err
+    (tmp_path / "mine/loss").mkdir(parents=True)
+    (tmp_path / "mine/loss/deep.yaml").write_bytes(DEEP["braces"])
+    assert "deep.yaml needs YAML that can be read" in refusal(capsys, "check", "--config-dir=mine", "loss=deep")
+    (tmp_path / "deep.yaml").write_bytes(DEEP["dashes"])
+    assert "deep.yaml needs YAML that can be read" in refusal(capsys, "sweep", "deep.yaml")
 
 
 @pytest.mark.parametrize(

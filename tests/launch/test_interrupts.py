@@ -1,6 +1,7 @@
 """The installed command as a process: signals, exit statuses, and what a killed run leaves."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,6 +40,20 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, monkeypa
     whole = run(tmp_path / "whole", f"trainer.max_steps={last}")
     assert metrics_of(tmp_path / "run") == metrics_of(whole)
     assert_equal(checkpoint_of(tmp_path / "run", last), checkpoint_of(whole, last))
+
+
+@pytest.mark.parametrize(("start", "status", "step"), [("", 75, 2), ("nohup ", 0, 3)])
+def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path, start, status, step):
+    script = (
+        "import os, signal; from pgtoolkit.training.recorder import Recorder, log; from pgtoolkit.cli import main\n"
+    )
+    script += "log.info = lambda line: line.startswith('step 2/') and os.kill(os.getpid(), signal.SIGHUP)\n"
+    script += "import sys; sys.exit(main())"
+    words = [*once(*SHORT), "trainer.max_steps=3", f"hydra.run.dir={tmp_path / 'run'}"]
+    command = start + shlex.join([sys.executable, "-c", script, *words])
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr
+    assert ("stopped by SIGHUP after step 2; saved up to step 2" in done.stderr) == (status == 75)
 
 
 INTERRUPTED_WHILE_IT_SPEAKS = """
