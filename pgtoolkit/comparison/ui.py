@@ -13,7 +13,7 @@ from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
-from pgtoolkit.tracking.next_commands import compare_url, ui_url
+from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
 
 _HOST = "127.0.0.1"
@@ -58,7 +58,7 @@ def serve(uri: str | None, port: int) -> int:
 def _addresses(client, address: str) -> str:
     newest = _runs(client, "")
     if not newest:
-        return f"{address} (no runs yet)"
+        return f"{start_url(address)} (no runs yet)"
     info = newest[0].info
     lines = [f"newest run    {info.run_name}", f"charts        {ui_url(address, info.experiment_id)}"]
     if swept := _runs(client, "tags.sweep LIKE '%'"):

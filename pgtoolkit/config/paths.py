@@ -74,15 +74,22 @@ def problems_of_folder(config: DictConfig, key: str, more: tuple[str, ...] = ())
             return [refusal(name, needs, repr(path), _NAMES_A_FOLDER, f"{name}=FOLDER")]
     if by := occupied_by(Path(path), more):
         return [occupied(f"{key}={path}", Path(path), by)]
-    place = Path(path).absolute()
-    nearest = next(folder for folder in (place, *place.parents) if os.path.lexists(folder))
+    if why := cannot_hold_files(Path(path)):
+        needs = "a place where folders can be made"
+        return [refusal(f"{key}={path}", needs, why, "It names a folder.", f"{key}=outputs/FOLDER")]
+    return []
+
+
+def cannot_hold_files(folder: Path) -> str | None:
+    """Return why a folder can neither be made there nor take files, by trying it; None where it can."""
+    place = folder.absolute()
+    nearest = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
     try:  # some file systems refuse what they allow
         with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest) as trial:
             Path(trial, place.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        needs, got = "a place where folders can be made", f"{nearest}: {error.strerror}"
-        return [refusal(f"{key}={path}", needs, got, "It names a folder.", f"{key}=outputs/FOLDER")]
-    return []
+        return f"{nearest}: {error.strerror}"
+    return None
 
 
 def problems_of_job(directory: str) -> list[str]:

@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -121,3 +122,12 @@ def shortest_path(path: str | Path) -> str:
     """Absolute, or relative to the current directory, whichever is shorter."""
     absolute = os.path.abspath(path)
     return min(os.path.relpath(absolute), absolute, key=len)
+
+
+def program(name: str) -> str:
+    """Return how to call a program of this Python's environment: its bare name if the shell finds that very one."""
+    beside_python = Path(sys.executable).parent / name
+    in_path = shutil.which(name)
+    if in_path and (not beside_python.exists() or Path(in_path).resolve() == beside_python.resolve()):
+        return name
+    return shell_path(beside_python) if beside_python.exists() else name

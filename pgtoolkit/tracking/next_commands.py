@@ -6,8 +6,6 @@ import argparse
 import json
 import re
 import shlex
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -21,20 +19,14 @@ from pgtoolkit.config.schema import default_options
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import shell_path, shortest_path
+from pgtoolkit.system.report import program, shortest_path
 from pgtoolkit.tracking.store import search_literal
 
 UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
 
-
-def program(name: str) -> str:
-    """How to call a program of this Python's environment: its bare name if the shell finds that very one."""
-    own = Path(sys.executable).parent / name
-    found = shutil.which(name)
-    if found and (not own.exists() or Path(found).resolve() == own.resolve()):
-        return name
-    return shell_path(own) if own.exists() else name
+_OF_TRAINING = "workflowType=machine_learning"
+"""In an address, the mode of MLflow's pages that shows runs and their charts; it opens in that for language models."""
 
 
 def _pgtk(*arguments: str) -> str:
@@ -56,7 +48,8 @@ def ui_command(uri: str | None) -> str | None:
 
 def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None) -> str:
     """The address of a run's page, or without run_id of the page that charts all runs of the experiment or sweep."""
-    page = f"/{run_id}" if run_id else "?compareRunsMode=CHART"
+    page = f"/{run_id}?" if run_id else "?compareRunsMode=CHART&"
+    page += _OF_TRAINING
     if sweep:
         # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told otherwise.
         found = f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
@@ -68,7 +61,12 @@ def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequenc
     """The address of the page that sets runs side by side, with their parameters and final metrics."""
     lists = {"runs": list(run_ids), "experiments": list(experiment_ids)}
     query = "&".join(f"{key}={quote(json.dumps(ids, separators=(',', ':')), safe='')}" for key, ids in lists.items())
-    return f"{_server(uri)}/#/compare-runs?{query}"
+    return f"{_server(uri)}/#/compare-runs?{query}&{_OF_TRAINING}"
+
+
+def start_url(uri: str | None) -> str:
+    """The address of the page that lists all experiments."""
+    return f"{_server(uri)}/#/experiments?{_OF_TRAINING}"
 
 
 def _server(uri):

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import re
-import shlex
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +22,7 @@ from pgtoolkit.system.background import in_background
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import shortest_path, text
+from pgtoolkit.tracking.store_file import deleted_experiment, out_of_date
 
 _log = logging.getLogger(__name__)
 
@@ -112,11 +113,7 @@ def open_store(uri: str, experiment: str):
         client = client_of(uri)
         known = client.get_experiment_by_name(experiment)
         if known and known.lifecycle_stage == "deleted":
-            store = f"MLFLOW_TRACKING_URI={shlex.quote(redact(uri))}"
-            raise StorageError(
-                f"tracking.experiment={experiment} needs an experiment that is not deleted. Use another name, or "
-                f"`{store} mlflow experiments restore -x {known.experiment_id}`."
-            )
+            raise StorageError(deleted_experiment(experiment, uri, known.experiment_id))
         if known:
             return client, known.experiment_id
         return client, client.create_experiment(experiment, artifact_location=artifacts and artifacts.as_uri())
@@ -161,10 +158,12 @@ def raising_storage_errors(uri: str, consequence: str):
 def failure(uri: str, error: BaseException) -> str:
     """What failed, on one line and without credentials."""
     message = " ".join(redact(str(error)).split())
+    if tables := re.search(r"database schema \(found version (\w+)", message):
+        return out_of_date(f"tracking.uri={redact(uri)}", uri, tables[1]).rstrip(".")
     # What the HTTP client says of a server that is down: the address twice, and the cause at the very end.
     if cause := re.search(r"Caused by \w+\((.*?)\)*$", message):
         message = cause[1].strip("\"'")
-    return f"MLflow at tracking.uri={redact(uri)} failed: {message[:300]}"
+    return f"MLflow at tracking.uri={redact(uri)} failed: {textwrap.shorten(message, 300, placeholder=' …')}"
 
 
 def flatten(config: dict) -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pgtoolkit.config import memory
 from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
-from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.config.rules.run import refuse_triton
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
@@ -26,6 +26,7 @@ from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.runs.provenance import gpu_memory
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import Report, is_whole, refusal, text
+from pgtoolkit.tracking.store_file import problem_of_store
 
 if TYPE_CHECKING:
     from pgtoolkit.losses.objective import Loss
@@ -48,6 +49,7 @@ def check_machine(c: Config, report: Report) -> None:
     devices(c, report)
     _compiler(c, report)
     _processes(c, report)
+    _places(c, report)
     _servers(c, report)
     _models(c, report)
     _prompts(c, report)
@@ -103,6 +105,18 @@ def _processes(c: Config, report: Report) -> None:
         reason = f"pgtk starts all of them here, and this machine has {cores} CPU cores."
         use = "torchrun or srun over several machines, or smaller sizes"
         report.refuse(setting, f"at most {most} processes on this machine", f"{size} of them", reason, use)
+
+
+def _places(c: Config, report: Report) -> None:
+    """Folders and an MLflow store that a run can write to."""
+    save_path = getattr(c.rollout, "save_path", None)
+    if save_path and (why := cannot_hold_files(Path(save_path).expanduser())):
+        reason = "It becomes a folder with one file per batch."
+        use = "rollout.save_path=recorded_rollouts"
+        report.refuse(f"rollout.save_path={save_path}", "a place where folders can be made", why, reason, use)
+    store = sqlite_path(absolute_uri(c.tracking.uri)) if c.tracking.name == "mlflow" else None
+    if store and (problem := problem_of_store(store, c.tracking.experiment)):
+        report.problems.append(problem)
 
 
 def _servers(c: Config, report: Report) -> None:

@@ -49,7 +49,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path,
     )
     script += "log.info = lambda line: line.startswith('step 2/') and os.kill(os.getpid(), signal.SIGHUP)\n"
     script += "import sys; sys.exit(main())"
-    words = [*once(*SHORT), "trainer.max_steps=3", f"hydra.run.dir={tmp_path / 'run'}"]
+    words = [*once(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
     command = start + shlex.join([sys.executable, "-c", script, *words])
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr

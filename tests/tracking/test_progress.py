@@ -83,11 +83,11 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
     pgtk = program("pgtk")
     assert lines[4:] == [
         f"MLflow       {pgtk} ui",
-        "             http://127.0.0.1:5000/#/experiments/1/runs/abc",
+        "             http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning",
         f"resume       {pgtk} resume 'outputs/my run' trainer.max_steps=40",
         f"compare      {pgtk} loss=grpo aggregation=constant",
         f"             {pgtk} compare 'outputs/my run' outputs/*/??-??-??-??????-loss-grpo_aggregation-constant",
-        "             http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART",
+        "             http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&workflowType=machine_learning",
     ]
 
 
@@ -101,8 +101,12 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
     with RunDirectory(tmp_path) as run:  # which the other losses could not train on: MLflow's charts alone compare it
         run.write_config({"loss": {"name": "reinforce"}, "rollout": {"name": "recorded"}}, [])
     text = summary({"step": np.empty(0)}, tmp_path, server)
-    assert text.endswith("\ncompare      http://h:1/#/experiments/2/runs?compareRunsMode=CHART")
-    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc\n" in summary({"step": np.empty(0)}, tmp_path, server)
+    assert text.endswith(
+        "\ncompare      http://h:1/#/experiments/2/runs?compareRunsMode=CHART&workflowType=machine_learning"
+    )
+    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc?workflowType=machine_learning\n" in summary(
+        {"step": np.empty(0)}, tmp_path, server
+    )
 
 
 @pytest.mark.parametrize(
