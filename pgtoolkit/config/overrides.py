@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override, RangeSweep, ValueType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
@@ -38,11 +39,23 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
             override = _parsed(typed)
             if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
                 problems.append(refusals.pattern(override, options()))
-            else:
-                parsed.append(override)
+                continue
+            if isinstance(override.value(), RangeSweep):
+                _refuse_endless(override.value())
+            parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
             problems.append(refusals.unreadable(typed, error))
     return parsed, problems
+
+
+def _refuse_endless(values: RangeSweep) -> None:
+    """Raise ValueError for a range without values, without an end, or longer than any sweep."""
+    count = (values.stop - values.start) / values.step if values.step else math.inf
+    if not 0 < count <= _LONGEST_RANGE:
+        raise ValueError(f"A range has from 1 to {_LONGEST_RANGE} values")
+
+
+_LONGEST_RANGE = 10_000
 
 
 @functools.lru_cache(4096)  # the jobs of a sweep have the same values again and again
@@ -61,6 +74,12 @@ def jobs(overrides: list[str]) -> list[list[str]]:
     ends = {key: one.value() for key, one in last.items() if one.is_interval_sweep()}
     last |= {key: parse([f"{key}={of.start},{of.end}"])[0][0] for key, of in ends.items()}
     return BasicSweeper.split_arguments([*last.values()], None)[0]
+
+
+def intervals(overrides: list[str]) -> list[str]:
+    """Return those of the overrides whose values are drawn from an interval."""
+    parsed, _ = parse(overrides)
+    return [override.input_line for override in parsed if override.is_interval_sweep()]
 
 
 def is_swept(override: str) -> bool:

@@ -29,6 +29,8 @@ SEARCH_PATH = refusal(
 )
 """Hydra imports the packages in a search path, before anything can be seen."""
 
+_NAMES_OF_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+
 ALSO_CALLED = {"ppo": "loss=grpo"}
 """What the field calls an option, where that name is none of ours."""
 
@@ -54,6 +56,8 @@ def unreadable(override: str, error: Exception) -> str:
         use = "KEY=VALUE, such as loss=grpo"
     elif value.endswith(","):
         use = override.rstrip(",")
+    elif "range(" in value:
+        use = f"{key}=range(FIRST,END), or single values: {key}=A,B"
     elif value.startswith("~/"):  # which a shell does not replace within a word
         use = override.replace("~/", "$HOME/", 1)
     elif key in _LISTS:
@@ -91,6 +95,9 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
         return f"{typed} needs -m (got several values). One run has one value of each key. Use {use}."
     if key == "hydra.searchpath":
         return SEARCH_PATH
+    if key.startswith("hydra.") and key not in _NAMES_OF_FOLDERS and "${" in typed:
+        reason = "pgtk reads it before other keys have values."
+        return refusal(typed, "a plain value", "an interpolation", reason, f"{key}=VALUE")
     if override.package is not None:
         return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
     return None

@@ -20,7 +20,7 @@ from pgtoolkit.config.defaults import Computed
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS, declared_default, default
 from pgtoolkit.config.names import name_in
-from pgtoolkit.config.overrides import NO_CHOICE, is_swept, jobs, parse
+from pgtoolkit.config.overrides import NO_CHOICE, intervals, is_swept, jobs, parse
 from pgtoolkit.config.paths import occupied_by_rollouts, problems_of_folder, problems_of_job
 from pgtoolkit.config.plan import compilation, describe
 from pgtoolkit.config.refusals import given_twice
@@ -108,6 +108,10 @@ def check(
     checked.arguments = [override for override in of_jobs if override not in NO_CHOICE]
     checked.searches = not master.hydra.sweeper._target_.endswith(".BasicSweeper")
     given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
+    for override in intervals([*given, *of_jobs]) if not checked.searches else ():
+        reason = "An interval is searched, not gone through value by value."
+        use = f"hydra/sweeper=optuna, or single values: {key_of(override)}=A,B"
+        checked.report.refuse(override, "hydra/sweeper=optuna", "the usual sweeper", reason, use)
     described = jobs([*given, *of_jobs])
     checked.varying = _varying(described)
     try:

@@ -57,6 +57,27 @@ def test_hydras_own_keys():
         assert in_sentences(looked_at(f"{key}={value}", multirun=multirun)), (key, value)
 
 
+@pytest.mark.parametrize(
+    ("typed", "multirun", "says"),
+    [
+        ("hydra.job.chdir=true", False, "hydra.job.chdir=true needs to be left out"),
+        ("hydra.job.chdir=true", True, "hydra.job.chdir=true needs to be left out"),
+        ("hydra.mode=${loss.name}", False, "hydra.mode=${loss.name} needs a plain value"),
+        ("hydra.launcher.n_jobs=${loss.name}", True, "hydra.launcher.n_jobs=${loss.name} needs a plain value"),
+        ("loss.epsilon_high=interval(0.1,0.2)", True, "loss.epsilon_high=interval(0.1,0.2) needs hydra/sweeper=optuna"),
+        ("seed=range(1,3,0)", True, "A range has from 1 to 10000 values. Use seed=range(FIRST,END)"),
+        ("seed=range(3,1)", True, "A range has from 1 to 10000 values"),
+        ("loss.epsilon_high=range(0,1,1e-9)", True, "A range has from 1 to 10000 values"),
+        ("kl.reference_prompt='{prompt[a]}'", False, "kl.reference_prompt={prompt[a]} needs a template"),
+        ("kl.reference_prompt='{prompt:>99999999999}'", False, "needs a template of {prompt} and {answer}"),
+        ("kl.reference_prompt='{prompt!r} {answer.x}'", False, "needs a template of {prompt} and {answer}"),
+    ],
+)
+def test_what_would_end_in_a_traceback_or_never_is_one_sentence(typed, multirun, says):
+    (problem,) = looked_at(typed, "kl=k3_ratio", "kl.coefficient=1", multirun=multirun)
+    assert says in problem
+
+
 @pytest.mark.parametrize("body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"])
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()

@@ -43,6 +43,9 @@ def set_of_hydra(hydra: DictConfig, without_files: DictConfig | None) -> list[st
     written, what is swept, and plain values of those keys of its launcher and sweeper that are in conf/.
     """
     problems, known = [], dict(_leaves(without_files))
+    if hydra.job.chdir:
+        reason = "Relative paths of the configuration, and those that are printed, are seen from where pgtk is started."
+        problems.append(refusal("hydra.job.chdir=true", "to be left out", True, reason, "hydra.job.chdir=false"))
     for path, value in _leaves(hydra):
         setting = ".".join(("hydra", *path))
         if path in (("launcher",), ("sweeper",)):
@@ -65,7 +68,7 @@ def set_of_hydra(hydra: DictConfig, without_files: DictConfig | None) -> list[st
 def _may_stand_in_files(path: tuple, value: Any, known: dict[tuple, Any]) -> bool:
     """known: the values without the files."""
     is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)  # a line of a job's script; a secret
-    if path[0] in ("launcher", "sweeper", "job") and "${" in str(value):
+    if path[0] in ("launcher", "sweeper", "job", "mode") and "${" in str(value):
         return False  # it could stand for anything
     if path[:2] == ("sweeper", "params") and len(path) == 3:
         return is_plain and not path[2].lstrip("+~").startswith("hydra")

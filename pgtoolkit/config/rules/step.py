@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any
 
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
@@ -148,13 +149,15 @@ def other_vocabulary(c: Config, needs: str, got: Any) -> str:
 
 
 def _reference_prompt(c: Config, report: Report) -> None:
-    """A template whose fields are known."""
-    key, template = "kl.reference_prompt", c.kl.reference_prompt
+    """Refuse a template that has other fields than {prompt} and {answer}, none of them, or parts and widths of them."""
+    key = "kl.reference_prompt"
+    template = c.kl.reference_prompt
     try:
-        if template.format(prompt="1", answer="1") != template.format(prompt="", answer=""):
-            return
-    except (IndexError, KeyError, ValueError, AttributeError):
-        pass
+        fields = {field[1:] for field in string.Formatter().parse(template) if field[1] is not None}
+    except ValueError:  # a brace without another
+        fields = set()
+    if fields and fields <= {("prompt", "", None), ("answer", "", None)}:
+        return
     reason, use = "Each prompt fills it in, and other braces are doubled.", f"\"{key}='{{prompt}} ({{answer}})'\""
     report.refuse(f"{key}={template}", "a template of {prompt} and {answer}", template, reason, use)
     c.kl.reference_prompt = None  # for the sake of what follows
