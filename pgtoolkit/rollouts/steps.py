@@ -142,10 +142,7 @@ class StepLoader:
                 dropped = len(documents)  # a step cut short by the end of its batch
             elif documents or self._num_steps > 0:
                 return documents
-        raise DataError(
-            f"accumulation.last_step=drop leaves nothing to train on (got {dropped} documents in a batch). "
-            "A batch is shorter than one step. Use a smaller accumulation.docs_per_step or last_step=short."
-        )
+        raise DataError(nothing_to_train(dropped))
 
     def _collect(self, start: int) -> tuple[list[Document], int]:
         """Documents from `start` until the step is full or may not go on, and the position after them."""
@@ -251,3 +248,11 @@ def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[i
         shares[rank].append(place)
         tokens[rank] += documents[place].num_tokens
     return [sorted(share) for share in shares]
+
+
+def nothing_to_train(documents: int) -> str:
+    """Return the problem with batches of so many documents, which are fewer than a step has."""
+    return (
+        f"accumulation.last_step=drop leaves nothing to train on (got {documents} documents in a batch). "
+        "A batch is shorter than one step. Use a smaller accumulation.docs_per_step or last_step=short."
+    )

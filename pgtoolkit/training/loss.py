@@ -92,4 +92,20 @@ def _imported_reducer(path: str) -> Reducer:
             f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make its loss."
         )
 
+    _try_reducer(reducer)
     return reducer
+
+
+def _try_reducer(reducer: Reducer) -> None:
+    """Call a reducer as a step does, on the micro-batch of two of its four documents; raises ConfigError.
+
+    They are documents 1 and 3, of three and two trained tokens, each behind a token of its prompt.
+    """
+    totals = StepTotals(4, 9, 0, num_groups=2, tokens_per_group=torch.tensor([4, 5]))
+    reducer(
+        totals,
+        mask=torch.tensor([False, True, True, True, False, True, True]),
+        document_index=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+        tokens_per_document=torch.tensor([3, 2]),
+        group_index=torch.tensor([0, 1]),
+    )

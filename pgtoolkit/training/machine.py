@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import pickle
 import shlex
@@ -20,7 +21,8 @@ from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.config.rules.run import refuse_triton
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, ModelConfig
+from pgtoolkit.config.schema_completions import TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.runs.provenance import gpu_memory
@@ -53,6 +55,7 @@ def check_machine(c: Config, report: Report) -> None:
     _servers(c, report)
     _models(c, report)
     _prompts(c, report)
+    _tokens(c, report)
     if c.advantage.path is not None:
         from pgtoolkit.rollouts.advantages import Estimator
 
@@ -242,29 +245,79 @@ def _recorded(c: Config, loss: Loss, report: Report) -> None:
 
     room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
     vocabulary = vocabulary_size(c.model, c.task) or 2**31
-    rollouts = recorded_rollouts(c, loss, vocabulary, room, first=100, tokenizer=functools.partial(_tokenizer, c))
+    rollouts = recorded_rollouts(
+        c, loss, vocabulary, room, first=100, tokenizer=functools.partial(_tokenizer, c.model, c.task, c.seed)
+    )
     report.notes += rollouts.notes_on_texts()
 
 
-def _tokenizer(c: Config) -> tuple[Any, list[int]]:
-    """The model's tokenizer, and its end-of-sequence tokens."""
-    if c.model.name == "tiny":
+def _tokenizer(model: ModelConfig, task: TaskConfig, seed: int) -> tuple[Any, list[int]]:
+    """Return the model's tokenizer, and its end-of-sequence tokens; task, seed: of the run."""
+    if model.name == "tiny":
         from pgtoolkit.model.build import character_tokenizer
         from pgtoolkit.tasks.tasks import make_task
 
-        tokenizer = character_tokenizer(make_task(c.task, c.seed).alphabet)
+        tokenizer = character_tokenizer(make_task(task, seed).alphabet)
         return tokenizer, [tokenizer.eos_token_id]
-    tokenizer = model_folder.load_tokenizer(c.model.path)
-    return tokenizer, model_folder.end_tokens(model_folder.load_generation_config(c.model.path), tokenizer)
+    tokenizer = model_folder.load_tokenizer(model.path)
+    return tokenizer, model_folder.end_tokens(model_folder.load_generation_config(model.path), tokenizer)
+
+
+def _tokens(c: Config, report: Report) -> None:
+    """Stop strings, a reference's template and other prompts than those of training, as the tokenizer sees them.
+
+    Of a model on the hub only its config.json is looked at, so nothing is said of its tokens.
+    """
+    is_tiny = c.model.name == "tiny"
+    if report.problems or not (is_tiny or Path(c.model.path).expanduser().is_dir()):
+        return
+    stop = list(getattr(c.rollout, "stop", []))
+    template = c.kl.reference_prompt
+    tasks = [("task", "", c.task, c.seed, template)] if c.rollout.name == "policy" and (stop or template) else []
+    for held_out in held_out_sets(c) if is_on(c) else ():
+        if stop or (is_tiny and held_out.task != c.task):  # of the tiny model, whose tokens are the task's characters
+            place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
+            tasks.append((place, f"evaluation set {held_out.name}: ", held_out.task, held_out.seed, None))
+    for place, prefix, task, seed, its_template in tasks:
+        described = pickle.dumps((c.model, c.task, c.seed, task, seed, stop, its_template, bool(prefix)))
+        if problem := _error_of_tokens(os.getcwd(), described):
+            report.problems.append(type(problem)(prefix + problem.replace("task.", f"{place}.")))
+
+
+_PROMPTS_TRIED = 1000
+"""Prompts of a task that are made tokens before a run; the run itself does so with all of them."""
+
+
+@functools.cache  # the jobs of a sweep share it
+def _error_of_tokens(_directory: str, pickled: bytes) -> str | None:
+    from pgtoolkit.tasks.prompts import TokenizedTask, chat_of, scored_by_nobody
+    from pgtoolkit.tasks.tasks import make_task
+
+    model, trained, trained_seed, chosen, seed, stop, template, is_held_out = pickle.loads(pickled)
+    report = Report()
+    with _added_to(report):
+        tokenizer, ends = _tokenizer(model, trained, trained_seed)
+        with contextlib.closing(make_task(scored_by_nobody(chosen), seed, held_out=is_held_out)) as task:
+            chat = chat_of(chosen, tokenizer)
+            tokenized = TokenizedTask(task, tokenizer, ends, chat, stop, None, template)
+            prompts = list(itertools.islice(task.rows(), _PROMPTS_TRIED))
+            tokenized.encode(prompts)
+            if template is not None:
+                tokenized.encode_for_reference(prompts)
+    return next(iter(report.problems), None)
 
 
 def _epochs(c: Config, report: Report) -> None:
-    """A note where recorded rollouts end before the last step."""
+    """Refuse recorded rollouts that are too few for a step; note where they end before the last one."""
     from pgtoolkit.tasks.row_files import count_rows
 
     size, steps = c.accumulation.docs_per_step, c.trainer.max_steps
     documents = count_rows(c.rollout.path, "rollout.path")
-    if size and documents and (last := -(-documents * c.rollout.epochs // size)) < steps:
+    if c.accumulation.last_step == "drop" and documents and documents < size:
+        from pgtoolkit.rollouts.steps import nothing_to_train
+
+        report.problems.append(DataProblem(nothing_to_train(documents)))
+    elif size and documents and (last := -(-documents * c.rollout.epochs // size)) < steps:
         report.note(
             f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most {last} of "
             f"trainer.max_steps={steps} steps. To make them all, use rollout.epochs={-(-steps * size // documents)}."

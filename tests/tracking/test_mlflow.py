@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.system.report import program
 from pgtoolkit.tracking import mlflow_run
 from pgtoolkit.tracking.mlflow_run import sync
 from pgtoolkit.tracking.store import client_of, flatten, open_store
@@ -200,8 +201,8 @@ def test_a_deleted_experiment_is_refused_with_the_way_out(uri, run):
     MlflowClient(uri).delete_experiment(tracker.info["experiment_id"])
     with pytest.raises(StorageError) as refused:
         start(uri, run, experiment="gone")
-    command = f"MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow experiments restore -x {tracker.info['experiment_id']}"
-    assert f"`{command}`" in str(refused.value)
+    command = f"{program('mlflow')} experiments restore -x {tracker.info['experiment_id']}"
+    assert f"`MLFLOW_TRACKING_URI={shlex.quote(uri)} {command}`" in str(refused.value)
 
 
 def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog, monkeypatch):

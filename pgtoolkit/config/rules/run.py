@@ -53,6 +53,10 @@ def rollout(c: Config, report: Report) -> None:
         report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
     steps = steps_of(documents_per_batch(rollout), c.accumulation) if is_counted else 0
+    if rollout.lag > max(_LONGEST_LAG, c.trainer.max_steps):
+        needs = f"at most {_LONGEST_LAG}, or trainer.max_steps"
+        reason = "The batches of so many steps are sampled, and kept, before the first step."
+        report.refuse_value("rollout.lag", rollout.lag, needs, reason, 16)
     if rollout.max_staleness is not None and rollout.max_staleness < steps:
         needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
         report.refuse_value("rollout.max_staleness", rollout.max_staleness, needs, reason, 2 * steps - 1)
@@ -64,6 +68,9 @@ def rollout(c: Config, report: Report) -> None:
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:
         report.note(f"rollout.max_completion_length={length}: {plural(length, 'token')} is short for this task.")
+
+
+_LONGEST_LAG = 1000
 
 
 def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:

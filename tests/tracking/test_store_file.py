@@ -1,0 +1,91 @@
+"""Whether a run could deliver to a store, by its file alone; what is said is what MLflow would stop the run for."""
+
+import shlex
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from builders.stores import start
+from mlflow import MlflowClient
+
+from pgtoolkit.config.paths import sqlite_path
+from pgtoolkit.errors import StorageError
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.system.report import program
+from pgtoolkit.tracking.store import open_store
+from pgtoolkit.tracking.store_file import problem_of_store
+
+
+@pytest.fixture(scope="module")
+def made(uri) -> Path:
+    """A store of MLflow's with the experiments `tests` and, deleted, `removed`; making it takes seconds."""
+    client, _ = open_store(uri, "tests")
+    client.delete_experiment(client.create_experiment("removed"))
+    return sqlite_path(uri)
+
+
+@pytest.fixture
+def store(made, tmp_path) -> Path:
+    return Path(shutil.copy(made, tmp_path / "mlflow.db"))
+
+
+def uri_of(store: Path) -> str:
+    return f"sqlite:///{store}"
+
+
+def set_revision(store: Path, revision: str) -> None:
+    with closing(sqlite3.connect(store)) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = ?", [revision])
+
+
+def test_a_store_that_a_run_can_use_has_no_problem(store, tmp_path):
+    before = store.read_bytes()
+    assert problem_of_store(store, "tests") is None
+    assert problem_of_store(tmp_path / "new/folder/mlflow.db", "tests") is None
+    assert store.read_bytes() == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_store_of_an_older_mlflow_is_upgraded_by_the_command_that_is_said(store, run):
+    older = "75868b020152"  # before the newest revision of MLflow 3.17; the command's own run is its proof elsewhere
+    set_revision(store, older)
+    problem = problem_of_store(store, "tests")
+    assert f"(got the older revision {older})" in problem
+    file = shlex.quote(str(store))
+    assert f"{file}.{older} && {program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in problem
+    with pytest.raises(StorageError) as stopped:
+        start(uri_of(store), run)
+    assert f"{program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in str(stopped.value)
+    set_revision(store, "f" * 12)
+    assert "A newer MLflow has changed them." in problem_of_store(store, "tests")
+
+
+def test_a_deleted_experiment_comes_back_by_the_command_that_is_said(store):
+    problem = problem_of_store(store, "removed")
+    command = problem.partition("`")[2].partition("`")[0]
+    assert command.startswith(f"MLFLOW_TRACKING_URI={shlex.quote(uri_of(store))} ")
+    words = command.replace(f" {program('mlflow')} ", f" {shlex.quote(sys.executable)} -m mlflow ")
+    assert subprocess.run(["bash", "-c", words], capture_output=True, timeout=120).returncode == 0
+    assert MlflowClient(uri_of(store)).get_experiment_by_name("removed").lifecycle_stage == "active"
+    assert problem_of_store(store, "removed") is None
+
+
+@pytest.mark.parametrize("damage", ["text", "page", "proc"])
+def test_what_is_no_store_is_a_problem_of_check(store, damage, monkeypatch):
+    monkeypatch.chdir(store.parent)
+    path = store
+    if damage == "text":
+        store.write_text("no database " * 500)
+    elif damage == "page":
+        content = bytearray(store.read_bytes())
+        content[100:4096] = b"\xff" * 3996
+        store.write_bytes(content[:-4096])
+    else:
+        path = Path("/proc/none/mlflow.db")
+    (problem,) = problems(check([f"tracking.uri=sqlite:///{path}"]))
+    assert problem.startswith("tracking.uri=sqlite:///")
+    assert problem == problem_of_store(path, "pgtoolkit")

@@ -1,0 +1,76 @@
+"""What stops a run at its start is a problem of `pgtk check`, in the same words and with status 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+from builders.runs import SHORT, once
+
+from pgtoolkit.cli import main
+from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.launch.check import check, problems
+from pgtoolkit.launch.start import _without_hydra
+from pgtoolkit.training.train import train
+
+REDUCERS = """
+import torch
+def raising(totals, *, mask, **others): raise RuntimeError("a reducer's own error")
+def undefined(totals, *, mask, **others): return torch.full(mask.shape, torch.nan)
+def too_few(totals, *, mask, **others): return torch.ones(1)
+def equal(totals, *, mask, **others): return torch.ones(mask.shape) / totals.num_tokens
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("reducers_of_a_user.py").write_text(REDUCERS)
+    row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "old_log_probs": [0.0, -1.0, -1.0], "advantage": 1.0}
+    rows = [json.dumps(row | {"id": number}) + "\n" for number in range(3)]
+    Path("three.jsonl").write_text("".join(rows))
+    Path("foreign.jsonl").write_text(json.dumps({"prompt": "1ß=", "answer": "1"}) + "\n")
+    Path("dangling").symlink_to("/nowhere/at/all")
+    return tmp_path
+
+
+FOREIGN = "task: prompts, path: foreign.jsonl, prompt_field: prompt, answer_field: answer"
+RECORDED = ("rollout=recorded", "rollout.path=three.jsonl", "advantage=given", "loss=grpo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["rollout.stop=['<end>']"], "rollout.stop=['<end>'] needs texts without special tokens"),
+        (["aggregation.reducer=reducers_of_a_user.raising"], "a reducer's own error"),
+        (["aggregation.reducer=reducers_of_a_user.undefined"], "(got NaN or infinity)"),
+        (["aggregation.reducer=reducers_of_a_user.too_few"], "needs to return one finite weight per token"),
+        (["kl=k3_ratio", "kl.coefficient=1", "kl.reference_prompt='{prompt}Q'"], "it has no token for 'Q'"),
+        (["evaluation.every=1", f"evaluation.sets={{a: {{{FOREIGN}}}}}"], "it has no token for 'ß'"),
+        ([*RECORDED, "accumulation.last_step=drop"], "(got 3 documents in a batch)"),
+        (["rollout.lag=1000000"], "rollout.lag=1000000 needs at most 1000"),
+        (["rollout.save_path=dangling"], "rollout.save_path=dangling needs a place where folders can be made"),
+        (["rollout.save_path=/proc/1/x"], "rollout.save_path=/proc/1/x needs a place where folders can be made"),
+    ],
+)
+def test_check_says_what_would_stop_the_run(here, capsys, overrides, says):
+    assert main(["check", "tracking=none", *overrides]) == 2
+    page = capsys.readouterr().out
+    assert says in page.partition("Problems (1)\n")[2]
+
+
+@pytest.mark.parametrize("overrides", [["aggregation.reducer=reducers_of_a_user.equal"], ["rollout.stop=['9']"]])
+def test_what_would_run_has_no_problem(here, overrides):
+    assert problems(check([*overrides, "tracking=none"])) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["rollout.stop=['<end>']"], ["evaluation.every=1", f"evaluation.sets={{a: {{{FOREIGN}}}}}"]],
+)
+def test_the_run_itself_would_say_the_same(here, overrides):
+    checked = check(once(*SHORT, *overrides))
+    (problem,) = problems(checked)
+    with pytest.raises(PgtoolkitError) as stopped:
+        train(_without_hydra(checked.runs[0].config), here / "run")
+    assert str(stopped.value) == problem
