@@ -21,8 +21,9 @@ from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.config.rules.run import refuse_triton
-from pgtoolkit.config.schema import Config, ModelConfig
-from pgtoolkit.config.schema_completions import TaskConfig
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import ModelConfig
+from pgtoolkit.config.schema_tasks import TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.runs.provenance import gpu_memory
