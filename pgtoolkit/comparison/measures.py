@@ -173,11 +173,19 @@ def _fitting_threshold(groups, metric, window):
     top = max(min(end_of(run, metric) for run in group) for group in groups)
     if not top > start:
         return None, ""
-    found = float(f"{start + _SHARE * (top - start):.3g}")
+    found = _rounded(start + _SHARE * (top - start), (top - start) / 100)
     return found, (
         f"nine tenths of the way from {start:.3g}, the mean start, to {top:.3g}, as high as a configuration ends with "
         "every seed"
     )
+
+
+def _rounded(value: float, most: float) -> float:
+    """Return a value in three digits, or in as many as it takes to be at most so far from it."""
+    digits = 3
+    while digits < 17 and abs(float(f"{value:.{digits}g}") - value) > most:
+        digits += 1
+    return float(f"{value:.{digits}g}")
 
 
 def reached(run: Run, goal: Goal) -> Reached:

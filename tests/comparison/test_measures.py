@@ -70,6 +70,10 @@ def test_the_mean_is_the_area_over_what_all_have_seen():
         ),
         # of a reward nobody knows the unit
         ("reward", [[[-1, 99]], [[1, 50]]], 89.1, "from 0, the mean start, to 99"),
+        ("reward", [[[-2, -1]]], -1.1, "from -2, the mean start, to -1"),
+        # in as many digits as it takes to lie between the two
+        ("reward", [[[-1010, -1003]]], -1003.7, ""),
+        ("reward", [[[1000, 1000.5]]], 1000.45, ""),
         (HELD_OUT, [[[0, 1]]], 0.9, "the default for a share"),
         ("evaluation/held_out/avg", [[[0, 1]]], 0.9, "from 0, the mean start, to 1"),
         # nothing rises; more of it is not better
