@@ -174,7 +174,8 @@ def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configur
     before = module_of("optimizer.weight_decay=0.25", "optimizer.beta2=0.9")
     before.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)
     after = module_of("optimizer.weight_decay=0.125", "optimizer.beta2=0.95", "seed=5")
-    save_checkpoint(tmp_path, *snapshot(before, {"num_steps": 1}), lambda folder: None, keep=1)
+    data = {"num_steps": 1, "position": 0, "source": {}}
+    save_checkpoint(tmp_path, *snapshot(before, data), lambda folder: None, keep=1)
     restore(after, load_newest(tmp_path))
     assert_equal(after.optimizer.state_dict()["state"], before.optimizer.state_dict()["state"])
     assert len(after.optimizer.state_dict()["state"]) == len(list(after.parameters()))

@@ -97,8 +97,8 @@ def the_best_checkpoint_is_deleted_with_the_old_ones(right, newest, keep, best):
     return right(newest, keep, None)
 
 
-@mutant("training.checkpoint:_fingerprint", "test_no_damage_passes_for_a_checkpoint[model.safetensors-one byte]")
-def a_damaged_file_has_the_fingerprint_of_a_whole_one(right, path):
+@mutant("training.checkpoint:checksum", "test_no_damage_passes_for_a_checkpoint[model.safetensors-one byte]")
+def a_damaged_file_has_the_checksum_of_a_whole_one(right, path):
     return dict.fromkeys(right(path), 0)
 
 
