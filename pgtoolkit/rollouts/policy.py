@@ -75,6 +75,7 @@ _DOCUMENT = {
     "on_policy": bool,
     "trajectory": int | None,
     "anchor_version": int | None,
+    "score_failed?": bool,
 }
 _STATE = {
     "number": lambda value: type(value) is int and value >= -1,

@@ -61,13 +61,13 @@ def test_errors_are_over_prompts_and_not_over_completions():
     assert found["reward/a"] == pytest.approx(0.5)
 
 
-def test_a_completion_without_a_measure_counts_0():
-    """Of four completions two were measured: 1 and 0.5, so that the mean over prompts is (0.5 + 0.25) / 2."""
+def test_a_completion_without_a_measure_is_left_out_of_its_mean():
+    """Of each prompt one of two completions was measured, with 1 and 0.5: the mean over prompts is 0.75."""
     groups = answers(
         [(1.0, True, 3, "stop", {"reward/a": 1.0}), (1.0, True, 5, "stop", {})],
         [(0.0, False, 7, "stop", {}), (0.0, False, 7, "stop", {"reward/a": 0.5})],
     )
-    assert _numbers(groups)["reward/a"] == pytest.approx(0.375)
+    assert _numbers(groups)["reward/a"] == pytest.approx(0.75)
 
 
 def test_a_single_prompt_has_no_error():
