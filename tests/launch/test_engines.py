@@ -141,7 +141,7 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
     assert status == 0, output
     assert len(json.loads((directory / "provenance.json").read_text())["resumed"]) == 1
     log = (directory / "run.log").read_text()
-    saved = int(re.search(r"^.*SIGUSR2 after step (\d+); saved up to step \1", log, re.MULTILINE)[1])
+    saved = int(re.search(r"^.*SIGUSR2\) after step (\d+); saved up to step \1", log, re.MULTILINE)[1])
     assert 25 <= saved < STEPS
     assert metrics_of(directory) == metrics_of(whole(0))
     status, output = sweep(tmp_path, *command)

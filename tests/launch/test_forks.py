@@ -24,6 +24,8 @@ import numpy, torch
 told = {"draws": []}
 
 def score(completion, answer):
+    if completion == answer:  # so it is tried at the start, in the process that is started alone
+        return 1.0
     told["draws"].append([random.random(), float(numpy.random.rand()), float(torch.rand(1))])
     if len(told["draws"]) == 1:
         told["environment"] = dict(os.environ)
