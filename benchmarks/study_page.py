@@ -1,6 +1,6 @@
 """Every table and picture of the study's pages, made again from packed runs by pgtk's own comparison.
 
-    python benchmarks/study_page.py
+    python -m benchmarks.study_page
 
 unpacks the runs of each of PAGES into a temporary folder, and fills what stands in the page between a line such as
 `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study.png -->` and `<!-- end -->`
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pgtoolkit.comparison import predictions, terminal
+from benchmarks import study_predictions
+from pgtoolkit.comparison import terminal
 from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
@@ -73,7 +74,7 @@ def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
     picture, file, by = (options.pop(name, None) for name in ("png", "predictions", "by"))
     args = Namespace(**dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")) | options)
     args.best_of = by or args.best_of
-    expected = predictions.take(ROOT / file, args) if file else {}
+    expected = study_predictions.take(ROOT / file, args) if file else {}
     if not all((sweeps / name).exists() for name in names):
         return _NONE + "".join(f"* Predicted: {name} {text(value)}\n" for name, value in expected.items())
     metric = parse_metric(args.metric)[1] if args.metric else args.reach.rpartition("=")[0]
@@ -91,7 +92,7 @@ def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
 
 def _parts(compared: Compared, expected: dict) -> list[str]:
     """Tables and sentences, each a paragraph."""
-    parts, judged = [_table(terminal.group_rows(compared))], predictions.judged(compared, expected)
+    parts, judged = [_table(terminal.group_rows(compared))], study_predictions.judged(compared, expected)
     if rows := terminal.tried_rows(compared):
         rows[1:] = sorted(rows[1:], key=_natural)
         parts += [f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n", _table(rows)]

@@ -6,8 +6,9 @@ import tarfile
 from math import sqrt
 
 import pytest
+from builders.studies import four_losses
 
-from benchmarks import study_page
+from benchmarks import study_page, study_predictions
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
 from benchmarks.study_pretrained import write_problems
 from pgtoolkit.comparison.groups import compare
@@ -144,3 +145,42 @@ def test_the_largest_stable_rates_are_those_of_the_table():
         stable = [rate for rate, final in zip(rates, finals.split("|"), strict=False) if float(final) >= 0.181]
         shown = re.search(rf"(?m)^\| `{loss}`.*", said)[0].split(" | ")[1:]
         assert shown[["0", "8", "32", "128"].index(lag)].strip(" |") == stable[-1]
+
+
+def predicted(folder, content):
+    """Compare the small study with predictions, as the command does."""
+    file = folder / "predictions.yaml"
+    file.write_text(content)
+    study_predictions.main(file, [str(four_losses(folder / "runs"))])
+
+
+def test_predictions_stand_beside_the_answers(tmp_path, capsys):
+    """One of a loss that has not run, with a key that was to be a part of each block and has one value."""
+    predicted(
+        tmp_path,
+        f"metric: final:{PASS}\nagainst: loss=grpo\nmargin: 0.02\nover: trainer.max_steps\n"
+        "expected: {gspo: equal, cispo: 0.2, reinforce: worse, sapo: better}\n",
+    )
+    said = capsys.readouterr().out
+    assert "paired by trainer.max_steps and seed" in " ".join(said.split())
+    assert said.splitlines()[-4:] == [
+        "Predicted: gspo equal: right (equal within 0.02)",
+        "Predicted: cispo 0.2: wrong (better)",
+        "Predicted: reinforce worse: undecided (unknown)",
+        "Predicted: sapo better: undecided (no runs of it; there are cispo; gspo; reinforce)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("against: loss=grpo\nexpected: {gspo: null}", "gspo: null"),
+        ("expected: {gspo: better}", r"needs the key against \(got none\)"),
+        ("against: loss=grpo\nexpected: {dppo: better}", r"need runs of dppo \(got contrasts cispo; gspo; reinforce\)"),
+        ("expected:", r"YAML with the key expected \(got something else\)"),
+        ("folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),
+    ],
+)
+def test_predictions_that_mean_nothing_are_refused(tmp_path, content, expected):
+    with pytest.raises(ConfigError, match=expected):
+        predicted(tmp_path, content)

@@ -274,23 +274,3 @@ def _power(freedom: np.ndarray, shift: np.ndarray) -> np.ndarray:
     # Beyond 40 standard errors the difference is found, and the distribution is no longer computed well.
     beyond, shift = t.isf(LEVEL / 2, freedom), np.minimum(shift, 40.0)
     return nct.sf(beyond, freedom, shift) + np.nan_to_num(nct.cdf(-beyond, freedom, shift))  # NaN far below 1e-16
-
-
-def smallest_difference(seeds: int) -> float:
-    """The smallest difference that so many pairs (>= 2) show with POWER, in standard deviations of the differences."""
-    from scipy.optimize import brentq
-
-    return float(brentq(lambda found: _power(seeds - 1, found * seeds**0.5) - POWER, 0.0, 40.0 / seeds**0.5))
-
-
-def seeds_to_call_equal(margin: float) -> int:
-    """Pairs with which the two one-sided tests call equal what is, with POWER (Phillips, JPB 18, 1990).
-
-    margin: in standard deviations of the differences. MOST_SEEDS + 1 stands for more than those.
-    """
-    from scipy.stats import nct, t
-
-    counts = np.arange(2, MOST_SEEDS + 1)
-    shift = np.minimum(margin * np.sqrt(counts), 40.0)
-    enough = counts[2 * nct.sf(t.isf(LEVEL, counts - 1), counts - 1, shift) - 1 >= POWER]
-    return int(enough[0]) if enough.size else MOST_SEEDS + 1

@@ -46,12 +46,10 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base")
     alike = "count runs as seeds of one configuration whose own modules differ"
     parser.add_argument("--ignore", choices=("code",), help=alike)
-    parser.add_argument("--predictions", type=Path, metavar="FILE", help="what pgtk plan wrote and you filled in")
     for kind, content in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
         parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {content}")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.comparison import predictions
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_metric
     from pgtoolkit.comparison.reports import write
@@ -67,7 +65,6 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
         reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
-    expected = predictions.take(args.predictions, args) if args.predictions else {}
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
     compared = compare(
@@ -81,8 +78,6 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         ignore_code=args.ignore == "code",
     )
     say(render_comparison(compared))
-    for line in predictions.judged(compared, expected):
-        say(line)
     for kind in ("html", "csv", "png"):
         if path := getattr(args, kind):
             write(compared, kind, path, parser.command)
@@ -108,28 +103,6 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         args.html.write_text(html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8")
         say(f"\nhtml  {shell_path(args.html)}")
-
-
-def _plan(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("sweep", metavar="SWEEP", help="name of a sweep, or a file of one")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for pgtk sweep")
-    parser.add_argument("--budget", required=True, metavar="TIME", help="of all runs together: 60m, 2h")
-    for name in ("metric", "against", "margin", "over", "best-of"):
-        parser.add_argument(f"--{name}", metavar="X", help="as for pgtk compare")
-    spread = parser.add_mutually_exclusive_group()
-    spread.add_argument("--sd", type=float, metavar="X", help="standard deviation of the paired differences")
-    spread.add_argument("--from", dest="earlier", metavar="RUNS", help="earlier runs that tell it")
-    default = Path("predictions.yaml")
-    alike = "count runs as seeds of one configuration whose own modules differ"
-    parser.add_argument("--ignore", choices=("code",), help=alike)
-    parser.add_argument("--predictions", type=Path, default=default, metavar="FILE", help=f"made (default: {default})")
-    args = parser.parse_intermixed_args(argv)
-
-    from pgtoolkit.config.files import sweep_file
-    from pgtoolkit.launch.budget import plan
-
-    for sentence in plan(sweep_file(args.sweep), args.overrides, args):
-        say(sentence)
 
 
 def _diff(parser: _Parser, argv: list[str]) -> None:
@@ -246,7 +219,6 @@ REPORTS = {
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
-    "plan": ("SWEEP --budget 60m", "times a run; seeds that fit, what they can show; predictions", _plan),
     "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
     "solutions": ("OUT [OVERRIDES]", "a task's prompts with their answers, for experiment=sft", _solutions),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),

@@ -1,18 +1,17 @@
-"""Comparisons that were planned: a base, blocks, a margin, predictions, and runs that collapsed."""
+"""Comparisons that were planned: a base, blocks, a margin, and runs that collapsed."""
 
 import csv
-import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import scipy.stats
+from builders.studies import four_losses
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import margin_of
 from pgtoolkit.comparison.statistics import Comparisons, Sample
-from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
 
 PASS = "evaluation/held_out/pass@1"
@@ -184,38 +183,12 @@ def test_a_run_that_collapsed_stays_where_it_ended():
 
 @pytest.fixture
 def study(tmp_path):
-    """grpo 0.60 on average, gspo the same but for 0.002, cispo 0.1 better, reinforce anything."""
-    ends = {
-        "grpo": [0.58, 0.60, 0.61, 0.61],
-        "gspo": [0.582, 0.601, 0.613, 0.612],
-        "cispo": [0.68, 0.71, 0.70, 0.71],
-        "reinforce": [0.3, 0.9, 0.65, 0.5],
-    }
-    for loss, values in ends.items():
-        for seed, end in enumerate(values):
-            with RunDirectory(tmp_path / f"{loss}-{seed}") as run:
-                run.write_config({"seed": seed, "loss": {"name": loss}, "trainer": {"max_steps": 2}}, [])
-                for step in (1, 2):
-                    run.append_metrics(step, {"reward": 0.5, "documents_seen": 8 * step, "num_tokens": 5})
-                rows = [
-                    {"step": n, "time": 1.0, "set": "held_out", "pass@1": end * n / 2, "avg": 0.1} for n in (0, 1, 2)
-                ]
-                rows = [
-                    row | {"documents": 0, "prompts": 4, "completions_per_prompt": 2, "seconds": 1.0} for row in rows
-                ]
-                (run.path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-                run.set_status("done", 2)
-    return tmp_path
+    return four_losses(tmp_path)
 
 
-def test_a_planned_comparison_with_its_predictions(study, capsys):
-    file = study / "predictions.yaml"
-    file.write_text(
-        f"metric: final:{PASS}\nagainst: loss=grpo\nmargin: 0.02\n"
-        "expected:\n  gspo: equal\n  cispo: 0.2\n  reinforce: worse\n"
-    )
-    arguments = ["compare", str(study), "--predictions", str(file), "--csv", str(study / "r.csv")]
-    assert main(arguments) == 0
+def test_a_planned_comparison(study, capsys):
+    options = [f"--metric=final:{PASS}", "--against=loss=grpo", "--margin=0.02"]
+    assert main(["compare", str(study), *options, "--csv", str(study / "r.csv")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "Final evaluation/held_out/pass@1, t-test, paired by seed, two-sided, and two one-sided ones for equality"
@@ -225,63 +198,28 @@ def test_a_planned_comparison_with_its_predictions(study, capsys):
     assert "gspo 4 +0.002 [+0.001, +0.003] 0.033 4 0.69 <0.001 paired equal within 0.02" in said
     assert "cispo 4 +0.100 [+0.092, +0.107] <0.001 2 1.00 1.000 paired better" in said
     assert "3 other pairs: exploratory, p not adjusted" in said
-    assert "Predicted: gspo equal: right (equal within 0.02)" in said
-    assert "Predicted: cispo 0.2: wrong (better)" in said
-    assert "Predicted: reinforce worse: undecided (unknown)" in said
     assert "IQM: of the final values" in said
     with (study / "r.csv").open() as rows:
         assert len(list(csv.DictReader(rows))) == 16
 
 
 @pytest.mark.parametrize(
-    ("arguments", "content", "expected"),
+    ("arguments", "expected"),
     [
-        (["--against", "loss=gpro"], None, "No configuration has it; of loss there are"),
-        (["--against", "lag=1"], None, "--against=lag needs a key that tells the runs apart. These are loss."),
-        (["--over", "model.path"], None, "--over=model.path needs a key that tells the runs apart."),
-        (["--margin", "-1"], None, "--margin=-1 needs a number > 0, or one with %"),
-        (["--margin", "nan%"], None, "--margin=nan% needs a number > 0"),
-        (["--metric", "area:rewrd"], None, "Use --metric=reward."),
-        ([], "against: loss=grpo\nexpected: {gspo: null}", "gspo: null"),
-        ([], "expected: {gspo: better}", "needs the key against (got none)"),
-        (
-            [],
-            "against: loss=grpo\nexpected: {dppo: better}",
-            "predictions need runs of dppo (got contrasts cispo; gspo; reinforce)",
-        ),
-        (["--over", "los"], None, "--over=los needs a key that tells the runs apart. These are loss. Use"),
-        ([], "expected:", "YAML with the key expected (got something else)"),
-        (["--predictions", "none.yaml"], None, "YAML with the key expected (got No such file or directory)"),
-        ([], "folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),
-        (
-            ["--margin", "0.1"],
-            "margin: 0.02\nagainst: loss=grpo\nexpected: {}",
-            "--margin needs to be left out",
-        ),
-        (["--reach", "reward=1"], "metric: reward\nagainst: loss=grpo\nexpected: {}", "--reach needs to be left out"),
+        (["--against", "loss=gpro"], "No configuration has it; of loss there are"),
+        (["--against", "lag=1"], "--against=lag needs a key that tells the runs apart. These are loss."),
+        (["--over", "model.path"], "--over=model.path needs a key that tells the runs apart."),
+        (["--over", "los"], "--over=los needs a key that tells the runs apart. These are loss. Use"),
+        (["--margin", "-1"], "--margin=-1 needs a number > 0, or one with %"),
+        (["--margin", "nan%"], "--margin=nan% needs a number > 0"),
+        (["--metric", "area:rewrd"], "Use --metric=reward."),
     ],
 )
-def test_bad_input_is_one_message(study, capsys, arguments, content, expected):
-    if content is not None:
-        (study / "p.yaml").write_text(content)
-        arguments = [*arguments, "--predictions", str(study / "p.yaml")]
+def test_bad_input_is_one_message(study, capsys, arguments, expected):
     assert main(["compare", str(study), *arguments]) == 2
     said = capsys.readouterr().err
     assert expected in said
     assert len(said.splitlines()) == 1
-
-
-def test_a_study_that_is_not_complete_is_compared_as_far_as_it_went(study, capsys):
-    """One length of runs, which was to be a part of each block, and a loss that was predicted and has not run."""
-    (study / "p.yaml").write_text(
-        f"metric: final:{PASS}\nagainst: loss=grpo\nmargin: 0.02\nover: trainer.max_steps\n"
-        "expected:\n  gspo: equal\n  sapo: better\n"
-    )
-    assert main(["compare", str(study), "--predictions", str(study / "p.yaml")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "paired by trainer.max_steps and seed" in said
-    assert "Predicted: gspo equal: right (equal within 0.02)" in said
-    assert "Predicted: sapo better: undecided (no runs of it; there are cispo; gspo; reinforce)" in said
 
 
 def test_a_page_has_the_exploratory_pairs(study, capsys):

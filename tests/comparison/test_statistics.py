@@ -19,8 +19,6 @@ from pgtoolkit.comparison.statistics import (
     interquartile_mean,
     mean_and_std,
     seeds_needed,
-    seeds_to_call_equal,
-    smallest_difference,
 )
 from pgtoolkit.comparison.terminal import verdict
 
@@ -237,25 +235,3 @@ def test_p_is_adjusted_over_planned_pairs_alone():
     assert found[0, 2].equal_p == pytest.approx(2 * next(iter(one_sided)).equal_p)
     assert Comparisons(samples, None, {(0, 1), (0, 2)}).tested == 2
     assert verdict(found[1, 2]).startswith("exploratory: ")
-
-
-@pytest.mark.parametrize(("seeds", "difference"), [(3, 3.3), (5, 1.7), (10, 1.0), (20, 0.66)])
-def test_the_smallest_difference_that_seeds_show(seeds, difference):
-    found = smallest_difference(seeds)
-    assert found == pytest.approx(difference, abs=0.05)
-    beyond, shift = scipy.stats.t.isf(0.025, seeds - 1), found * math.sqrt(seeds)
-    assert scipy.stats.nct.sf(beyond, seeds - 1, shift) == pytest.approx(0.8, abs=1e-4)  # the other side is below 1e-4
-    assert seeds_needed(found * 1.0001, [1.0]) == seeds
-    assert seeds_needed(found * 0.9999, [1.0]) == seeds + 1
-    assert smallest_difference(2) == pytest.approx(11.55, abs=0.01)
-
-
-@pytest.mark.parametrize(("margin", "seeds"), [(1.0, 11), (0.5, 36), (1e9, 2), (1e-9, MOST_SEEDS + 1)])
-def test_seeds_that_call_equal_what_is(margin, seeds):
-    assert seeds_to_call_equal(margin) == seeds
-
-
-def test_with_those_seeds_equal_is_called_equal_as_often_as_said():
-    draw, bound = np.random.default_rng(0).normal(0, 1, (4000, seeds_to_call_equal(1.0))), 1.0
-    found = [scipy.stats.ttest_1samp(side * draw, -bound, axis=1, alternative="greater").pvalue for side in (1, -1)]
-    assert np.mean(np.max(found, axis=0) < LEVEL) == pytest.approx(0.849, abs=0.02)

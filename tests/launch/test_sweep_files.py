@@ -4,15 +4,21 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from builders.models import save_with_tokenizer, small_llama
 
+from benchmarks import study_predictions
 from benchmarks.study_pretrained import write_problems
 from pgtoolkit.cli import main
-from pgtoolkit.comparison import predictions
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.measures import parse_metric
+from pgtoolkit.comparison.terminal import planned
 from pgtoolkit.config.files import sweep_file, sweep_files
-from pgtoolkit.launch import budget
+from pgtoolkit.config.names import plain_values
 from pgtoolkit.launch.check import check, problems
+from pgtoolkit.runs.find import Run
+from pgtoolkit.runs.records import leaves
 
 SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
 SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24, "study_loss_rates": 56, "study_loss": 48}
@@ -37,9 +43,29 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     assert lines[0] == f"# pgtk sweep {name}"
     assert "?" in lines[1]
     if name in ("study_loss", "study_starts", "study_aggregation", "study_lag", "study_anchor", "pretrained_loss"):
-        args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
-        predicted = predictions.take(sweep_file(name).parent / "predictions" / f"{name}.yaml", args)
-        assert budget._contrasts(checked, args) == sorted(predicted)
+        assert contrasts(checked, name) == predicted(name)
+
+
+def predicted(name):
+    """What a prediction is written down of."""
+    return sorted(study_predictions.take(*options_of(name)))
+
+
+def options_of(name):
+    args = Namespace(**dict.fromkeys(("metric", "reach", "against", "margin", "over", "best_of")))
+    return sweep_file(name).parent / "predictions" / f"{name}.yaml", args
+
+
+def contrasts(checked, name):
+    """What `pgtk compare` will compare with the base, once the sweep's runs are there."""
+    file, args = options_of(name)
+    study_predictions.take(file, args)
+    metric, runs = parse_metric(args.metric)[1], []
+    for run in checked.runs:
+        columns = {key: np.array([1.0]) for key in ("step", "documents_seen", metric)}
+        runs.append(Run("", "", "done", config=dict(leaves(plain_values(run.values))), columns=columns))
+    compared = compare(runs, args.metric, args.best_of, over=args.over, against=args.against)
+    return sorted({compared.arm(compared.groups[pair.second]) for pairs in planned(compared) for pair in pairs})
 
 
 def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, monkeypatch):

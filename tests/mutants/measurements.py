@@ -87,24 +87,6 @@ def p_is_adjusted_over_exploratory_pairs_too(right, p, counted):
     return right(p, counted | True)
 
 
-@mutant("comparison.statistics:seeds_to_call_equal", "test_seeds_that_call_equal_what_is")
-def one_of_the_one_sided_tests_is_enough(right, margin):
-    from scipy.stats import nct, t
-
-    return next((n for n in range(2, 1001) if nct.sf(t.isf(0.05, n - 1), n - 1, min(margin * n**0.5, 40)) >= 0.8), 1001)
-
-
-@mutant("comparison.statistics:smallest_difference", "test_the_smallest_difference_that_seeds_show")
-def the_smallest_difference_is_that_of_a_normal_distribution(right, seeds):
-    return (1.95996 + 0.84162) / seeds**0.5
-
-
-@mutant("launch.budget:_deviation_and_margin", "test_the_deviation_is_that_of_paired_differences_of_earlier_runs")
-def the_deviation_is_that_of_runs(right, args):
-    deviation, margin = right(args)
-    return deviation and deviation / math.sqrt(2), margin
-
-
 @mutant("comparison.measures:final_of", "test_final_is_the_mean_of_the_last_evaluations")
 def final_is_the_last_tenth_of_evaluations(right, values, metric):
     return right(values, "reward")

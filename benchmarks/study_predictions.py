@@ -1,36 +1,40 @@
-"""What was predicted of planned contrasts: a file that `pgtk plan` writes, and the user fills in before the runs."""
+"""What was predicted of planned contrasts, in a file that is written before the runs, beside the answers.
+
+    python -m benchmarks.study_predictions sweeps/predictions/study_loss.yaml study_loss
+
+compares the runs of a sweep as `pgtk compare` does, with the options that the file names, and says of each prediction
+whether it was right, wrong, or is undecided. The file has `metric`, `against`, `margin` and other options of
+`pgtk compare`, and `expected`: of each contrast better, worse, equal (within the margin), or the difference itself,
+such as 0.03. A predicted size is right if the interval has it, and undecided as long as the interval has 0, too.
+"""
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 from pgtoolkit.comparison.compared import Compared
+from pgtoolkit.comparison.groups import compare
+from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.statistics import Comparison
-from pgtoolkit.comparison.terminal import planned, verdict
-from pgtoolkit.errors import ConfigError
+from pgtoolkit.comparison.terminal import planned, render_comparison, verdict
+from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.runs.find import find_runs
 from pgtoolkit.system.report import is_number, refusal, text
 from pgtoolkit.system.yaml_text import plain_yaml
 
 _OPTIONS = ("metric", "against", "margin", "over", "best_of", "reach")
-"""What the file says of the comparison: the options of `pgtk compare`, which it takes the place of."""
+"""What the file says of the comparison, which is not said again."""
 
 _WORDS = ("better", "worse", "equal")
-
-
-def template(options: dict[str, str], contrasts: list[str]) -> str:
-    """The file before it is filled in; contrasts: what is compared with the base."""
-    lines = ["# Predictions, to be filled in and kept before the runs; then `pgtk compare ... --predictions FILE`."]
-    lines += [f"{name}: {value}" for name, value in options.items()]
-    lines += ["# Of each: better, worse, equal (within the margin), or the difference itself, such as 0.03."]
-    return "\n".join([*lines, "expected:", *(f"  {name!r}: null" for name in contrasts)]) + "\n"
 
 
 def take(file: Path, args: Namespace) -> dict[str, str | float]:
     """What the file expects of each contrast; its options go into args. Raises ConfigError for what it cannot mean."""
 
     def refused(what: object, needs: str, reason: str) -> ConfigError:
-        return ConfigError(refusal(f"--predictions={file}", needs, what, reason, "the form that pgtk plan writes"))
+        return ConfigError(refusal(f"predictions={file}", needs, what, reason, "the form of sweeps/predictions"))
 
     try:
         content = plain_yaml(file.read_bytes())
@@ -75,3 +79,25 @@ def _judgement(compared: Compared, pair: Comparison, value: str | float) -> str:
         is_right = pair.interval is not None and pair.interval[0] <= value <= pair.interval[1]
         undecided = pair.interval is None or (is_right and pair.interval[0] < 0 < pair.interval[1])
     return f"{'undecided' if undecided else 'right' if is_right else 'wrong'} ({answer})"
+
+
+def main(file: Path, names: list[str]) -> None:
+    """Print the comparison of these runs, and what became of each prediction."""
+    args = Namespace(**dict.fromkeys(_OPTIONS))
+    expected = take(file, args)
+    metric = parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0]
+    runs = find_runs(names, needed_for(metric))
+    compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
+    print(render_comparison(compared))
+    for line in judged(compared, expected):
+        print(line)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    try:
+        main(Path(sys.argv[1]), sys.argv[2:])
+    except PgtoolkitError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_status) from error
