@@ -7,21 +7,14 @@ from pathlib import Path
 
 from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.runs.directory import config_drift
-from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.provenance import code_of, commit_text, last_start
-from pgtoolkit.runs.records import known_provenance, read_config
+from pgtoolkit.runs.records import known_provenance, read_resolved
 from pgtoolkit.system.report import shell_path, text
 
 
 def render_diff(first: Path, second: Path) -> str:
-    """The differences for the terminal; sections without any are named in the last line.
-
-    Raises ConfigError for a folder that is no run.
-    """
-    for path in (first, second):
-        if not is_run(path):
-            raise not_a_run(f"pgtk diff {first} {second}", path, "two run directories")
-    sections = {"configuration": config_drift(read_config(first)[0], read_config(second)[0])}
+    """Return the differences for the terminal; sections without any are named in the last line."""
+    sections = {"configuration": config_drift(read_resolved(first), read_resolved(second))}
     known = {path: known_provenance(path) for path in (first, second)}
     notes = []
     if all(known.values()):

@@ -272,7 +272,7 @@ def notes_of(compared: Compared) -> list[str]:
     """What makes the runs hard to compare, each in a sentence without its full stop."""
     notes, counted = [], [run for group in compared.groups for run in group.counted]
     if len({run.code for run in counted}) > 1:
-        notes.append("the runs come from different code: `pgtk diff RUN_A RUN_B` says what changed")
+        notes.append("the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says what changed")
     lengths = {run.step for run in counted if not run.collapsed}
     if len(lengths) > 1:
         steps = ", ".join(map(str, sorted(lengths)))

@@ -67,6 +67,10 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
+    if not args.uri and len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
+        from pgtoolkit.comparison.diff import render_diff
+
+        say(render_diff(*(run.path for run in runs)) + "\n")
     compared = compare(
         runs,
         args.metric,
@@ -103,16 +107,6 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
         sets = [kept[args.set]] if args.set else [*kept.values()]
         args.html.write_text(html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8")
         say(f"\nhtml  {shell_path(args.html)}")
-
-
-def _diff(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("first", metavar="RUN_A", type=plain_run)
-    parser.add_argument("second", metavar="RUN_B", type=plain_run)
-    args = parser.parse_args(argv)
-
-    from pgtoolkit.comparison.diff import render_diff
-
-    say(render_diff(args.first, args.second))
 
 
 def _ui(parser: _Parser, argv: list[str]) -> int:
@@ -215,7 +209,6 @@ def _explain(parser: _Parser, argv: list[str]) -> None:
 
 REPORTS = {
     "compare": ("RUN_DIR...", "what runs reached over seeds: better, equal, unknown; --html FILE", _compare),
-    "diff": ("RUN_A RUN_B", "what changed: configuration, code, packages, hardware", _diff),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),

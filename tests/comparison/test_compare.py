@@ -235,7 +235,7 @@ def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, c
     pages = [tmp_path / f"page.{kind}" for kind in ("html", "png")]
     runs = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
     assert main(["compare", *runs, "--html", str(pages[0]), "--png", str(pages[1])]) == 0
-    assert main(["diff", *runs[-2:]]) == 0
+    assert main(["compare", *runs[-2:]]) == 0
     assert main(["compare", *runs, f"--metric={strange}"]) == 2
     assert main(["resume", str(tmp_path / strange)]) == 2
     assert main(["export", str(tmp_path / strange), str(tmp_path / "model")]) == 2

@@ -1,6 +1,11 @@
-"""`pgtk diff`: only what changed between two runs."""
+"""What `pgtk compare` of two runs begins with: only what changed between them."""
+
+from pathlib import Path
+
+from builders.studies import four_losses
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.diff import render_diff
 from pgtoolkit.runs.directory import RunDirectory
 
 PROVENANCE = {
@@ -32,26 +37,21 @@ def save(folder, config, provenance=PROVENANCE):
     return folder
 
 
-def diff(capsys, *runs):
-    assert main(["diff", *map(str, runs)]) == 0
-    return capsys.readouterr().out
-
-
-def test_only_what_changed_is_shown(tmp_path, monkeypatch, capsys):
+def test_only_what_changed_is_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a", {"seed": 0, "loss": {"name": "grpo", "epsilon": 0.2}, "same": 1, "gone": None})
     save(tmp_path / "b", {"seed": 0, "loss": {"name": "gspo", "epsilon": 0.2}, "same": 1, "new": [1]})
-    assert diff(capsys, "a", "b") == (
+    assert render_diff(Path("a"), Path("b")) == (
         "A  a\nB  b\n\nconfiguration\n  loss.name  grpo  ->  gspo\n  new        null  ->  [1]\n\n"
-        "No difference in code, packages, hardware.\n"
+        "No difference in code, packages, hardware."
     )
 
 
-def test_code_packages_and_hardware(tmp_path, monkeypatch, capsys):
+def test_code_packages_and_hardware(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a", {"seed": 0})
     save(tmp_path / "b", {"seed": 0}, PROVENANCE | CHANGED)
-    assert diff(capsys, "a", "b").splitlines()[3:] == [
+    assert render_diff(Path("a"), Path("b")).splitlines()[3:] == [
         "code",
         "  commit  1234567890ab  ->  1234567890ab+bf348b54",
         "",
@@ -67,7 +67,7 @@ def test_code_packages_and_hardware(tmp_path, monkeypatch, capsys):
     ]
 
 
-def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypatch, capsys):
+def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save(tmp_path / "a", {"seed": 0})
     save(
@@ -75,20 +75,28 @@ def test_the_last_start_counts_and_missing_provenance_is_said(tmp_path, monkeypa
         {"seed": 0},
         PROVENANCE | {"resumed": [PROVENANCE | {"host": "z", "time": "2026-11-21T10:00:00+0000"}]},
     )
-    text = diff(capsys, "a", "b")
+    text = render_diff(Path("a"), Path("b"))
     assert "host  a  ->  z" in text
     assert "b was resumed: compared is its last start." in text
     save(tmp_path / "c", {"seed": 1}, None)
-    text = diff(capsys, "a", "c")
+    text = render_diff(Path("a"), Path("c"))
     assert "seed  0  ->  1" in text
     assert "not known: no readable provenance.json in c." in text
     assert "No difference" not in text
 
 
-def test_a_damaged_configuration_is_one_message(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    save(tmp_path / "a", {"seed": 0})
-    (save(tmp_path / "broken", {"seed": 0}) / "config.yaml").write_text("a: [")
-    assert main(["diff", "a", "broken"]) == 6
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pgtk: error: broken/config.yaml is damaged (no YAML, line 1: ")
+def test_a_comparison_of_two_runs_begins_with_it(tmp_path, monkeypatch, capsys):
+    """Of three runs, or of a damaged one, it says nothing of that."""
+    monkeypatch.chdir(four_losses(tmp_path))
+    assert main(["compare", "grpo-0", "gspo-1"]) == 0
+    said = capsys.readouterr().out
+    first = "A  grpo-0\nB  gspo-1\n\nconfiguration\n  seed       0     ->  1\n  loss.name  grpo  ->  gspo\n\n"
+    assert said.startswith(first)
+    assert "grpo" in said.removeprefix(first)
+    assert main(["compare", "grpo-0", "gspo-1", "gspo-2"]) == 0
+    assert "A  grpo-0" not in capsys.readouterr().out
+    Path("gspo-1/config.yaml").write_text("a: [")
+    assert main(["compare", "grpo-0", "gspo-1"]) == 0
+    said = capsys.readouterr().out
+    assert "A  grpo-0" not in said
+    assert "config.yaml is damaged (no YAML, line 1:" in said

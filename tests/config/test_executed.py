@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -285,7 +286,8 @@ def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(thei
     assert main(["export", "run", "model"]) == 0
     assert (Path("model") / "model.safetensors").exists()
     store = f"--uri=sqlite:///{theirs.parent}/mlflow.db"
-    for command in (["compare", "run"], ["diff", "run", "run"], ["samples", "run"], ["sync", "run", store]):
+    shutil.copytree("run", "copy")
+    for command in (["compare", "run"], ["compare", "run", "copy"], ["samples", "run"], ["sync", "run", store]):
         assert main(command) == 0
     assert main(["explain", "task.verifier"]) == 0
     assert not imported()

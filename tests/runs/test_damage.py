@@ -15,10 +15,10 @@ from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.find import read_run
 
 READ_BY = {
-    "config.yaml": ("compare", "diff", "sync", "export", "resume"),
-    "overrides.yaml": ("diff", "sync", "resume"),
+    "config.yaml": ("compare", "sync", "export", "resume"),
+    "overrides.yaml": ("sync", "resume"),
     "status.json": ("compare", "sync", "resume"),
-    "provenance.json": ("compare", "diff", "resume"),
+    "provenance.json": ("compare", "resume"),
     "metrics.jsonl": ("compare", "sync", "resume"),
     "drift.jsonl": ("compare", "sync"),
     "data.json": ("resume",),
@@ -36,7 +36,6 @@ def whole(tmp_path_factory):
 def command_line(command, folder, uri, tmp_path):
     return {
         "compare": ["compare", str(folder)],
-        "diff": ["diff", str(folder), str(folder)],
         "sync": ["sync", str(folder), f"--uri={uri}"],
         "export": ["export", str(folder), str(tmp_path / "model")],
         "resume": ["resume", str(folder)],
@@ -111,7 +110,7 @@ def test_nonsense_in_a_valid_file_is_one_message(whole, tmp_path, capsys, name):
         folder = tmp_path / str(number)
         shutil.copytree(whole, folder)
         (folder / name).write_text(json.dumps(nonsense) + "\n")
-        for command in ("compare", "diff", "resume"):
+        for command in ("compare", "resume"):
             status = main(command_line(command, folder, None, tmp_path))
             errors = capsys.readouterr().err
             assert status in ((6,) if command == "resume" else (0, 2)), (command, nonsense, errors)

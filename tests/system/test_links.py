@@ -22,7 +22,6 @@ COMMANDS = {
     "evaluate": ("{run}",),
     "samples": ("{run}",),
     "tokens": ("{run}", "--html={top}/page.html"),
-    "diff": ("{run}", "{run}"),
     "compare": ("{run}",),
 }
 
