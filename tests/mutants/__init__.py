@@ -1,6 +1,6 @@
-"""Wrong functions in the place of right ones, by name, each with the tests of which every one must notice.
+"""Wrong functions in the place of right ones, by name. Some test of their file's folders must notice each.
 
-    @mutant("ranks.gradients:sum_gradients", "test_gradients_are_summed")
+    @mutant("ranks.gradients:sum_gradients")
     def averages_gradients(right, parameters, group): ...
 
 The wrong function gets the right one before its arguments. A refactoring leaves a mutant alone as long as there is
@@ -13,7 +13,6 @@ import functools
 import importlib
 import inspect
 import os
-import re
 import sys
 import types
 from collections.abc import Callable
@@ -24,33 +23,35 @@ from typing import Any
 VARIABLE = "PGTOOLKIT_MUTANT"
 """Names the mutant of a process and of those that it starts."""
 
-FILES = ("losses", "kernels", "ranks", "training", "rollouts", "sampling", "measurements")
+FOLDERS = {
+    "losses": ("losses", "kernels"),
+    "kernels": ("kernels", "losses"),
+    "ranks": ("ranks", "model", "rollouts", "training"),
+    "rollouts": ("rollouts", "tasks", "ranks", "losses", "training"),
+    "checkpoints": ("training", "losses"),
+}
+"""File of mutants -> folders of tests that may notice them, from the first on."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """wrong in the place of target, MODULE:NAME below pgtoolkit, and the tests that notice it.
-
-    caught_by: names of tests, wherever they stand; FILE::TEST where several files have one of the name.
-    """
+    """wrong in the place of target, MODULE:NAME below pgtoolkit. file: of FOLDERS, where it stands."""
 
     name: str
     target: str
     wrong: Callable
-    caught_by: tuple[str, ...]
+    file: str
 
     @property
     def module(self) -> str:
         return f"pgtoolkit.{self.target.partition(':')[0]}"
 
     def tests(self) -> list[str]:
-        """FILE::TEST of each; ValueError for a name that is not that of one test."""
-        found = []
-        for test in self.caught_by:
-            function, bracket, parameter = test.partition("[")
-            (place,) = (one for one in _places() if one.endswith((f"::{function}", f"/{function}")))
-            found.append(place + bracket + parameter)
-        return found
+        """Return the files of tests that may notice it; first those that name its module."""
+        tests = Path(__file__).parents[1]
+        files = [file for folder in FOLDERS[self.file] for file in sorted((tests / folder).glob("test_*.py"))]
+        files.sort(key=lambda file: self.module not in file.read_text())
+        return [str(file.relative_to(tests.parent)) for file in files]
 
     def place(self) -> tuple[Any, str, Any]:
         """(what has the attribute, its name, what is there); AttributeError where nothing of that name is."""
@@ -83,17 +84,6 @@ class Mutant:
             setattr(owner, name, value)
 
 
-@functools.cache
-def _places() -> list[str]:
-    """FILE::TEST of every test."""
-    tests = Path(__file__).parents[1]
-    return [
-        f"{file.relative_to(tests.parent)}::{name}"
-        for file in tests.rglob("test_*.py")
-        for name in re.findall(r"^ *def (test_\w+)\(", file.read_text(), re.MULTILINE)
-    ]
-
-
 def _takes(wrong: Callable) -> bool:
     """Whether it is a wrong function, or gives one."""
     return len(inspect.signature(wrong).parameters) > 1
@@ -117,18 +107,18 @@ def _replace(function: types.FunctionType, wrong: Callable) -> None:
 MUTANTS: list[Mutant] = []
 
 
-def mutant(target: str, *caught_by: str) -> Callable:
+def mutant(target: str) -> Callable:
     """The function that follows is wrong in the place of target."""
 
     def added(wrong: Callable) -> Callable:
-        MUTANTS.append(Mutant(wrong.__name__, target, wrong, caught_by))
+        MUTANTS.append(Mutant(wrong.__name__, target, wrong, wrong.__module__.rpartition(".")[2]))
         return wrong
 
     return added
 
 
 def all_mutants() -> list[Mutant]:
-    for file in FILES:
+    for file in FOLDERS:
         importlib.import_module(f"mutants.{file}")
     return MUTANTS
 

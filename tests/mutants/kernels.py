@@ -10,78 +10,71 @@ import triton.language as tl
 from mutants import mutant
 from pgtoolkit.kernels.triton_families import _clamped, _or_nan
 
-VECTORS = "test_vectors_match_those_of_pytorch"
-SHARDS = "test_vocabulary_shards_merge"
-REFERENCE = "test_matches_reference"
 
-
-@mutant("kernels.torch_passes:forward_shard", REFERENCE)
+@mutant("kernels.torch_passes:forward_shard")
 def logits_are_not_divided_by_the_temperature(right, logits, labels, temperature, *more):
     return right(logits, labels, 1.0, *more)
 
 
-@mutant("kernels.torch_passes:forward_shard", SHARDS)
+@mutant("kernels.torch_passes:forward_shard")
 def every_shard_of_the_vocabulary_begins_at_zero(right, logits, labels, temperature, with_entropy, vocabulary_start):
     return right(logits, labels, temperature, with_entropy, 0)
 
 
-@mutant("kernels.torch_passes:backward", REFERENCE)
+@mutant("kernels.torch_passes:backward")
 def the_gradient_is_not_divided_by_the_temperature(
     right, logits, labels, normalizer, coefficients, temperature, *more, **k
 ):
     return right(logits, labels, normalizer, coefficients * temperature, temperature, *more, **k)
 
 
-@mutant("kernels.torch_passes:backward", "test_masked_positions_may_hold_anything")
+@mutant("kernels.torch_passes:backward")
 def rows_that_are_not_trained_are_multiplied_by_zero(right, logits, labels, *more, **keywords):
     untrained = (labels < 0).unsqueeze(-1) & ~torch.isfinite(logits)
     return torch.where(untrained, torch.nan, right(logits, labels, *more, **keywords))
 
 
-@mutant("kernels.torch_passes:backward", REFERENCE)
+@mutant("kernels.torch_passes:backward")
 def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients, *more, **keywords):
     return right(logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords)
 
 
-FULL = "test_the_full_kl_and_its_gradient_are_those_of_the_formula"
-
-
-@mutant("kernels.torch_passes:divergence", FULL)
+@mutant("kernels.torch_passes:divergence")
 def the_full_kl_is_the_other_one(right, logits, normalizer, teacher, *more):
     other = "full_forward" if teacher.kind == "full_reverse" else "full_reverse"
     return right(logits, normalizer, teacher._replace(kind=other), *more)
 
 
-@mutant("kernels.torch_passes:backward", FULL)
+@mutant("kernels.torch_passes:backward")
 def the_full_kl_is_not_taken_off_its_gradient(right, *more, teacher=None, **keywords):
     if teacher is not None:
         teacher = teacher._replace(divergence=torch.zeros_like(teacher.divergence))
     return right(*more, teacher=teacher, **keywords)
 
 
-@mutant("kernels.given_logits:compared", FULL)
+@mutant("kernels.given_logits:compared")
 def the_teacher_has_another_temperature(right, passes, logits, normalizer, kind, ref_logits, *how):
     return right(passes, logits, normalizer, kind, ref_logits / how[1], *how)
 
 
-@mutant("kernels.given_logits:VocabularyShard.divergence", "test_however_a_step_is_spread")
+@mutant("kernels.given_logits:VocabularyShard.divergence")
 def the_full_kl_is_of_the_columns_here(right, self, *more):
     return self.implementation.divergence(*more)
 
 
-@mutant("kernels.products:_MixedLinear.backward", "test_the_gradient_of_a_weight_of_another_type_is_rounded_once")
+@mutant("kernels.products:_MixedLinear.backward")
 def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors
     total = (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
     return right(ctx, gradient)[0], total, None
 
 
-@mutant("kernels.triton_objective:make_weights", "test_a_piece_of_trajectories_has_the_weights_of_the_step")
+@mutant("kernels.triton_objective:make_weights")
 def a_kernel_weighs_each_part_of_a_trajectory(right, tokens, aggregation, totals):
     return right(replace(tokens, trajectory_index=None), aggregation, totals)
 
 
-@mutant("kernels.chunks:make_plan", "test_counts_known_on_the_host")
+@mutant("kernels.chunks:make_plan")
 def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, objective, *more, **keywords):
     """Where the documents' lengths are known, and nowhere else."""
     silent = copy.copy(objective)
@@ -93,19 +86,19 @@ def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, ob
     return right(silent, *more, **keywords)
 
 
-@mutant("losses.exchange:all_sum", "test_however_a_step_is_spread")
+@mutant("losses.exchange:all_sum")
 def sums_over_ranks_are_means(right, values, group):
     total = right(values, group)
     return total if group is None else (total / group.size()).to(total.dtype)
 
 
-@mutant("kernels.given_logits:VocabularyShard.forward", "test_a_label_that_no_shard_holds_or_two_do")
+@mutant("kernels.given_logits:VocabularyShard.forward")
 def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temperature, with_entropy):
     log_probs, *others = right(self, logits, labels, temperature, with_entropy)
     return log_probs.nan_to_num(0.0), *others
 
 
-@mutant("kernels.triton_families:clipped", VECTORS)
+@mutant("kernels.triton_families:clipped")
 def the_clip_in_triton_does_not_look_at_the_sign(right):
     return _clipped_on_both_sides
 
@@ -119,7 +112,7 @@ def _clipped_on_both_sides(log_ratio, advantage, log_prob, below, above, dual_cl
     return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
 
 
-@mutant("kernels.triton_families:pulled_back", VECTORS)
+@mutant("kernels.triton_families:pulled_back")
 def kimi_s_pull_in_triton_has_no_gradient(right):
     return _not_pulled_back
 
@@ -131,7 +124,7 @@ def _not_pulled_back(log_ratio, advantage, log_prob, tau, _unused, _unused_too, 
     return _or_nan(loss, log_ratio, advantage), -advantage, _or_nan(ratio, log_ratio, advantage), limited
 
 
-@mutant("kernels.triton_families:_or_nan", "test_what_is_not_finite_is_not_hidden")
+@mutant("kernels.triton_families:_or_nan")
 def triton_makes_a_number_of_nan(right):
     return _value_alone
 
@@ -141,7 +134,7 @@ def _value_alone(value, log_ratio, advantage):
     return value
 
 
-@mutant("kernels.triton_passes:forward_gradient", "test_triton_matches_reference")
+@mutant("kernels.triton_passes:forward_gradient")
 def triton_s_single_pass_has_no_temperature_in_its_gradient(
     right, logits, labels, temperature, with_entropy, objective, out
 ):
@@ -150,11 +143,11 @@ def triton_s_single_pass_has_no_temperature_in_its_gradient(
     return found
 
 
-@mutant("kernels.triton_attention:attend", "test_a_token_sees_its_row_up_to_itself")
+@mutant("kernels.triton_attention:attend")
 def a_window_is_a_key_too_wide(right, query, key, value, keys, values, positions, scaling, window):
     return right(query, key, value, keys, values, positions, scaling, window and window + 1)
 
 
-@mutant("kernels.triton_draw:draw_tokens", "test_the_kernel_draws_where_the_cumulative_probability_exceeds")
+@mutant("kernels.triton_draw:draw_tokens")
 def tokens_are_drawn_at_temperature_one(right, logits, uniform, temperature):
     return right(logits, uniform, 1.0)

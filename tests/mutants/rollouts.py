@@ -9,94 +9,92 @@ import torch
 
 from mutants import mutant
 
-WORKED = "test_advantages.py::test_worked_example"
 
-
-@mutant("rollouts.advantages:group_advantages", WORKED)
+@mutant("rollouts.advantages:group_advantages")
 def rloo_compares_with_the_mean_of_all(right, estimator, rewards, lengths=()):
     return right("dr_grpo" if estimator == "rloo" else estimator, rewards, lengths)
 
 
-@mutant("rollouts.advantages:_deviation", WORKED)
+@mutant("rollouts.advantages:_deviation")
 def the_deviation_is_that_of_the_population(right, rewards):
     return right(rewards) * ((len(rewards) - 1) / len(rewards)) ** 0.5
 
 
-@mutant("rollouts.advantages:group_advantages", WORKED)
+@mutant("rollouts.advantages:group_advantages")
 def pass_at_k_rewards_every_good_completion(right, estimator, rewards, lengths=()):
     found = right(estimator, rewards, lengths)
     return [abs(one) + 0.1 * (reward > 0) for one, reward in zip(found, rewards, strict=True)]
 
 
-@mutant("rollouts.advantages:group_advantages", "test_opo_weighs_the_baseline_by_lengths")
+@mutant("rollouts.advantages:group_advantages")
 def opo_forgets_the_lengths(right, estimator, rewards, lengths=()):
     return right("dr_grpo" if estimator == "opo" else estimator, rewards, lengths)
 
 
-@mutant("rollouts.advantages:over_batch", "test_reinforce_plus_plus_is_whitened_over_the_batch")
+@mutant("rollouts.advantages:over_batch")
 def reinforce_plus_plus_is_whitened_in_each_group(right, estimator, groups, rewards):
     return [right(estimator, [group], [of_group])[0] for group, of_group in zip(groups, rewards, strict=True)]
 
 
-@mutant("rollouts.advantages:gdpo", "test_gdpo_normalises_each_score_in_its_group")
+@mutant("rollouts.advantages:gdpo")
 def gdpo_adds_up_before_it_normalises(right, scores, weights):
     total = [sum(w * one for w, one in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)]
     return right([total], [1.0])
 
 
-@mutant("batch:pack", "test_every_count_stays_and_every_weight_is_zero")
+@mutant("batch:pack")
 def what_was_cut_off_is_trained(right, *arguments, **keywords):
     return replace(right(*arguments, **keywords), truncated=torch.zeros(len(arguments[0]), dtype=torch.bool))
 
 
-@mutant("rollouts.steps:make_step", "test_every_count_stays_and_every_weight_is_zero")
+@mutant("rollouts.steps:make_step")
 def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords):
     step = right(documents, *arguments, **keywords)
     kept = right([d for d in documents if not d.truncated], *arguments, **keywords).totals
     return replace(step, totals=replace(step.totals, num_tokens=kept.num_tokens, num_documents=kept.num_documents))
 
 
-@mutant("rollouts.groups:teaches", "test_with_exact_match_a_prompt_that_nobody_answered_is_dropped")
+@mutant("rollouts.groups:teaches")
 def dynamic_sampling_always_looks_at_rewards(right, group, mixed):
     return right(group)
 
 
-@mutant("rollouts.groups:overlong_penalty", "test_the_punishment_is_that_of_the_paper")
+@mutant("rollouts.groups:overlong_penalty")
 def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
     return right(length - 1, longest, buffer, most)
 
 
-@mutant("rollouts.groups:teaches", "test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping")
+@mutant("rollouts.groups:teaches")
 def a_group_of_other_lengths_teaches(right, group, mixed="reward"):
     return len({document.reward for document in group}) > 1
 
 
-@mutant("batch:pack", "test_every_position_predicts_the_next_token_of_its_document")
+@mutant("batch:pack")
 def a_position_predicts_its_own_token(right, *arguments, **keywords):
     batch = right(*arguments, **keywords)
     return replace(batch, labels=torch.where(batch.labels >= 0, batch.tokens, -1))
 
 
-@mutant("batch:pack", "test_old_log_probs_and_advantages_are_shifted_with_their_labels")
+@mutant("batch:pack")
 def old_log_probs_stand_one_place_late(right, *arguments, **keywords):
     batch = right(*arguments, **keywords)
     return replace(batch, old_log_probs=batch.old_log_probs.roll(1))
 
 
-@mutant("rollouts.steps:make_step", "test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once")
+@mutant("rollouts.steps:make_step")
 def the_totals_are_those_of_one_rank(right, *arguments, **keywords):
     step = right(*arguments, **keywords)
     held = sum(one.num_documents for one in step.micro_batches)
     return replace(step, totals=replace(step.totals, num_documents=held))
 
 
-@mutant("rollouts.steps:make_step", "test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once")
+@mutant("rollouts.steps:make_step")
 def ranks_have_other_numbers_of_micro_batches(right, documents, *more, **keywords):
     step = right(documents, *more, **keywords)
     return replace(step, micro_batches=[one for one in step.micro_batches if one.num_documents])
 
 
-@mutant("rollouts.steps:StepLoader._closes_before", "test_a_step_closes_on_a_group_when_asked")
+@mutant("rollouts.steps:StepLoader._closes_before")
 def a_step_ends_within_a_group(right, self, position, documents):
     kept, self.close_on_groups = self.close_on_groups, False
     try:
@@ -105,17 +103,17 @@ def a_step_ends_within_a_group(right, self, position, documents):
         self.close_on_groups = kept
 
 
-@mutant("rollouts.steps:StepLoader._closes_before", "test_a_step_closes_on_a_trajectory")
+@mutant("rollouts.steps:StepLoader._closes_before")
 def a_step_ends_within_a_trajectory(right, self, position, documents):
     return right(self, position, [replace(document, trajectory=None) for document in documents])
 
 
-@mutant("rollouts.steps:trajectories_of", "test_trajectories_are_numbered_and_counted_over_micro_batches_and_ranks")
+@mutant("rollouts.steps:trajectories_of")
 def documents_that_name_no_trajectory_are_one(right, documents):
     return [(document.trajectory is None, document.trajectory) for document in documents]
 
 
-@mutant("rollouts.steps:make_step", "test_any_module_is_driven_over_data_parallel_ranks")
+@mutant("rollouts.steps:make_step")
 def the_tokens_of_a_trajectory_are_those_of_one_rank(right, *arguments, **keywords):
     step = right(*arguments, **keywords)
     if (tokens := step.totals.tokens_per_trajectory) is None:
@@ -127,43 +125,40 @@ def the_tokens_of_a_trajectory_are_those_of_one_rank(right, *arguments, **keywor
     return replace(step, totals=replace(step.totals, tokens_per_trajectory=tokens))
 
 
-@mutant("rollouts.recorded_index:first_parts", "test_reward_and_baseline_count_an_attempt_once")
+@mutant("rollouts.recorded_index:first_parts")
 def each_part_of_an_attempt_is_in_the_baseline(right, rows):
     return np.arange(len(rows))
 
 
-@mutant("rollouts.data_metrics:trajectories_of", "test_an_attempt_is_counted_once_however_many_documents_it_has")
+@mutant("rollouts.data_metrics:trajectories_of")
 def each_part_of_an_attempt_has_a_reward(right, documents):
     return [*range(len(documents))]
 
 
-@mutant("config.plan:steps_ahead", "test_a_batch_is_of_the_weights_of_so_many_updates_ago")
+@mutant("config.plan:steps_ahead")
 def batches_are_one_step_too_old(right, rollout, accumulation):
     ahead = right(rollout, accumulation)
     return ahead + 1 if ahead else 0
 
 
-@mutant("config.plan:steps_before", "test_when_a_batch_begins_is_known_ahead")
+@mutant("config.plan:steps_before")
 def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_size, accumulation):
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 
 
-@mutant("rollouts.policy:PolicyRollouts.state_dict", "test_resume_at_every_step_is_bit_equal")
+@mutant("rollouts.policy:PolicyRollouts.state_dict")
 def the_next_prompt_is_asked_again_after_a_resume(right, self):
     return right(self) | {"next_prompt": 0}
 
 
-@mutant(
-    "rollouts.policy:PolicyRollouts._with_training_log_probs",
-    "test_old_log_probs_are_those_of_the_sampler_or_of_training",
-)
+@mutant("rollouts.policy:PolicyRollouts._with_training_log_probs")
 def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     documents = [document for part in parts for document in part]
     rescored = zip(right(self, parts, passes), documents, strict=True)
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
-@mutant("rollouts.policy:PolicyRollouts._use", "test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with")
+@mutant("rollouts.policy:PolicyRollouts._use")
 def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number):
     kept, self._ahead = self._ahead, 0
     try:
@@ -172,54 +167,48 @@ def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number
         self._ahead = kept
 
 
-@mutant("rollouts.policy:_sampled", "test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with")
+@mutant("rollouts.policy:_sampled")
 def nothing_stays_beside_proximal_log_probs(right, document):
     return right(document) * 0
 
 
-@mutant(
-    "rollouts.policy:PolicyRollouts._with_on_policy",
-    "test_metrics_and_weights_are_those_of_two_passes_to_the_last_bit",
-)
+@mutant("rollouts.policy:PolicyRollouts._with_on_policy")
 def two_passes_are_made_of_all_documents(right, self, groups):
     return groups
 
 
-@mutant(
-    "losses.objective:Objective.at",
-    "test_the_first_update_of_a_batch_has_ratios_of_one",
-)
+@mutant("losses.objective:Objective.at")
 def new_log_probs_stand_for_the_old_ones_of_the_token_before(right, self, log_probs):
     return right(self, log_probs.roll(1))
 
 
-@mutant("rollouts.recording:row_of", "test_what_is_written_reads_back_equal")
+@mutant("rollouts.recording:row_of")
 def recorded_log_probs_are_those_of_the_sampler(right, document):
     sampling = document.sampling_log_probs
     return right(document if sampling is None else replace(document, old_log_probs=sampling))
 
 
-@mutant("rollouts.data_metrics:data_metrics", "test_counters_near_2_to_the_24_are_subtracted_exactly")
+@mutant("rollouts.data_metrics:data_metrics")
 def staleness_is_the_version_of_the_weights(right, documents, num_updates):
     return right(documents, 2 * num_updates)
 
 
-@mutant("rollouts.recorded_index:RecordedIndex.knows", "test_a_kept_index_is_used_while_the_files_are_the_same")
+@mutant("rollouts.recorded_index:RecordedIndex.knows")
 def a_changed_file_is_taken_for_the_same(right, self, name, path):
     return True
 
 
-@mutant("rollouts.rows:Row.digest", "test_a_kept_index_is_used_while_the_files_are_the_same")
+@mutant("rollouts.rows:Row.digest")
 def a_row_s_reward_is_no_part_of_its_checksum(right, self):
     return right(type(self)(**vars(self) | {"reward": None}))
 
 
-@mutant("rollouts.rows:_checked_vectors", "test_many_rows_at_once_are_checked_as_each_alone")
+@mutant("rollouts.rows:_checked_vectors")
 def the_lists_of_a_batch_belong_to_the_rows_before(right, batch, rules):
     return {name: rows[1:] + rows[:1] for name, rows in right(batch, rules).items()}
 
 
-@mutant("rollouts.recorded:RecordedRollouts.outline", "test_an_outline_tells_all_that_is_known_without_reading")
+@mutant("rollouts.recorded:RecordedRollouts.outline")
 def outlines_come_in_the_order_of_the_files(right, self, position):
     order, self._order = self._order, lambda epoch: range(self.batch_size)
     try:
@@ -228,75 +217,67 @@ def outlines_come_in_the_order_of_the_files(right, self, position):
         self._order = order
 
 
-BY_HAND = (
-    "test_by_hand_the_trained_tokens_are_the_answers_with_their_ends[differences of prefixes]",
-    "test_by_hand_the_trained_tokens_are_the_answers_with_their_ends[marked]",
-)
-
-
 def _masked(found, change):
     return found | {"loss_mask": change(found["loss_mask"])}
 
 
-@mutant("rollouts.conversations:Conversations.tokens", *BY_HAND)
+@mutant("rollouts.conversations:Conversations.tokens")
 def the_end_of_a_turn_is_not_trained(right, self, raw):
     return _masked(right(self, raw), lambda mask: [a and b for a, b in itertools.pairwise([*mask, False])])
 
 
-@mutant("rollouts.conversations:Conversations.tokens", *BY_HAND, "test_the_mask_is_that_of_transformers")
+@mutant("rollouts.conversations:Conversations.tokens")
 def what_follows_a_turn_is_trained(right, self, raw):
     return _masked(right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([False, *mask])])
 
 
-@mutant("rollouts.conversations:Conversations.tokens", "test_texts_without_a_template[never]", *BY_HAND)
+@mutant("rollouts.conversations:Conversations.tokens")
 def the_beginning_of_a_turn_is_trained(right, self, raw):
     return _masked(right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([*mask, False])])
 
 
-@mutant(
-    "rollouts.conversations:Conversations._of_chat", "test_of_a_prompt_with_its_completion_the_completion_is_trained"
-)
+@mutant("rollouts.conversations:Conversations._of_chat")
 def turns_of_the_prompt_are_trained(right, self, messages, first):
     return right(self, messages, 0)
 
 
-@mutant("tasks.generated:is_held_out", "test_an_eighth_is_held_out_and_another_order_is_the_same_problem")
+@mutant("tasks.generated:is_held_out")
 def the_order_of_terms_makes_another_problem(right, text):
     return hashlib.sha256(text.encode()).digest()[0] % 8 == 0
 
 
-@mutant("tasks.generated:ShortestPathTask._is_right", "test_every_shortest_path_is_right_and_nothing_else")
+@mutant("tasks.generated:ShortestPathTask._is_right")
 def only_the_worked_path_is_right(right, self, prompt, completion):
     return completion == prompt.answer
 
 
-@mutant("tasks.generated:ChainSumTask._is_right", "test_what_counts_of_a_sum_is_behind_the_last_semicolon")
+@mutant("tasks.generated:ChainSumTask._is_right")
 def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
     return prompt.answer[-2:] in completion
 
 
-@mutant("rollouts.groups:whole", "test_a_conversation_is_what_was_drawn_and_said")
+@mutant("rollouts.groups:whole")
 def the_mask_of_a_conversation_begins_a_token_late(right, one):
     found = right(one)
     return replace(found, drawn=found.drawn.roll(1))
 
 
-@mutant("rollouts.groups:seed_of", "test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far")
+@mutant("rollouts.groups:seed_of")
 def every_turn_is_drawn_by_the_same_numbers(right, seed, number):
     return right(seed, number & 0xFFFFFFFF)
 
 
-@mutant("tasks.conversation:Conversation.measures", "test_a_conversation_is_what_was_drawn_and_said")
+@mutant("tasks.conversation:Conversation.measures")
 def tokens_of_the_policy_count_as_the_environments(right, one):
     return right(one) | {"environment_tokens": len(one.drawn)}
 
 
-@mutant("tasks.environments:Guess.score", "test_a_miss_is_worth_half_of_how_near_it_came")
+@mutant("tasks.environments:Guess.score")
 def a_miss_is_worth_how_near_it_came(right, one, messages):
     reward, measures = right(one, messages)
     return (reward if reward == 1 else 2 * reward), measures
 
 
-@mutant("rollouts.plausible:Plausibility._correlation", "test_log_probs_one_place_off_are_refused")
+@mutant("rollouts.plausible:Plausibility._correlation")
 def log_probs_are_compared_at_their_own_places_alone(right, self, place):
     return right(self, 0)
