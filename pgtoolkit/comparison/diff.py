@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.provenance import code_of, commit_text, last_start
 from pgtoolkit.runs.records import known_provenance, read_resolved
+from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import shell_path, text
 
 
@@ -29,7 +28,7 @@ def render_diff(first: Path, second: Path) -> str:
     for title, changes in sections.items():
         if changes:
             rows = [[key, text(before), "->", text(after)] for key, (before, after) in changes.items()]
-            lines += ["", title, *(f"  {line}" for line in aligned(rows, sys.maxsize))]
+            lines += ["", title, *(f"  {line}" for line in aligned(rows))]
     same = [title for title, changes in sections.items() if not changes]
     if same:
         notes.insert(0, f"No difference in {', '.join(same)}.")

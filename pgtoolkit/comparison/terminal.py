@@ -14,6 +14,7 @@ from pgtoolkit.comparison.compared import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, Sample, mean_and_std
 from pgtoolkit.runs.find import HELD_OUT
+from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import plural, text
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
@@ -270,23 +271,6 @@ def _groups_with_curves(compared):
     rows = [[*row, curve] for row, curve in zip(group_rows(compared), curves, strict=True)]
     # Names and values of keys alone may be long.
     return [line[:WIDTH] for line in aligned(rows, WIDTH, len(compared.keys))]
-
-
-def aligned(rows: list[list[str]], room: int, shrinking: int = 1) -> list[str]:
-    """Each row as a line, in columns; where they take more than `room`, the longest of the first `shrinking` are cut.
-
-    They are cut in their middle: paths, and lists of values, often differ at their end.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while sum(widths) + 2 * (len(widths) - 1) > room and max(widths[:shrinking], default=0) > 4:
-        widths[widths.index(max(widths[:shrinking]))] -= 1
-    return ["  ".join(map(_cut, row, widths)).rstrip() for row in rows]
-
-
-def _cut(field, width):
-    end = (width - 1) // 2
-    shown = field if len(field) <= width else f"{field[: width - 1 - end]}…{field[len(field) - end :]}"
-    return shown.ljust(width)
 
 
 def folded(sentence: str, indent: str = "", further: str = "") -> list[str]:

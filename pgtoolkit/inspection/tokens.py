@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pgtoolkit.comparison.terminal import aligned
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
@@ -24,6 +22,7 @@ from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import read_metrics
+from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import key_of, plural, say, shell_path
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.loss import loss_of
@@ -205,4 +204,4 @@ def summary(inspected: Inspected, page: Path) -> str:
     for one in inspected.columns:
         counts = [one.count(*clips) for clips in (["below, cut"], ["above, cut"], ["below, capped", "above, capped"])]
         rows.append([one.label, f"{one.total:.6g}", *map(str, counts)])
-    return "\n".join([*lines, *aligned(rows, sys.maxsize), f"page  {shell_path(page)}"])
+    return "\n".join([*lines, *aligned(rows), f"page  {shell_path(page)}"])

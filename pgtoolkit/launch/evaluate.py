@@ -26,6 +26,7 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
@@ -199,8 +200,6 @@ def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, fo
     """The numbers of each set in a column, and where everything lies."""
     names = [name for name in rows[0] if name not in ("step", "time", "documents", "set") and "_error" not in name]
     table = [["", *(row["set"] for row in rows)], *([name, *(_cell(row, name) for row in rows)] for name in names)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     sets = {one.name: one.source for one in held_out_sets(config)}
     entries = [
         ("model", model),
@@ -209,7 +208,7 @@ def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, fo
         ("results", shell_path(folder / "evaluations.jsonl")),
         ("completions", shell_path(folder / "completions")),
     ]
-    return "\n".join([*lines, "", *(f"{label:<12} {value}" for label, value in entries)])
+    return "\n".join([*aligned(table), "", *(f"{label:<12} {value}" for label, value in entries)])
 
 
 def _cell(row: dict[str, Any], name: str) -> str:

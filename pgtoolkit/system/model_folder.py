@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system import report
+from pgtoolkit.system.plain_files import json_object
 
 ADAPTER_SETTINGS = "adapter_config.json"
 _SETTINGS = (
@@ -48,7 +48,7 @@ def load_config(path: str) -> Any:
     for name in _SETTINGS:  # of some, transformers takes a broken one for a missing one, and goes on with other numbers
         if os.path.exists(folder / name):
             with refused(path, f"a {name} that is whole", _CUT_OFF):
-                _object(folder / name)
+                json_object(folder / name)
     with refused(path, "a model that transformers can load, with its config.json", "It says what kind of model it is."):
         return AutoConfig.from_pretrained(os.path.expanduser(path), **how_to_load(path))
 
@@ -81,18 +81,11 @@ def how_to_load(path: str) -> dict[str, bool]:
 def model_settings(path: str | Path | None) -> dict:
     """What a folder's config.json says of its language model; empty where `load_config` refuses it."""
     try:
-        settings = _object(Path(os.path.expanduser(path or os.devnull), "config.json"))
+        settings = json_object(Path(os.path.expanduser(path or os.devnull), "config.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     of_text = settings.get("text_config")
     return settings | of_text if isinstance(of_text, dict) else settings
-
-
-def _object(file: Path) -> dict:
-    content = json.loads(file.read_bytes())
-    if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
-    return content
 
 
 def end_tokens(generation_config, tokenizer) -> list[int]:

@@ -7,6 +7,7 @@ waiting for ever. Links above the run directory are the user's own.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
@@ -107,3 +108,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def json_object(file: Path) -> dict:
+    """Return the JSON object that a file of somebody else's holds; raises OSError or ValueError."""
+    content = json.loads(file.read_bytes())
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    return content

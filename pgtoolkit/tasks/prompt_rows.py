@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.system.plain_files import json_object
 from pgtoolkit.system.report import refusal, text
 
 Message = dict[str, Any]
@@ -107,7 +107,7 @@ def _is_of(file: Path, split: str) -> bool:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json_object(file)
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error
 
