@@ -40,11 +40,9 @@ class Sampling:
 class Choice:
     """One completion as a server gives it, of any JSON; `Server` checks it.
 
-    prompt_tokens: what it completed. finish_reason: "stop" or "length". stop_text: the stop string that ended it, if
-    one did.
+    finish_reason: "stop" or "length". stop_text: the stop string that ended it, if one did.
     """
 
-    prompt_tokens: Any
     tokens: Any
     log_probs: Any
     finish_reason: Any

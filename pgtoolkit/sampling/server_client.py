@@ -29,7 +29,6 @@ _MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
 _BY_CHANCE = -30.0
 """Log-probability below which it is no chance that completions of a prompt are the same."""
 _CONNECTIONS = 1024
-_NOT_FINITE = "Its weights give log-probs that are NaN or infinite"
 _FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
 """What reading an answer raises that is some other JSON."""
 
@@ -55,7 +54,7 @@ class Server:
         self._health = "Nothing listens there, or the way is closed."
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy is not the way to a server beside us
-        self._session.headers["Accept-Encoding"] = "identity"  # a packed answer is larger than it looks
+        self._session.headers["Accept-Encoding"] = "identity"
         if key is not None:
             self._session.headers["Authorization"] = f"Bearer {key}"
         adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
@@ -83,21 +82,26 @@ class Server:
     def complete(
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
-        """The completions of one request, each checked to be what was asked for; version: of the weights."""
+        """Return the completions of one request, checked for what the proof of their log-probs cannot see.
+
+        version: of the weights.
+        """
         if request.max_tokens is not None:
             sampling = replace(sampling, max_tokens=request.max_tokens)
         tokens = request.completions * (len(request.tokens) + sampling.max_tokens)
         answer = self.post(self._api.completions(request, sampling, salt), deadline, tokens)
         try:
             choices = self._api.choices(answer)
+            tensors = [_tensors(choice) for choice in choices]
         except _FORM as error:
             form = f"the form of {self._api.NAME}'s"
             raise self._odd(f"its completions are not of {form} ({first_line(error)})") from error
         if len(choices) != request.completions:
             raise self._odd(f"it gave {len(choices)} completions instead of {request.completions}")
-        if any(choice.prompt_tokens != request.tokens for choice in choices):
-            raise self._odd("it completed another prompt than it was given, or does not say which")
-        completions = [self._completion(choice, sampling, version) for choice in choices]
+        completions = [
+            self._completion(choice, *tensors_of_choice, sampling, version)
+            for choice, tensors_of_choice in zip(choices, tensors, strict=True)
+        ]
         if sampling.temperature > 0:
             self._check_drawn(completions)
         return completions
@@ -106,43 +110,29 @@ class Server:
         """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
         answer = self.post(self._api.scores(tokens, salt), deadline, len(tokens))
         try:
-            scores = torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
+            return torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
         except _FORM:
             raise self._odd("it gave no log-prob for each token of a prompt") from None
-        if len(odd := (~scores.isfinite()).nonzero()):
-            raise self._odd(f"the log-prob of a prompt's token is {scores[odd[0]].item()}. {_NOT_FINITE}")
-        return scores
 
-    def _completion(self, choice: Choice, sampling: Sampling, version: int) -> Completion:
-        tokens, log_probs = choice.tokens, choice.log_probs
-        if not tokens or any(type(token) is not int for token in tokens):
-            raise self._odd(f"its token ids are no whole numbers: {tokens!r:.60}")
-        if odd := [token for token in tokens if not 0 <= token < sampling.vocabulary_size]:
+    def _completion(
+        self, choice: Choice, tokens: Tensor, log_probs: Tensor, sampling: Sampling, version: int
+    ) -> Completion:
+        foreign = tokens[(tokens < 0) | (tokens >= sampling.vocabulary_size)]
+        if len(foreign):
             raise self._odd(
-                f"it sampled token {odd[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. It "
-                "serves another model"
-            )
-        if len(tokens) > sampling.max_tokens:
-            raise self._odd(f"a completion has {len(tokens)} tokens, and {sampling.max_tokens} is the most allowed")
-        if not isinstance(log_probs, list) or len(log_probs) != len(tokens):
-            raise self._odd("a completion has no log-prob for each of its tokens")
-        # null stands for NaN, and -9999 for minus infinity.
-        numbers = [value if type(value) in (int, float) else math.nan for value in log_probs]
-        if odd := [log_probs[i] for i, value in enumerate(numbers) if not -9999 < value <= 1e-4]:
-            raise self._odd(
-                f"the log-prob of a sampled token is {odd[0]}. {_NOT_FINITE}, or it was started without "
-                f"{self._api.PROCESSED}"
+                f"it sampled token {foreign[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. "
+                "It serves another model"
             )
         # A server decodes token by token, and may see a stop string later than it stands in the whole text.
-        stopped = sampling.stops.end(tokens)
-        reason = "stop" if stopped else self._finish(tokens, choice, sampling)
-        kept = torch.tensor(numbers[:stopped], dtype=torch.float32)
-        return Completion(torch.tensor(tokens[:stopped]), kept, reason, version)
+        stopped = sampling.stops.end(tokens.tolist())
+        reason = "stop" if stopped else self._finish(tokens.tolist(), choice, sampling)
+        return Completion(tokens[:stopped], log_probs[:stopped], reason, version)
 
     def _finish(self, tokens: list[int], choice: Choice, sampling: Sampling) -> str:
         by_text = choice.stop_text in sampling.stops.strings
         *inside, last = (token in sampling.ends for token in tokens)
-        if choice.finish_reason == "stop" and (last or by_text) and not any(inside):
+        fits = len(tokens) <= sampling.max_tokens
+        if choice.finish_reason == "stop" and (last or by_text) and not any(inside) and fits:
             return "stop"
         if choice.finish_reason == "length" and len(tokens) == sampling.max_tokens and not (last or any(inside)):
             return "length"
@@ -202,8 +192,6 @@ class Server:
         with self._session.request(
             method, self.url + path, json=body, timeout=timeouts, allow_redirects=False, stream=True
         ) as answer:
-            if (packed := answer.headers.get("Content-Encoding", "identity")) != "identity":
-                raise self._odd(f"its answer to {path} is packed ({packed:.20}), which was not asked for")
             for part in answer.iter_content(2**16):
                 content += part
                 if len(content) > most:
@@ -244,3 +232,12 @@ class Server:
 
     def _odd(self, fault: str) -> SamplerLost:
         return SamplerLost(f"the sampling server {self.url} does not answer as asked: {fault}. {LOST}")
+
+
+def _tensors(choice: Choice) -> tuple[Tensor, Tensor]:
+    """Return tokens (N,) int64 and their log-probs (N,) float32; raises one of _FORM where they are something else."""
+    tokens = torch.tensor(choice.tokens, dtype=torch.int64)
+    log_probs = torch.tensor(choice.log_probs, dtype=torch.float32)
+    if tokens.ndim != 1 or not len(tokens) or tokens.shape != log_probs.shape:
+        raise ValueError("a completion has no log-prob for each of its tokens")
+    return tokens, log_probs

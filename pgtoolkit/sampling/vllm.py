@@ -29,7 +29,6 @@ class Vllm:
     RESUME = "/resume"  # by which a paused server goes on
     KEY = "VLLM_API_KEY"  # the environment variable with the key that it lets requests in with
     START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # so that it has all paths
-    PROCESSED = "--logprobs-mode processed_logprobs"  # so that log-probs are those of what was sampled from
     MODULES = Path(__file__).with_name("vllm_worker")  # on its PYTHONPATH: what runs inside a server that is started
     FIXED_MEMORY = "--kv-cache-memory-bytes"  # without which it measures how much memory is free
     VARIABLES: ClassVar[dict[str, str]] = {  # of its environment, where this process has none of that name
@@ -94,7 +93,6 @@ class Vllm:
     def choices(self, answer: Any) -> list[Choice]:
         return [
             Choice(
-                prompt_tokens=choice.get("prompt_token_ids"),
                 tokens=choice.get("token_ids"),
                 log_probs=(choice.get("logprobs") or {}).get("token_logprobs"),
                 finish_reason=choice.get("finish_reason"),

@@ -114,9 +114,8 @@ class Engine:
 
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
-        if self.failing("another_prompt") or self.failing("another_prompt_unsaid"):
-            told = {"told": body["prompt"]} if self.failing("another_prompt_unsaid") else {}
-            body = body | {"prompt": [*body["prompt"][1:], body["prompt"][0]]} | told
+        if self.failing("another_prompt"):
+            body = body | {"prompt": [*body["prompt"][1:], body["prompt"][0]]}
         if self.failing("ignores_temperature"):
             body = body | {"temperature": 1.0}
         model = self.cached.setdefault((body.get("cache_salt"), *body["prompt"]), self.model)
@@ -157,10 +156,10 @@ class Engine:
                 break
         if self.failing("foreign_token"):
             tokens[0] = logits.numel() + 5
-        if self.failing("true_for_token"):
-            tokens[0] = True
         if self.failing("zeros"):
             log_probs = [0.0] * len(tokens)
+        if self.failing("nan_log_probs"):
+            log_probs[-1] = float("nan")
         if self.failing("null_log_probs"):
             log_probs[-1] = None
         return {
@@ -169,7 +168,7 @@ class Engine:
             "text": "",
             "logprobs": None if body.get("logprobs") is None else {"token_logprobs": log_probs},
             "token_ids": tokens if body.get("return_token_ids") else None,
-            "prompt_token_ids": body.get("told", body["prompt"]) if body.get("return_token_ids") else None,
+            "prompt_token_ids": body["prompt"] if body.get("return_token_ids") else None,
         }
 
 

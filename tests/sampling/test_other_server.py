@@ -28,7 +28,7 @@ class SGLang:
     """The words of SGLang, as `Vllm` has those of vLLM."""
 
     NAME, HEALTH, RESUME = "SGLang", "/health", "/continue_generation"
-    KEY, START_WITH, PROCESSED = "SGLANG_API_KEY", "a version from 0.5 on", "--logprobs-mode"
+    KEY, START_WITH = "SGLANG_API_KEY", "a version from 0.5 on"
     LOAD = "/update_weights_from_disk"
     FIXED_MEMORY, VARIABLES, MODULES = "--mem-fraction-static", {}, None
 
@@ -53,9 +53,8 @@ class SGLang:
         return [self._choice(one["meta_info"]) for one in answer]
 
     def _choice(self, told: dict) -> Choice:
-        prompt, written = told["input_token_logprobs"], told["output_token_logprobs"]
+        written = told["output_token_logprobs"]
         return Choice(
-            prompt_tokens=[token for _, token, _ in prompt],
             tokens=[token for _, token, _ in written],
             log_probs=[log_prob for log_prob, _, _ in written],
             finish_reason=told["finish_reason"]["type"],

@@ -97,16 +97,14 @@ def test_the_same_version_is_published_once(server, tmp_path):
 
 
 FAULTS = {
-    "null_log_probs": r"the log-prob of a sampled token is None",
+    "null_log_probs": r"its completions are not of the form of vLLM's \(",
     "no_json": r"/v1/completions answered what is no JSON: <html>",
     "busy": r"answered /v1/completions with 503: .*busy.*/resume",
     "sends_on": r"answered /v1/completions with 302: Found\.",
     "trickles": r"did not answer /v1/completions within sampler.answer_seconds=1\.",
     "endless": r"its answer to /v1/completions has more than the \d{7} bytes that were asked for",
-    "gzip": r"its answer to /v1/completions is packed \(gzip\), which was not asked for",
+    "gzip": r"its answer to /v1/completions has more than the \d{7} bytes that were asked for",
     "breaks_off": r"cannot be reached, or breaks off its answers: .*IncompleteRead",
-    "true_for_token": r"its token ids are no whole numbers: \[True",
-    "another_prompt": r"it completed another prompt than it was given, or does not say which",
 }
 
 
@@ -127,7 +125,7 @@ def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, f
         assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
 
 
-WRONG = ("another_prompt_unsaid", "ignores_temperature", "unprocessed", "zeros")
+WRONG = ("another_prompt", "ignores_temperature", "nan_log_probs", "unprocessed", "zeros")
 """Faults whose answers look right one by one."""
 
 
@@ -148,7 +146,7 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(server
         with pytest.raises(SamplerLost, match=r"differ from the trainer's by .* The batch is not trained") as caught:
             source.document(source.batch_size)
     said = re.search(r"by (\S+) on average and \S+ at most, where sampler.tolerance=0.01 is", str(caught.value))
-    assert float(said[1]) > 0.3
+    assert not float(said[1]) <= 0.3  # or NaN
 
 
 def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():

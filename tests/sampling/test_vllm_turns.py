@@ -83,8 +83,8 @@ def test_each_turn_is_asked_for_with_the_tokens_that_were_sampled(servers, tmp_p
     answers, choices = [], Vllm.choices
 
     def noted(self, answer):
-        answers.extend(found := choices(self, answer))
-        return found
+        answers.extend(answer["choices"])
+        return choices(self, answer)
 
     source = servers.source(tmp_path, *FLOAT32, "rollout.old_log_probs=sampling", of="float32")
     with contextlib.ExitStack() as opened:
@@ -96,7 +96,7 @@ def test_each_turn_is_asked_for_with_the_tokens_that_were_sampled(servers, tmp_p
             answers.clear()
             documents = [source.document(16 * version + place) for place in range(16)]
             turns = [turn for document in documents for turn in turns_of(document)]
-            assert sorted(turns) == sorted((one.prompt_tokens, one.tokens) for one in answers)
+            assert sorted(turns) == sorted((one["prompt_token_ids"], one["token_ids"]) for one in answers)
             assert len(turns) > 16  # some have several
             assert {document.model_version for document in documents} == {version}
             batch, decode = pack(documents), source.task.tokenizer.decode
