@@ -198,14 +198,11 @@ def _defined_words() -> Iterator[tuple[str, str]]:
 
 
 def _in_docs(group: str, name: str) -> dict[str, str]:
-    """What docs/ say of an option: its formula, its source, and what others call it."""
+    """What the table of a group in docs/losses.md says of an option: its formula, and what others call it."""
     shown = {}
     for heads, row in table_rows("losses.md"):  # whose tables name the group in their first head
         if (heads[0], row[0]) == (f"`{group}=`", f"`{name}`"):
             shown |= {head: cell for head, cell in zip(heads[1:], row[1:], strict=False) if len(cell) > 1}
-    paper = re.search(rf"pgtk {group}={name}\n.*?\n```\n(.*?)(?=\n#|\Z)", docs_page("papers.md"), re.DOTALL)
-    for line in re.findall(r"^\* (.*?)(?=\n\*|\Z)", paper[1].strip() if paper else "", re.DOTALL | re.MULTILINE):
-        shown[line.partition(": ")[0]] = line.partition(": ")[2]
     return shown
 
 

@@ -12,10 +12,8 @@ from urllib.parse import quote
 
 from omegaconf import OmegaConf
 
-from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.executed import folders_outside, is_server, named_commands
-from pgtoolkit.config.schema import default_options
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.runs.records import known_provenance, read_config, read_resolved
 from pgtoolkit.system.redaction import redact
@@ -114,25 +112,12 @@ def counterpart_command(run_dir: str | Path) -> str:
 
     So are its name, and the folder of its recorded rollouts, which is occupied now.
     """
-    folder = _config_dir(run_dir)
-    return _pgtk(*([f"--config-dir={shortest_path(folder)}"] if folder else []), *_counterpart(run_dir))
-
-
-def compare_command(run_dir: str | Path) -> str:
-    """The command that compares a run with its counterpart, once that has run; of a sweep's run, the whole sweep."""
-    path = Path(run_dir).absolute()
-    if (path.parent / "sweep.json").exists():
-        return _pgtk("compare", shortest_path(path.parent))
-    name = name_from(_counterpart(run_dir), default_options())
-    # When the counterpart will start is not known: the shell finds its directory by its name.
-    return f"{_pgtk('compare', shortest_path(path))} outputs/*/??-??-??-??????-{name}"
-
-
-def _counterpart(run_dir):
     config, overrides = read_config(run_dir)
     other = next(name for name in FAMILIES if name != config["loss"]["name"])
     dropped = ("loss=", "loss.", "rollout.save_path=", "tracking.run_name=")
-    return [f"loss={other}", *(override for override in overrides if not override.lstrip("+~").startswith(dropped))]
+    kept = [override for override in overrides if not override.lstrip("+~").startswith(dropped)]
+    folder = _config_dir(run_dir)
+    return _pgtk(*([f"--config-dir={shortest_path(folder)}"] if folder else []), f"loss={other}", *kept)
 
 
 def _config_dir(run_dir):

@@ -94,8 +94,8 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
     entries.append(("resume", next_commands.resume_command(run_dir, more)))
     compare = [next_commands.ui_url(uri, experiment_id)] if mlflow else []
     if next_commands.has_counterpart(run_dir):
-        compare = [next_commands.counterpart_command(run_dir), next_commands.compare_command(run_dir), *compare]
-    entries += zip(["compare", "", ""], compare, strict=False)
+        compare.insert(0, next_commands.counterpart_command(run_dir))
+    entries += zip(["compare", ""], compare, strict=False)
     return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
 
 

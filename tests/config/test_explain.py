@@ -57,7 +57,6 @@ def test_every_word_of_the_line_of_a_step_is_explained():
         ("max_completion_length", "default: 7, with model=huggingface 256"),
         ("gspo", "ratio: R_d = exp("),
         ("constant", "verl loss_agg_mode: `seq-mean-token-sum-norm`"),
-        ("experiment=dapo", "TRL: `loss_type=dapo epsilon=0.2 epsilon_high=0.28`"),
         ("ppo", "loss=grpo: an option"),
         ("kl_ref", "never negative level: basic, where a reference is known"),
         ("75", "stopped by a signal after saving a checkpoint; it can be resumed"),

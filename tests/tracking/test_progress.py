@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.tracking.next_commands import compare_command, counterpart_command, program
+from pgtoolkit.tracking.next_commands import counterpart_command, program
 from pgtoolkit.tracking.progress import ProgressLine, sparkline, summary
 from pgtoolkit.tracking.signals import stop_signals_recorded
 
@@ -86,7 +86,6 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
         "             http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning",
         f"resume       {pgtk} resume 'outputs/my run' trainer.max_steps=40",
         f"compare      {pgtk} loss=grpo aggregation=constant",
-        f"             {pgtk} compare 'outputs/my run' outputs/*/??-??-??-??????-loss-grpo_aggregation-constant",
         "             http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&workflowType=machine_learning",
     ]
 
@@ -119,21 +118,6 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
 def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, expected):
     save_config(tmp_path, loss, overrides)
     assert shlex.split(counterpart_command(tmp_path))[1:] == expected
-
-
-def test_compare_command_names_the_counterpart_or_the_sweep(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_dir = tmp_path / "outputs" / "2026-11-21" / "10-00-00-000001-aggregation-constant"
-    save_config(run_dir, "gspo", ["aggregation=constant"])
-    own = f"{program('pgtk')} compare outputs/2026-11-21"
-    other = "outputs/*/??-??-??-??????-loss-grpo_aggregation-constant"
-    assert compare_command(run_dir) == f"{own}/{run_dir.name} {other}"
-    found = list(tmp_path.glob(other))
-    assert found == []
-    save_config(run_dir.with_name("10-00-09-000001-loss-grpo_aggregation-constant"), "grpo", [])
-    assert len(list(tmp_path.glob(other))) == 1
-    (run_dir.parent / "sweep.json").write_text("")
-    assert compare_command(run_dir) == own
 
 
 def test_a_program_is_found_however_the_environment_is_used(monkeypatch):
