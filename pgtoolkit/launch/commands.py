@@ -36,7 +36,6 @@ def _positive(text: str) -> int:
 
 def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
-    parser.add_argument("--uri", metavar="URI", help="read this MLflow store; RUN is then an experiment or a sweep")
     measure = parser.add_mutually_exclusive_group()
     measure.add_argument("--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)")
     measure.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or more")
@@ -53,7 +52,6 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_metric
     from pgtoolkit.comparison.reports import write
-    from pgtoolkit.comparison.stored import stored_runs
     from pgtoolkit.comparison.terminal import render_comparison
     from pgtoolkit.runs.find import find_runs
 
@@ -66,8 +64,8 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
-    runs = stored_runs(args.uri, args.runs, metrics) if args.uri else find_runs(args.runs, metrics)
-    if not args.uri and len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
+    runs = find_runs(args.runs, metrics)
+    if len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
         from pgtoolkit.comparison.diff import render_diff
 
         say(render_diff(*(run.path for run in runs)) + "\n")

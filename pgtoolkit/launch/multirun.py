@@ -215,7 +215,7 @@ def _publish(sweep: Sweep, config: Config) -> None:
     """Tell MLflow of the sweep as a whole; its folder has everything, so that a store which fails is a warning."""
     if config.tracking.name != "mlflow":
         return
-    from pgtoolkit.comparison.stored import publish
+    from pgtoolkit.comparison.sweep_summary import publish
 
     try:
         publish(sweep.folder, config.tracking.uri, config.tracking.experiment)

@@ -1,4 +1,4 @@
-"""What MLflow is told of a run, from its directory alone: texts, rows as metrics, completions as a table."""
+"""What MLflow is told of a run, from its directory alone: texts, and rows as metrics."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pgtoolkit.runs import records
-from pgtoolkit.runs.completions import COLUMNS, completion_files, some_completions
 from pgtoolkit.runs.provenance import code_of, commit_text
 from pgtoolkit.runs.records import leaves
-from pgtoolkit.system.legible import legible, shortened
 from pgtoolkit.tracking.store import flatten, parameter_name, text_of
 
 _LONGEST_TAG = 4000
@@ -27,13 +25,6 @@ EVALUATION = "evaluation/{}/{}"
 _NOT_MEASURED = ("step", "time", "documents", "set", "prompts", "completions_per_prompt")
 _METRICS_PER_CALL = 1000  # MLflow's own limit
 _BEGIN = re.compile(rb'{"step": (\d+), "time": (\d+\.\d+),')
-
-TABLE = "completions.json"
-"""The artifact with some of the completions, which MLflow's pages show, search and sort."""
-
-MOST_COMPLETIONS = 500
-MOST_CHARACTERS = 2000
-"""Of each text: what a page of MLflow still shows in a moment. All of them are in the run directory."""
 
 
 class Description(NamedTuple):
@@ -61,7 +52,6 @@ def describe(run_dir: Path) -> Description:
         "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
         "mlflow.source.git.commit": code[0][0] if code else None,  # the column "Version" of MLflow's table
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
-        **_drift(run_dir),
     }
     # In a sweep the folder's name ends with digits that stand for the configuration; here the parameters say it.
     folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
@@ -70,16 +60,6 @@ def describe(run_dir: Path) -> Description:
         params=flatten(config),
         tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
     )
-
-
-def _drift(run_dir):
-    """Tag `drift` with every change in words, and per key `now.KEY` with its newest value."""
-    tags, lines = {}, []
-    for entry in records.read_drift(run_dir):
-        for key, (old, new) in entry["changes"].items():
-            lines.append(f"{key}: {text_of(key, old)} -> {text_of(key, new)} (step {entry['step']})")
-            tags[f"now.{key}"] = text_of(key, new)
-    return {"drift": ", ".join(lines), **tags} if lines else {}
 
 
 class RowFile:
@@ -146,20 +126,3 @@ def _as_metrics(row: dict, prefix: str, step: int, names: Iterable[str]) -> list
 
 def _milliseconds(row):
     return round(1000 * row.get("time", 0))
-
-
-def table_of(run_dir: Path) -> dict[str, list] | None:
-    """`columns`, and `data` with a list for each completion, as `mlflow.log_table` writes them; None of none."""
-    rows, _ = some_completions(completion_files(run_dir), MOST_COMPLETIONS)
-    if not rows:
-        return None
-    parts = list(dict.fromkeys(part for _, row in rows for part in row.rewards))
-    columns = ["set", *COLUMNS, *(f"reward/{part}" for part in parts)]
-    cells = [[name, *(getattr(row, key) for key in COLUMNS), *map(row.rewards.get, parts)] for name, row in rows]
-    return {"columns": [*map(legible, columns)], "data": [[*map(_shown, row)] for row in cells]}
-
-
-def _shown(value):
-    if isinstance(value, str):
-        return shortened(legible(value), MOST_CHARACTERS)
-    return None if isinstance(value, float) and not math.isfinite(value) else value

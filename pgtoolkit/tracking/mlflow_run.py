@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import re
 import threading
-import time
 from datetime import datetime
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.executed import address_not_typed
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.checksums import check_rows
-from pgtoolkit.runs.completions import completion_files
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import TIME, read_config, read_status
 from pgtoolkit.runs.series import read_metrics
@@ -37,7 +34,6 @@ _IN_EACH_ROW = ("documents_seen", "loss")
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _SECONDS_BETWEEN_DELIVERIES = 1.0
 _LONGEST_PAUSE = 30.0
-_SECONDS_BETWEEN_TABLES = 60.0
 _END_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 _log = logging.getLogger(__name__)
@@ -64,13 +60,12 @@ class MlflowTracker:
         self._system = None
         self._ended = threading.Event()
         self._thread = None
-        self._completions: list[tuple] = []  # of which there is a table: their files, and when each was written
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
         """Open the MLflow run of this directory, or make it, and begin to deliver.
 
         The directory has its config.yaml and status.json. MLflow's parameters never change: a continued run keeps its
-        first ones, and what changed is in the tag `drift`. On a resume call it after `drop_metrics_after`.
+        first ones, and what changed is in drift.jsonl. On a resume call it after `drop_metrics_after`.
         Afterwards `info` holds uri, experiment_id and run_id.
 
         Raises StorageError, ending with `consequence`: at once if the store refuses, after `patiently` if it is there
@@ -134,7 +129,7 @@ class MlflowTracker:
         if self._system:
             with contextlib.suppress(TimeoutError):  # of a store that does not answer any more
                 in_background(self._system.finish).result(store.request_seconds() if limited else None)
-        self._missing = ["metrics", "artifacts", "completions", "the end of the run"]
+        self._missing = ["metrics", "artifacts", "the end of the run"]
         self._end_status = _END_STATUS[state]
         self._ended.set()
         thread.join(6 * store.request_seconds() if limited else None)
@@ -145,27 +140,14 @@ class MlflowTracker:
             if (self._run_dir / name).exists():
                 self._client.log_artifact(self._run_id, str(self._run_dir / name))
 
-    def _log_completions(self):
-        """The table of completions, if others are kept than at the last time."""
-        now = [(file.path, file.path.stat().st_mtime_ns) for file in completion_files(self._run_dir)]
-        if now != self._completions and (table := description.table_of(self._run_dir)):
-            self._client.log_dict(self._run_id, table, description.TABLE)
-            tables = json.dumps([{"path": description.TABLE, "type": "table"}])
-            self._client.set_tag(self._run_id, "mlflow.loggedArtifacts", tables)  # by which its pages know a table
-            self._completions = now
-
     def _deliver_until_stopped(self):
         pause, failed, first_files = _SECONDS_BETWEEN_DELIVERIES, False, _AT_THE_START
-        next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
         while True:
             last = self._ended.is_set()
             try:
                 self._log_artifacts(first_files)  # now, so that a run that is killed has them there, too
                 first_files = ()
                 self._deliver()
-                if not last and time.monotonic() > next_table:
-                    self._log_completions()
-                    next_table = time.monotonic() + _SECONDS_BETWEEN_TABLES
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
@@ -195,8 +177,6 @@ class MlflowTracker:
     def _close(self):
         with self._delivering("artifacts"):
             self._log_artifacts(ARTIFACTS)
-        with self._delivering("completions"):
-            self._log_completions()
         with self._delivering("the end of the run"):
             if reason := read_status(self._run_dir).get("reason"):
                 self._client.set_tag(self._run_id, "reason", store.text_of("reason", reason))

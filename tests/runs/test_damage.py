@@ -20,7 +20,7 @@ READ_BY = {
     "status.json": ("compare", "sync", "resume"),
     "provenance.json": ("compare", "resume"),
     "metrics.jsonl": ("compare", "sync", "resume"),
-    "drift.jsonl": ("compare", "sync"),
+    "drift.jsonl": ("compare",),
     "data.json": ("resume",),
 }
 """The commands that look into each file before their work; `sync` and `resume` do it where a note is not enough."""

@@ -93,8 +93,7 @@ def test_resume_doubles_nothing_and_loses_nothing(uri, run):
     assert len(history(uri, run_id, "by_documents/reward")) == 15
     saved = MlflowClient(uri).get_run(run_id)
     assert saved.data.params["seed"] == "1"
-    assert saved.data.tags["drift"] == "seed: 1 -> 2 (step 0)"
-    assert saved.data.tags["now.seed"] == saved.data.tags["seed"] == "2"
+    assert saved.data.tags["seed"] == "2"
 
 
 def test_non_finite_values_never_reach_mlflow(uri, run):

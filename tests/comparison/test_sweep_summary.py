@@ -1,14 +1,13 @@
-"""Comparisons read from MLflow stores and from sweeps' folders: the same tables as from the run directories."""
+"""Sweeps in an MLflow store: their summary run, and the pages that pgtk ui prints of them."""
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from pgtoolkit.cli import main
-from pgtoolkit.comparison.stored import publish
+from pgtoolkit.comparison.sweep_summary import publish
 from pgtoolkit.comparison.ui import _addresses
 from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.directory import RunDirectory
@@ -43,7 +42,7 @@ def sweep(uri, tmp_path_factory):
     return folder
 
 
-def _save(folder, uri, loss, seed, end, state, reason, experiment="experiment of one"):
+def _save(folder, uri, loss, seed, end, state, reason):
     config = {
         "seed": seed,
         "loss": {"name": loss, "epsilon_low": 0.2 if loss == "grpo" else 3e-4, "epsilon_high": 0.3},
@@ -54,8 +53,8 @@ def _save(folder, uri, loss, seed, end, state, reason, experiment="experiment of
     with RunDirectory(folder) as run:
         run.write_config(config, [])
         run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}]})
-        run.set_status("running", 0, sweep=None if experiment == "going on" else "by_loss")
-        tracker = MlflowTracker(uri, experiment)
+        run.set_status("running", 0, sweep="by_loss")
+        tracker = MlflowTracker(uri, "experiment of one")
         tracker.start(run.path)
         run.set_status("running", 0, mlflow=tracker.info)
         for step in range(1, STEPS + 1):
@@ -69,42 +68,6 @@ def _save(folder, uri, loss, seed, end, state, reason, experiment="experiment of
 def page(capsys, *arguments):
     assert main(["compare", *map(str, arguments)]) == 0
     return capsys.readouterr().out
-
-
-def test_a_store_gives_the_tables_of_the_directories(sweep, uri, capsys, tmp_path):
-    def tables(name, *arguments):
-        said = page(capsys, *arguments, "--csv", tmp_path / f"{name}.csv", "--html", tmp_path / f"{name}.html")
-        # How a run and the report are called is all that may differ.
-        text = said.replace("-0123abc2", "").partition("html")[0]
-        return text.replace("loss-gspo_seed-3-0123abc3: has not begun\n", "").replace("csv", "")
-
-    expected = tables("directories", sweep)
-    assert "5 runs (4 counted) of 2 configurations, which differ in loss" in expected
-    assert "0.906 ± 0.044" in expected
-    assert "loss-gspo_seed-2: failed at step 20 of 20, reward 0.750 so far: StorageError: disk full" in expected
-    for name in ("by_loss", "experiment of one"):
-        assert tables(name.split()[0], name, "--uri", uri).split("\n  ")[:-1] == expected.split("\n  ")[:-1]
-        rows = [(tmp_path / f"{file}.csv").read_text().splitlines() for file in ("directories", name.split()[0])]
-        kept = [sorted(line.partition(",")[2] for line in lines if "pending" not in line) for lines in rows]
-        assert kept[0] == kept[1]
-    charts = [(tmp_path / f"{file}.html").read_text().split("svg>")[0] for file in ("directories", "by_loss")]
-    assert charts[0] == charts[1]
-
-
-def test_a_run_that_goes_on_and_one_without_its_files_are_named(uri, tmp_path, capsys):
-    client = MlflowClient(uri)
-    runs = []
-    for seed, state in enumerate(("RUNNING", "FINISHED", "FINISHED")):
-        folder = tmp_path / f"{state}{seed}"
-        _save(folder, uri, "grpo", seed, 0.5, "done", None, experiment="going on")
-        runs.append(json.loads((folder / "status.json").read_text())["mlflow"]["run_id"])
-    client.update_run(runs[0], status="RUNNING")
-    for file in client.list_artifacts(runs[2]):
-        (Path(client.get_run(runs[2]).info.artifact_uri.removeprefix("file://")) / file.path).unlink()
-    said = page(capsys, "going on", "--uri", uri)
-    assert said.startswith("2 runs (1 counted) of 1 configuration")
-    assert "RUNNING0: running at step 0 of 20\n" in said
-    assert "FINISHED2: unreadable: its config.yaml is not in the store; pgtk sync delivers it" in said
 
 
 def test_pgtk_ui_prints_the_pages_of_the_newest_sweep(sweep, uri):
@@ -127,21 +90,7 @@ def test_a_sweep_is_found_by_its_name_and_its_jobs_are_complete(sweep, capsys, m
     assert "loss-gspo_seed-3-0123abc3: has not begun" in said
 
 
-def test_what_is_not_in_the_store_is_refused_with_what_is(sweep, uri, capsys, tmp_path):
-    assert main(["compare", "by_los", "--uri", uri]) == 2
-    said = capsys.readouterr().err
-    assert "(got no run of that name)" in said
-    assert "It has the experiments " in said
-    assert main(["compare", "by_loss", "--uri", f"sqlite:///{tmp_path}/none.db"]) == 2
-    assert "no such file" in capsys.readouterr().err
-    assert not (tmp_path / "none.db").exists()
-    assert main(["compare", "by_loss", "--uri", "http://127.0.0.1:1"]) == 6
-    assert "Nothing was compared" in capsys.readouterr().err
-    assert main(["compare", "by_loss", "--uri", uri, "--metric", "kll"]) == 2
-    assert "Use --metric=kl." in capsys.readouterr().err
-
-
-def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, uri, tmp_path, capsys):
+def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, uri, tmp_path):
     info = publish(sweep, uri, "experiment of one")
     client = MlflowClient(uri)
     run = client.get_run(info["run_id"])
@@ -159,7 +108,6 @@ def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, 
     (copy / "sweep.json").write_text(json.dumps(content))
     assert publish(copy, uri, "experiment of one") == info
     assert client.get_run(info["run_id"]).info.status == "FINISHED"
-    assert page(capsys, "by_loss", "--uri", uri).startswith("5 runs")  # the summary is no run of the sweep
 
 
 def test_a_summary_needs_a_sweep_and_a_store(sweep, tmp_path):
