@@ -121,6 +121,7 @@ def test_each_mutant_has_a_place():
 
 
 @pytest.mark.mutants
+@pytest.mark.timeout(1800)  # several folders of tests, where the last of them notices
 @pytest.mark.parametrize("one", all_mutants(), ids=lambda one: one.name)
 def test_the_mistake_is_noticed(server, one):
     assert one.name not in os.environ.get(VARIABLE, "")

@@ -47,10 +47,11 @@ class Mutant:
         return f"pgtoolkit.{self.target.partition(':')[0]}"
 
     def tests(self) -> list[str]:
-        """Return the files of tests that may notice it; first those that name its module."""
+        """Return the files of tests that may notice it; first those that are named after its module, or name it."""
         tests = Path(__file__).parents[1]
         files = [file for folder in FOLDERS[self.file] for file in sorted((tests / folder).glob("test_*.py"))]
-        files.sort(key=lambda file: self.module not in file.read_text())
+        named = f"test_{self.module.rpartition('.')[2]}.py"
+        files.sort(key=lambda file: file.name != named and self.module not in file.read_text())
         return [str(file.relative_to(tests.parent)) for file in files]
 
     def place(self) -> tuple[Any, str, Any]:
