@@ -239,6 +239,17 @@ def test_a_saved_configuration_that_does_not_fit_is_refused_in_one_sentence(run_
         compose([], run_dir=run_dir)
 
 
+def test_a_run_from_before_a_key_was_added_gets_its_default(run_dir, capsys):
+    config = compose(["task=prompts", "task.path=p.jsonl", "task.verifier_failure=score"]).config
+    saved = {group: OmegaConf.to_container(config[group]) for group in config if group not in ("hydra", "seed")}
+    del saved["task"]["verifier_failure"], saved["task"]["failure_score"]
+    OmegaConf.save(OmegaConf.create({"seed": 5} | saved), run_dir / "config.yaml")
+    task = compose([], run_dir=run_dir).config.task
+    assert (task.verifier_failure, task.failure_score) == ("exclude", 0)
+    note = "is older than these keys, whose defaults hold: task.failure_score=0, task.verifier_failure=exclude\n"
+    assert capsys.readouterr().err == f"note: {run_dir}/config.yaml {note}"
+
+
 def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "needs a run directory (got none)" in refused(capsys, "resume")
     assert "no such folder" in refused(capsys, "resume", str(tmp_path / "x"))

@@ -35,6 +35,7 @@ class Key:
     free: its keys are not in the schema. option: it names the option of its group: `loss=grpo` sets it.
     evaluate: whether `pgtk evaluate` takes it on the command line: of a "run" and of a model's folder, or of a "model"
         alone; "kept": the run's value holds. Other keys get their defaults there, since nothing is trained.
+    added: whether there are runs from before the key was added; where their configuration lacks it, its default holds.
     machine: it says how this machine computes, which may differ where a step is made again.
     example: what to type where there is no default.
     """
@@ -59,6 +60,7 @@ class Key:
     free: bool = False
     option: bool = False
     evaluate: Literal["run", "model", "kept"] | None = None
+    added: bool = False
     machine: bool = False
     example: str = ""
 

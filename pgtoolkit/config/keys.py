@@ -145,13 +145,13 @@ def fits(key: Key, value: Any) -> bool:
 
 
 def shown(name: str) -> str:
-    """A key as it is typed: the group for the key that names its option."""
+    """Return a key as one types it: the group in the place of the key that names its option."""
     group = name.rpartition(".")[0]
     return group if OPTION_KEYS.get(group) == name else name
 
 
 def in_words(condition: str) -> str:
-    """A condition as it is told: `model=huggingface`, `evaluation.every > 0`, `kl other than none`."""
+    """Return a condition in words: `model=huggingface`, `evaluation.every > 0`, `kl other than none`."""
     forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
     for single in singles(condition):
         name, operator, value = parts(single)
@@ -220,7 +220,7 @@ def option_help(group: str, name: str) -> str:
 
 
 def _chosen(config: object, group: str) -> str | None:
-    """Return the chosen option; where it is not ours, the one that the values name, or the default."""
+    """Return the chosen option of a group. For an option of the user, the one that its values name, or the default."""
     if group not in OPTIONS:
         return None
     names = []
@@ -233,7 +233,10 @@ def _chosen(config: object, group: str) -> str | None:
 
 
 def ignored(c: Config, report: Report, group: str = "") -> None:
-    """Refuse each value without effect but the usual one, which is none anywhere, and null; of all groups, or one."""
+    """Refuse values that have no effect in this configuration, unless they are the default or null.
+
+    group: the only group that is looked at; empty for all.
+    """
     refused = set()  # options, whose keys come with them
     for key in keys_of(c):
         if not key.only_if or holds(key.only_if, c) or group not in ("", key.group) or key.group in refused:

@@ -11,12 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.key import Key, holds, parts, value_of
-from pgtoolkit.config.keys import keys_of, resolved, shown
+from pgtoolkit.config.keys import default, key_named, keys_of, resolved, shown
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.records import leaves, plain, read_resolved
-from pgtoolkit.system.report import text
+from pgtoolkit.system.report import say, text
 
 
 def saved_config(run_dir: Path) -> DictConfig:
@@ -32,7 +32,10 @@ def saved_config(run_dir: Path) -> DictConfig:
 
 
 def typed(values: dict, file: str) -> DictConfig:
-    """The values saved in a file, in the schema of their options, so that they are checked as at the start."""
+    """Return the values saved in a file, in the schema of their options, so that they are checked as at the start.
+
+    Keys that were added after the file was written get their defaults, with a note.
+    """
     config = OmegaConf.structured(Config)
     try:
         for group in {schema.partition("/")[0] for schema in SCHEMAS}:
@@ -44,8 +47,14 @@ def typed(values: dict, file: str) -> DictConfig:
                 OmegaConf.update(config, key.name, {})
                 OmegaConf.set_struct(OmegaConf.select(config, key.name), False)
         config = OmegaConf.merge(config, values)
-        for name in sorted(OmegaConf.missing_keys(config)):
-            raise KeyError(name)
+        lacking = sorted(OmegaConf.missing_keys(config))
+        for name in lacking:
+            if not key_named(name, values).added:
+                raise KeyError(name)
+            OmegaConf.update(config, name, default(config, name))
+        if lacking:
+            holds_now = ", ".join(f"{name}={text(OmegaConf.select(config, name))}" for name in lacking)
+            say(f"note: {file} is older than these keys, whose defaults hold: {holds_now}", error=True)
         return config
     except (KeyError, TypeError, OmegaConfBaseException) as error:
         reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"

@@ -231,7 +231,7 @@ OPTIONS = {
         "full_reverse": Option(
             KLConfig,
             help="KL(policy || reference) over the whole vocabulary at each token, which is "
-            "the sum of exp(p_v) (p_v - f_v) over the tokens v that could stand there. "
+            "the sum of exp(p_v) (p_v - f_v) over all tokens v of the vocabulary. "
             "Distillation where the reference is a teacher (arXiv 2306.13649): it needs a "
             "model, since rollouts record the log-prob of one token.",
             base="k3",
@@ -239,7 +239,7 @@ OPTIONS = {
         "full_forward": Option(
             KLConfig,
             help="KL(reference || policy) over the whole vocabulary at each token, which is "
-            "the sum of exp(f_v) (f_v - p_v) over the tokens v that could stand there. It "
+            "the sum of exp(f_v) (f_v - p_v) over all tokens v of the vocabulary. It "
             "has the policy cover whatever a teacher might write (arXiv 2306.13649).",
             base="k3",
         ),

@@ -149,7 +149,7 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     max_staleness: int | None = key(
         default=None,
-        help="Sample while training, which then sees no document older than so many updates (>= the "
+        help="Sample while training, which then sees no document older than this many updates (>= the "
         "steps of a batch); null: in turn.",
         least=1,
         most=10**6,

@@ -1,4 +1,4 @@
-"""The keys of a run: the model, its optimizer, how long and where it trains, and who is told of it."""
+"""The keys of a run: the model, its optimizer, how long and where it trains, and where its metrics go."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WEIGHTS = "the checkpoint holds the weights of this model"
 _HAS_BEST = "evaluation.every>0 and evaluation.best!=null"
 _NEEDS_LORA = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
 _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
-_WHOLE_MATRICES = "Adapters stand beside the whole matrices of a model that was trained, and are stored alone."
+_WHOLE_MATRICES = "LoRA adds adapters to the undivided matrices of a pretrained model, and stores the adapters alone."
 _NEEDS_MLFLOW = {"only_if": "tracking.name=mlflow"}
 _CUT = {"learns": False}
-"""How a number is rounded changes nothing of what is learned."""
+"""Rounding does not change which experiment a run is."""
 
 NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
 Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
@@ -211,7 +211,7 @@ class TrainerConfig:
     )
     deterministic: AutoOrBool = key(
         default="auto",
-        help="Whether a GPU adds up in the same order each time, so that it repeats a run bit for "
+        help="Whether a GPU adds up in the same order each time, and thus repeats a run bit for "
         "bit; auto: as far as it can. Attention's backward pass takes 7 % longer for it, for "
         "documents of 4096 tokens 16 %, and twice as long for a single one of 32768.",
         **_CUT,

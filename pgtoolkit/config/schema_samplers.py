@@ -196,7 +196,7 @@ class EvaluationConfig:
     )
     sets: dict[str, Any] = key(
         default={},
-        help="Sets of prompts by names of yours, each with what differs from the task: {test: "
+        help="Sets of prompts, each under a name of your choice, with the keys that differ from the task: {test: "
         "{path: test.jsonl}} for a file, and {longer: {num_digits: 8}} for a generator; seed "
         "and prompts may be among it. {}: one set, held_out, of the task's generator.",
         free=True,

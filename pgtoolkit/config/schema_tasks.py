@@ -175,6 +175,7 @@ class WrittenTaskConfig(TaskConfig):
         "score (it gets task.failure_score). failed_score_fraction counts them.",
         learns=_FAILURES_SCORE,
         fixed="",
+        added=True,
     )
     failure_score: float = key(
         default=0.0,
@@ -184,6 +185,7 @@ class WrittenTaskConfig(TaskConfig):
         most=1e6,
         learns=_FAILURES_SCORE,
         fixed="",
+        added=True,
         only_if=_FAILURES_SCORE,
     )
 
@@ -207,6 +209,7 @@ class ReasoningGymTaskConfig(WrittenTaskConfig):
         most=1024,
         learns=False,
         fixed="",
+        added=True,
         **_NEEDS_VERIFIER_TIMEOUT,
     )
     verifier_seconds: float | None = key(
@@ -218,6 +221,7 @@ class ReasoningGymTaskConfig(WrittenTaskConfig):
         most=86400,
         learns="task.verifier_seconds>0",
         fixed="",
+        added=True,
         **_NEEDS_VERIFIER_PROCESSES,
     )
 
