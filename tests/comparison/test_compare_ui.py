@@ -49,7 +49,8 @@ def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
             lines = [server.stdout.readline() for _ in range(3)]
             address = f"http://127.0.0.1:{port}"
             assert lines[0] == "newest run    run-newer\n"
-            page = f"{address}/#/experiments/{store['experiment_id']}/runs?compareRunsMode=CHART"
+            runs = f"{address}/#/experiments/{store['experiment_id']}/runs"
+            page = f"{runs}?compareRunsMode=CHART&workflowType=machine_learning"
             assert lines[1] == f"charts        {page}\n"
             assert status(address) == 200
             children = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
