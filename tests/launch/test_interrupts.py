@@ -53,7 +53,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path,
     command = start + shlex.join([sys.executable, "-c", script, *words])
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr
-    assert ("stopped by SIGHUP after step 2; saved up to step 2" in done.stderr) == (status == 75)
+    assert ("stopped as asked (SIGHUP) after step 2; saved up to step 2" in done.stderr) == (status == 75)
 
 
 INTERRUPTED_WHILE_IT_SPEAKS = """
