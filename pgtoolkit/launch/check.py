@@ -110,8 +110,8 @@ def check(
     given = [f"{key}={value}" for key, value in (master.hydra.sweeper.get("params") or {}).items()]
     for override in intervals([*given, *of_jobs]) if not checked.searches else ():
         reason = "An interval is searched, not gone through value by value."
-        use = f"hydra/sweeper=optuna, or single values: {key_of(override)}=A,B"
-        checked.report.refuse(override, "hydra/sweeper=optuna", "the usual sweeper", reason, use)
+        use = f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B"
+        checked.report.refuse(override, "hydra/sweeper=optuna_search", "the usual sweeper", reason, use)
     described = jobs([*given, *of_jobs])
     checked.varying = _varying(described)
     try:
