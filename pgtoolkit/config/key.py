@@ -1,4 +1,4 @@
-"""What a key declares where it stands in the schema, and the conditions that such a declaration may name."""
+"""What the schema declares of a key, an option and a group, and the conditions that a declaration may name."""
 
 from __future__ import annotations
 
@@ -12,57 +12,67 @@ from pgtoolkit.system.report import text
 
 @dataclass(frozen=True)
 class Key:
-    """A key of one option of its group, with all that is true of it.
+    """A key of the configuration, with everything that is true of it.
 
-    default: its value where nothing else is chosen: plain, or computed from other keys (`defaults.py`).
-    help: what it means, in sentences.
-    name: such as `rollout.lag`. schema: the option that has it, `rollout/policy`; the group alone where all of its
-    options have the same keys; empty for `seed`. type: as annotated, such as `int | None`. names: those it is one of.
-    range: (least, most), both included, of a number.
-    learns: whether runs with different values of it learn differently: it is then part of a job's digest and a
-        difference between runs. A condition where it depends on other keys.
-    last_counts: whether a run that was continued with another value is, step by step, one that had it from the start. A
-        condition where it depends on other keys.
-    fixed: why a resumed run cannot change it. fixed_if: the condition under which it cannot.
-    only_if: the condition without which it has no effect; another value than the usual one is then refused.
-    use: what to type for the condition to hold, where that is not the condition itself; of several, joined by ` and `.
-    why: the reason to refuse it, where it is more than that it has no effect.
-    reads: it names what a run reads from outside of its directory: "data", a "model", which may be a name on the
-        Hugging Face hub, or a "reference", a model or what `NO_FOLDER` names. It is made absolute, and the contents are
-        digested. writes: it names a folder that is written;
-        it is made absolute.
-    code: it may name code: a "function" by its dotted path, or a "command", which a run's file alone may not decide.
-    free: its keys are not in the schema. option: it names the option of its group: `loss=grpo` sets it.
-    evaluate: whether `pgtk evaluate` takes it on the command line: of a "run" and of a model's folder, or of a "model"
-        alone; "kept": the run's value holds. Other keys get their defaults there, since nothing is trained.
-    added: whether there are runs from before the key was added; where their configuration lacks it, its default holds.
-    machine: it says how this machine computes, which may differ where a step is made again.
-    example: what to type where there is no default.
+    A condition, below, is a text such as `rollout.lag>0`, see `holds`.
     """
 
     name: str
+    """The dotted name, such as `rollout.lag`."""
     schema: str
+    """The option that has the key, such as `rollout/policy`; the group alone where all of its options
+    have the same keys; empty for a key of no group."""
     type: str
+    """The annotation, such as `int | None`."""
     names: tuple[str, ...] = ()
+    """The values that a key may have that is one of several names."""
     default: Any = field(default=None, compare=False)  # lists cannot be hashed
+    """Plain, computed from other keys (`ByWeights`, `SameAs`), or REQUIRED."""
     help: str = ""
+    """What the key means, in sentences: the comment in conf/ and the text of `pgtk explain`."""
     range: tuple[float, float] | None = None
+    """The least and the largest number, both allowed."""
     learns: bool | str = True
+    """Whether runs with different values learn differently, or the condition under which they do. Then
+    the value is part of a job's digest, and a difference in `pgtk compare`."""
     last_counts: bool | str = False
+    """Whether a run that was resumed with another value equals, step by step, one that had it from the
+    start, or the condition under which it does."""
     fixed: str = ""
+    """Why a resumed run cannot change the key; empty where it can."""
     fixed_if: str = ""
+    """The condition under which `fixed` holds; empty for always."""
     only_if: str = ""
+    """The condition without which the key has no effect. Without it any value but the default is refused."""
     use: str = ""
+    """What to type for `only_if` to hold, where that is not the condition itself. For several conditions
+    as many parts, joined by ` and `."""
     why: str = ""
+    """The reason for that refusal, where it is more than that the key has no effect."""
     reads: Literal["data", "model", "reference"] | None = None
+    """What the key names that a run reads from outside of its directory. Its path is made absolute and
+    its contents are digested. A model may be a name on the Hugging Face hub; a reference is a model or
+    one of `NO_FOLDER`."""
     writes: bool = False
+    """Whether the key names a folder that a run writes to; the path is made absolute."""
     code: Literal["function", "command"] | None = None
+    """Whether the key may name code: a function by its dotted path, or a command, which a run's file
+    alone may not decide."""
     free: bool = False
+    """Whether the value is a dictionary whose keys are the user's own."""
     option: bool = False
+    """Whether the key names the option of its group: `loss=grpo` sets it."""
     evaluate: Literal["run", "model", "kept"] | None = None
+    """Whether `pgtk evaluate` takes the key on the command line: for a run and for a model's folder
+    ("run"), or for a model's folder alone ("model"). With "kept" the run's value holds. Other keys get
+    their defaults there, since nothing is trained."""
     added: bool = False
+    """Whether there are runs from before the key existed. Where their configuration lacks it, its
+    default holds."""
     machine: bool = False
+    """Whether the key says how this machine computes, which may differ where a step is made again."""
     example: str = ""
+    """What to type for a key that is REQUIRED."""
 
     @property
     def group(self) -> str:
@@ -89,10 +99,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """What is true of a group as a whole. default: its option. help: what it decides."""
+    """What is true of a group as a whole."""
 
     default: str
+    """The option that is chosen where no other is."""
     help: str
+    """What the group decides, as a sentence or the end of one."""
 
 
 def key(*, least: float | None = None, most: float | None = None, **declared: Any) -> Any:
@@ -109,33 +121,39 @@ def key(*, least: float | None = None, most: float | None = None, **declared: An
 def group(*, default: str, help: str, **declared: Any) -> Any:
     """Declare the field of a group in `Config`.
 
-    default: the option that is chosen where no other is. help: what the group decides, as one sentence or its end.
     declared: see `Key`; it holds for all keys of the group that do not declare it themselves.
     """
     return field(metadata={"group": Group(default, help), **declared})
 
 
 def holds(condition: str, config: object) -> bool:
-    """Whether a condition holds: `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several, joined by ` and `, ` or `."""
-    return any(all(_holds(single, config) for single in every.split(" and ")) for every in condition.split(" or "))
+    """Return whether a condition holds in a configuration, see `value_of`.
+
+    It is `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several of them joined by ` and ` and ` or `,
+    of which ` and ` binds more tightly.
+    """
+    return any(
+        all(_holds(single, config) for single in alternative.split(" and ")) for alternative in condition.split(" or ")
+    )
 
 
 def singles(condition: str) -> list[str]:
-    """The single conditions of one."""
+    """Return the parts of a condition that name one key each."""
     return re.split(" and | or ", condition)
 
 
 def parts(condition: str) -> tuple[str, str, str]:
-    """(key, operator, value) of a single condition."""
+    """Return (key, operator, value) of a condition that names one key."""
     return re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition).groups()
 
 
 def value_of(config: object, name: str) -> Any:
-    """The value of a key in a configuration: an object, nested dictionaries, or one dictionary by dotted keys.
+    """Return the value of a key, or of a group, in a configuration; None where there is no such key.
 
-    None where there is no such key. name: also of a group, for the option that was chosen.
+    config: an object, nested dictionaries, or one dictionary by dotted keys.
     """
-    for part in [name] if isinstance(config, Mapping) and name in config else name.split("."):
+    is_flat = isinstance(config, Mapping) and name in config
+    for part in [name] if is_flat else name.split("."):
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     return config
 

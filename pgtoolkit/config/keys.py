@@ -57,7 +57,7 @@ _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name 
 
 
 def keys_of(config: object) -> Iterator[Key]:
-    """The keys of the options that a configuration has chosen; config: see `value_of`."""
+    """Return the keys of the options that a configuration, see `value_of`, has chosen."""
     return _of_chosen(KEYS, config)
 
 
@@ -68,9 +68,9 @@ def _of_chosen(keys: Sequence[Key], config: object) -> Iterator[Key]:
 
 
 def key_named(name: str, config: object) -> Key | None:
-    """The key of this name in a configuration, or the free-form one that it lies in; of a group, the option's.
+    """Return the key of this name in a configuration; None where there is none.
 
-    None where there is none.
+    name: also of an entry of a free-form key, for that key, or of a group, for the key of its option.
     """
     name = OPTION_KEYS.get(name, name)
     if name not in _NAMED:
@@ -79,7 +79,7 @@ def key_named(name: str, config: object) -> Key | None:
 
 
 def resolved(config: object, name: str) -> Any:
-    """The value of a key in plain types; None where it does not resolve, of which `validate` says more."""
+    """Return the value of a key in plain types; None where it does not resolve, which `validate` refuses."""
     try:
         value = value_of(config, name)
         return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
@@ -88,25 +88,32 @@ def resolved(config: object, name: str) -> Any:
 
 
 def is_inside(name: str, place: str) -> bool:
-    """Whether a dotted key is another one, or lies in it."""
+    """Return whether a dotted key is `place`, or lies in it."""
     return f"{name}.".startswith(f"{place}.")
 
 
 def changes_learning(name: str, config: object) -> bool:
-    """Whether runs that differ in this key of a configuration learn differently."""
-    learns = True if (key := key_named(name, config)) is None else key.learns
-    return learns if isinstance(learns, bool) else holds(learns, config)
+    """Return whether runs that differ in this key of a configuration learn differently.
+
+    A key that is not in the schema, such as one of an older version, may change anything.
+    """
+    key = key_named(name, config)
+    if key is None:
+        return True
+    return key.learns if isinstance(key.learns, bool) else holds(key.learns, config)
 
 
 def evaluated_keys(source: str) -> list[str]:
-    """The keys that `pgtk evaluate` takes on the command line, or groups where it takes all of theirs.
+    """Return the keys that `pgtk evaluate` takes on the command line; a group where it takes all of its keys.
 
-    source: whether a "run" is evaluated or a "model".
+    source: "run" or "model", what is evaluated.
     """
-    takes = {key: key.evaluate in ("run", source) for key in KEYS}
-    whole = {key.group for key in KEYS} - {key.group for key, taken in takes.items() if not taken}
-    names = [key.group if key.group and key.group in whole else key.name for key, taken in takes.items() if taken]
-    return [*dict.fromkeys(names), *(["experiment"] if source == "model" else [])]
+    taken = [key for key in KEYS if key.evaluate in ("run", source)]
+    groups_with_others = {key.group for key in KEYS if key not in taken}
+    names = [key.name if not key.group or key.group in groups_with_others else key.group for key in taken]
+    if source == "model":
+        names.append("experiment")
+    return list(dict.fromkeys(names))
 
 
 _TYPES = {
@@ -127,7 +134,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def describe(key: Key) -> str:
-    """Which values a key takes, in words."""
+    """Return which values a key takes, in words."""
     kind, _, optional = key.type.partition(" | ")
     words = f"one of {', '.join(key.names)}" if key.names else _TYPES[kind][0]
     limits = " from {} to {}".format(*map(text, key.range)) if key.range else ""
@@ -135,7 +142,7 @@ def describe(key: Key) -> str:
 
 
 def fits(key: Key, value: Any) -> bool:
-    """Whether a value is one that the key takes."""
+    """Return whether a key takes a value."""
     kind, _, optional = key.type.partition(" | ")
     if value is None:
         return bool(optional)
@@ -237,18 +244,33 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
 
     group: the only group that is looked at; empty for all.
     """
-    refused = set()  # options, whose keys come with them
+    refused_options = set()  # groups; the keys of a refused option need no refusal of their own
     for key in keys_of(c):
-        if not key.only_if or holds(key.only_if, c) or group not in ("", key.group) or key.group in refused:
+        is_asked = group in ("", key.group) and key.group not in refused_options
+        if not is_asked or not key.only_if or holds(key.only_if, c):
             continue
-        value, name = value_of(c, key.name), shown(key.name)
         usual = default_options()[key.group] if key.option else report.usual(key.name)
-        if value not in (usual, None):
-            refused |= {key.group} if key.option else set()
-            conditions, ways = singles(key.only_if), key.use.split(" and ") if key.use else []
-            number = next(i for i, single in enumerate(conditions) if not holds(single, c))
-            lacking, decides = conditions[number], parts(conditions[number])[0]
-            needs, got = in_words(key.only_if if " or " in key.only_if else lacking), text(value_of(c, decides))
-            reason = key.why or f"It has no effect while {shown(decides)}={got}."
-            use = ways[number] if number < len(ways) else in_words(lacking)
-            report.refuse(f"{name}={text(value)}", needs, got, reason, f"{use} or {name}={text(usual)}")
+        if value_of(c, key.name) in (usual, None):
+            continue
+        if key.option:
+            refused_options.add(key.group)
+        _refuse_ignored(c, report, key, usual)
+
+
+def _refuse_ignored(c: Config, report: Report, key: Key, usual: Any) -> None:
+    """Refuse a value whose condition does not hold, by the first part of the condition that fails."""
+    conditions = singles(key.only_if)
+    number = next(i for i, single in enumerate(conditions) if not holds(single, c))
+    lacking = conditions[number]
+    decisive = parts(lacking)[0]
+    got = text(value_of(c, decisive))
+    ways_out = key.use.split(" and ") if key.use else []
+    use = ways_out[number] if number < len(ways_out) else in_words(lacking)
+    name = shown(key.name)
+    report.refuse(
+        setting=f"{name}={text(value_of(c, key.name))}",
+        needs=in_words(key.only_if if " or " in key.only_if else lacking),
+        got=got,
+        reason=key.why or f"It has no effect while {shown(decisive)}={got}.",
+        use=f"{use} or {name}={text(usual)}",
+    )

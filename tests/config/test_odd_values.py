@@ -64,7 +64,11 @@ def test_hydras_own_keys():
         ("hydra.job.chdir=true", True, "hydra.job.chdir=true needs to be left out"),
         ("hydra.mode=${loss.name}", False, "hydra.mode=${loss.name} needs a plain value"),
         ("hydra.launcher.n_jobs=${loss.name}", True, "hydra.launcher.n_jobs=${loss.name} needs a plain value"),
-        ("loss.epsilon_high=interval(0.1,0.2)", True, "loss.epsilon_high=interval(0.1,0.2) needs hydra/sweeper=optuna_search"),
+        (
+            "loss.epsilon_high=interval(0.1,0.2)",
+            True,
+            "loss.epsilon_high=interval(0.1,0.2) needs hydra/sweeper=optuna_search",
+        ),
         ("seed=range(1,3,0)", True, "A range has from 1 to 10000 values. Use seed=range(FIRST,END)"),
         ("seed=range(3,1)", True, "A range has from 1 to 10000 values"),
         ("loss.epsilon_high=range(0,1,1e-9)", True, "A range has from 1 to 10000 values"),
