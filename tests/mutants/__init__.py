@@ -47,12 +47,20 @@ class Mutant:
         return f"pgtoolkit.{self.target.partition(':')[0]}"
 
     def tests(self) -> list[str]:
-        """Return the files of tests that may notice it; first those that are named after its module, or name it."""
+        """Return the files of tests that may notice it.
+
+        First come those that are named after its module, or name it; then those of its package.
+        """
         tests = Path(__file__).parents[1]
         files = [file for folder in FOLDERS[self.file] for file in sorted((tests / folder).glob("test_*.py"))]
-        named = f"test_{self.module.rpartition('.')[2]}.py"
-        files.sort(key=lambda file: file.name != named and self.module not in file.read_text())
-        return [str(file.relative_to(tests.parent)) for file in files]
+        package = self.module.split(".")[1]
+        module = self.module.rpartition(".")[2]
+
+        def distance(file: Path) -> tuple[bool, bool]:
+            is_named = file.name == f"test_{module}.py" or self.module in file.read_text()
+            return not is_named, file.parent.name != package
+
+        return [str(file.relative_to(tests.parent)) for file in sorted(files, key=distance)]
 
     def place(self) -> tuple[Any, str, Any]:
         """(what has the attribute, its name, what is there); AttributeError where nothing of that name is."""
