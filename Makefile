@@ -1,12 +1,13 @@
 # make demo: set up .venv and run the main job. make test: add what the tests need, and run them but for those that take
-# long and rarely fail, which make test-all runs as well. make lint: style checks.
+# long and rarely fail, which make test-all runs as well. make mutants: tests of the tests, about half an hour.
+# make lint: style checks.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all mutants lint format clean
 
 demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
@@ -15,7 +16,10 @@ test: $(FOR_TESTS)
 	$(PYTEST) -m "not slow and not mutants"
 
 test-all: $(FOR_TESTS)
-	$(PYTEST)
+	$(PYTEST) -m "not mutants"
+
+mutants: $(FOR_TESTS)
+	$(PYTEST) -m mutants
 
 lint: $(FOR_TESTS)
 	.venv/bin/ruff check .

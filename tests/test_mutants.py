@@ -125,6 +125,7 @@ def test_each_mutant_has_a_place():
 @pytest.mark.parametrize("one", all_mutants(), ids=lambda one: one.name)
 def test_the_mistake_is_noticed(server, one):
     assert one.name not in os.environ.get(VARIABLE, "")
-    noticed = server.run(one.name, one.tests())
+    quick = ["-m", "not slow", *one.nearest_tests()]
+    noticed = server.run(one.name, quick) or server.run(one.name, one.tests())
     assert noticed, server.output
     server.noticed |= set(noticed)

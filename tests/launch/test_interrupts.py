@@ -51,7 +51,14 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path,
     script += "import sys; sys.exit(main())"
     words = [*once(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
     command = start + shlex.join([sys.executable, "-c", script, *words])
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where nohup started the tests
+    )
     assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr
     assert ("stopped as asked (SIGHUP) after step 2; saved up to step 2" in done.stderr) == (status == 75)
 

@@ -47,20 +47,20 @@ class Mutant:
         return f"pgtoolkit.{self.target.partition(':')[0]}"
 
     def tests(self) -> list[str]:
-        """Return the files of tests that may notice it.
-
-        First come those that are named after its module, or name it; then those of its package.
-        """
+        """Return the files of tests that may notice it."""
         tests = Path(__file__).parents[1]
         files = [file for folder in FOLDERS[self.file] for file in sorted((tests / folder).glob("test_*.py"))]
+        return [str(file.relative_to(tests.parent)) for file in files]
+
+    def nearest_tests(self) -> list[str]:
+        """Return those that are named after its module or name it; without any, those of its module's package."""
         package = self.module.split(".")[1]
         module = self.module.rpartition(".")[2]
-
-        def distance(file: Path) -> tuple[bool, bool]:
-            is_named = file.name == f"test_{module}.py" or self.module in file.read_text()
-            return not is_named, file.parent.name != package
-
-        return [str(file.relative_to(tests.parent)) for file in sorted(files, key=distance)]
+        root = Path(__file__).parents[2]
+        naming = [file for file in self.tests() if self.module in (root / file).read_text()]
+        named_after = [file for file in self.tests() if Path(file).name == f"test_{module}.py"]
+        of_package = [file for file in self.tests() if Path(file).parent.name == package]
+        return list(dict.fromkeys(named_after + naming)) or of_package
 
     def place(self) -> tuple[Any, str, Any]:
         """(what has the attribute, its name, what is there); AttributeError where nothing of that name is."""

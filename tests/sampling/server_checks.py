@@ -78,15 +78,15 @@ def spoil(monkeypatch, how: str) -> None:
 
 
 ASKED = {
-    "more tokens": ({}, {"max_tokens": 3}, r"a completion has \d tokens, and 3 is the most allowed"),
+    "more tokens": ({}, {"max_tokens": 3}, r"ends with token \d+ after \d of at most 3 tokens"),
     "fewer completions": ({"n": 1}, {}, r"it gave 1 completions instead of \d"),
     "no end but one": ({"stop_token_ids": [11]}, {}, r"beyond an end-of-sequence token|ends with token 3 "),
     "an end too many": ({"stop_token_ids": [11, 3, 5]}, {}, r"ends with token 5 after \d of at most 6 tokens"),
-    "no log-probs": ({"logprobs": None}, {}, r"a completion has no log-prob for each of its tokens"),
+    "no log-probs": ({"logprobs": None}, {}, "its completions are not of the form of vLLM's"),
     "no token ids": (
         {"return_token_ids": False},
         {},
-        "it completed another prompt than it was given, or does",
+        "its completions are not of the form of vLLM's",
     ),
     "other vocabulary": ({}, {"vocabulary_size": 4}, r"it sampled token \d+, and the trainer's vocabulary has 4"),
     "an impossible option": ({"temperature": -1.0}, {}, r"answered /v1/completions with 4\d\d: .*temperature"),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 CHANGES = {
     "the working directory": (lambda: os.chdir("/"), os.getcwd),
-    "the handler of SIGINT": (lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), lambda: signal.getsignal(2)),
+    "the handler of SIGINT": (lambda: signal.signal(signal.SIGINT, lambda *_: None), lambda: signal.getsignal(2)),
     "torch.set_grad_enabled": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
     "torch.set_default_dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
     "torch.set_default_device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
