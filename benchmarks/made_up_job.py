@@ -11,7 +11,7 @@ def write_inputs(
     folder: Path, model: dict, num_documents: int, prompt: tuple[int, int], completion: tuple[int, int]
 ) -> None:
     """model: entries of its config.json. prompt, completion: least and most tokens of a document's two parts."""
-    from pgtoolkit.model.build import character_tokenizer
+    from pgtoolkit.model.setup import character_tokenizer
 
     fixed = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 8192}
     (folder / "model").mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import study_predictions
-from pgtoolkit.comparison import terminal
+from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
@@ -81,7 +81,7 @@ def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
     runs = find_runs([str(sweeps / name) for name in names], needed_for(metric))
     compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
     if by:
-        names, *rows = zip(*terminal.tried_rows(compared), strict=True)
+        names, *rows = zip(*text_report.tried_rows(compared), strict=True)
         rows = [(Path(name).name, *values) for name, *values in sorted(rows, key=lambda row: row[1], reverse=True)]
         return f"{compared.measured}, mean over {compared.blocks}s:\n\n{_table([(by, *names[1:]), *rows])}"
     if picture and draw:
@@ -92,22 +92,23 @@ def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
 
 def _parts(compared: Compared, expected: dict) -> list[str]:
     """Tables and sentences, each a paragraph."""
-    parts, judged = [_table(terminal.group_rows(compared))], study_predictions.judged(compared, expected)
-    if rows := terminal.tried_rows(compared):
+    parts, judged = [_table(text_report.group_rows(compared))], study_predictions.judged(compared, expected)
+    if rows := text_report.tried_rows(compared):
         rows[1:] = sorted(rows[1:], key=_natural)
         parts += [f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n", _table(rows)]
-    for pairs in terminal.planned(compared) if compared.comparisons.primary else ():  # of tuning runs nothing is tested
+    # Of tuning runs nothing is tested.
+    for pairs in text_report.planned(compared) if compared.comparisons.primary else ():
         base = compared.groups[pairs[0].first]
-        parts += [f"Against {base.label}:\n", _table(terminal.difference_rows(compared, pairs))]
+        parts += [f"Against {base.label}:\n", _table(text_report.difference_rows(compared, pairs))]
     found = compared.comparisons
     several = any(values.size > 1 for one in found.samples for values in one.strata.values())
     if compared.over and found.primary and several:
         starts = [Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
         compared.comparisons = Comparisons(starts, found.margin, found.primary)
-        for pairs in terminal.planned(compared):
-            table = _table(terminal.difference_rows(compared, pairs))
+        for pairs in text_report.planned(compared):
+            table = _table(text_report.difference_rows(compared, pairs))
             parts += ["The same with one value for each start, the mean of its seeds:\n", table]
-    said = judged + [f"Not counted: {line}" for line in terminal.left_out(compared)]
+    said = judged + [f"Not counted: {line}" for line in text_report.left_out(compared)]
     said += [f"Note: {note}." for note in compared.notes]
     return [*parts, "".join(f"* {line}\n" for line in said)] if said else parts
 

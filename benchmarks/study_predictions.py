@@ -18,7 +18,7 @@ from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import needed_for, parse_metric
 from pgtoolkit.comparison.statistics import Comparison
-from pgtoolkit.comparison.terminal import planned, render_comparison, verdict
+from pgtoolkit.comparison.text_report import planned, render_comparison, verdict
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.system.report import is_number, refusal, text

@@ -1,6 +1,6 @@
 """The command `pgtk`: which sub-command a line means, and how errors end.
 
-`pgtk loss=gspo` goes from `main` over `_start` to `launch/start.py`, `launch/processes.py` and `training/train.py`.
+`pgtk loss=gspo` goes from `main` over `_start` to `launch/start.py`, `launch/ranks.py` and `training/train.py`.
 """
 
 from __future__ import annotations

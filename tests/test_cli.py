@@ -263,7 +263,7 @@ def test_resume_needs_a_run_directory(tmp_path, capsys):
 
 @pytest.mark.parametrize("task", ["reverse", "reasoning_gym"])
 def test_the_predicted_vocabulary_is_the_tokenizers(task):
-    from pgtoolkit.model.build import character_tokenizer
+    from pgtoolkit.model.setup import character_tokenizer
     from pgtoolkit.tasks.tasks import ReverseTask
 
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": None}[task]

@@ -1,6 +1,7 @@
 """Wings and their order: imports run downward, and the large libraries are loaded where they are needed alone."""
 
 import ast
+import collections
 import functools
 import json
 import re
@@ -14,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
     *("errors", "batch", "losses", "families", "corrections", "kl", "kernels", "api", "adapters"),
     *("ranks", "system", "runs", "config", "tracking"),
-    *("comparison", "tasks", "sampling", "rollouts", "model", "training", "inspection", "launch", "cli"),
+    *("tasks", "sampling", "rollouts", "model", "training", "comparison", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 
@@ -96,6 +97,12 @@ def test_imports_run_downward():
 def test_few_files_stand_at_the_top():
     files = {path.stem for path in PACKAGE.glob("*.py")}
     assert files == {"__init__", "cli", "api", "batch", "errors", "families", "corrections", "kl"}
+
+
+def test_no_two_files_have_one_name():
+    counts = collections.Counter(file.stem for file in FILES if file.stem != "__init__")
+    repeated = {name for name, count in counts.items() if count > 1}
+    assert repeated == {"families", "corrections", "kl"}  # at the top and in losses/, under one public name
 
 
 def test_the_public_names_are_imported_as_they_are_documented():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pgtoolkit.comparison import terminal
+from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared import Compared, Group
 from pgtoolkit.comparison.groups import _limits, _rank, _sample
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, Goal, Reached
@@ -68,7 +68,7 @@ def cell(compared, *key):
     """How many documents one configuration needs, and how many of its seeds reached the threshold where not all did."""
     group = next(group for group in compared.groups if tuple(group.values.values()) == key)
     arrived, seeds = compared.arrived(group, DOCUMENTS), len(group.reached)
-    return terminal.spent(compared, group, DOCUMENTS) + (f" ({arrived} of {seeds})" if arrived < seeds else "")
+    return text_report.spent(compared, group, DOCUMENTS) + (f" ({arrived} of {seeds})" if arrived < seeds else "")
 
 
 def test_documents_of_loss_by_aggregation():
@@ -94,10 +94,10 @@ def test_comparison_of_loss_by_aggregation():
     """A row per configuration as in the printed table, the curve left out, and a row per pair."""
     compared = comparison(rows("loss_by_aggregation"), "exact_match")
     page = re.sub(" +", " ", (ROOT / "docs/comparing.md").read_text())
-    for row in terminal.group_rows(compared):
+    for row in text_report.group_rows(compared):
         assert " ".join(row) in page
     assert f"adjusted for {len(compared.comparisons)} pairs" in " ".join(page.split())
-    for line in terminal.difference_rows(compared, compared.comparisons.against(0)):
+    for line in text_report.difference_rows(compared, compared.comparisons.against(0)):
         assert " ".join(line).strip() in page
 
 
@@ -107,10 +107,10 @@ def test_the_follow_up():
     compared, page = comparison(table, "reward"), (ROOT / "docs/experiments.md").read_text()
     for group in compared.groups:
         family, aggregation = group.values.values()
-        reached = f"{compared.arrived(group, DOCUMENTS)} of 6 | {terminal.spent(compared, group, DOCUMENTS)}"
+        reached = f"{compared.arrived(group, DOCUMENTS)} of 6 | {text_report.spent(compared, group, DOCUMENTS)}"
         assert f"| `{family}` | `{aggregation}` | {reached} |" in page
     for place, first in enumerate(compared.groups):
-        differences = terminal.difference_rows(compared, compared.comparisons.against(place))
+        differences = text_report.difference_rows(compared, compared.comparisons.against(place))
         for second, _, difference, interval, p, seeds, *_ in differences[1:]:
             assert f"| {second} | {first.label} | {difference} | {interval} | {p} | {seeds} |" in page
 
@@ -120,7 +120,7 @@ def test_cost_of_a_sweep(name):
     table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
     minutes = round(sum(values(table, "cpu_seconds")) / 60)
-    assert line.endswith(f"| {len(table)} | {terminal.plural(minutes, 'minute')} |")
+    assert line.endswith(f"| {len(table)} | {text_report.plural(minutes, 'minute')} |")
 
 
 def test_clip_range():

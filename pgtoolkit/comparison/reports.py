@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from pgtoolkit.comparison import terminal
+from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.charts import picture
 from pgtoolkit.comparison.compared import Compared, learned
 from pgtoolkit.comparison.measures import AXES, reached
@@ -60,23 +60,23 @@ def _render_html(compared: Compared, command: str) -> str:
     """Everything that the terminal shows, the differences of all pairs, every run and what they share."""
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
     svg = picture(compared, "svg").decode().replace("#000000", "currentColor")  # legible on light and dark pages
-    excluded = terminal.left_out(compared)
+    excluded = text_report.left_out(compared)
     runs = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in run_rows(compared)]
     pairs = [compared.comparisons.against(place) for place in range(min(len(compared.groups), _TABLES))]
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
     notes = (f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes)
-    lead = [f"<p>{escaped(terminal.heading(compared))}.</p>", *notes]
+    lead = [f"<p>{escaped(text_report.heading(compared))}.</p>", *notes]
     parts = [
-        _table(terminal.group_rows(compared)),
-        _sentences(terminal.definitions(compared)),
-        f"<h2>{escaped(terminal.question(compared))}</h2>",
+        _table(text_report.group_rows(compared)),
+        _sentences(text_report.definitions(compared)),
+        f"<h2>{escaped(text_report.question(compared))}</h2>",
         *(
             f"<h3>against {escaped(group.label)} (n = {len(group.counted)})</h3>\n"
-            + _table(terminal.difference_rows(compared, of_group))
+            + _table(text_report.difference_rows(compared, of_group))
             for group, of_group in zip(compared.groups, pairs, strict=False)
             if of_group
         ),
-        _sentences(terminal.worth(compared, [pair for of_group in pairs for pair in of_group])),
+        _sentences(text_report.worth(compared, [pair for of_group in pairs for pair in of_group])),
         *(["<h2>Runs excluded from averages</h2>", _sentences(excluded)] if excluded else []),
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",

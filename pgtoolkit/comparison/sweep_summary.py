@@ -48,7 +48,7 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
 def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
     """The comparison as files; returns it in Markdown."""
     from pgtoolkit.comparison.reports import write
-    from pgtoolkit.comparison.terminal import render_comparison
+    from pgtoolkit.comparison.text_report import render_comparison
 
     try:
         compared = compare(find_runs([str(sweep_folder)], needed_for(None)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from pgtoolkit.config.evaluation import samples
+from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.models import Sizes, sizes, tiny_sizes
 from pgtoolkit.config.plan import longest_document, samples_beside
 from pgtoolkit.config.schema import Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pgtoolkit.config.evaluation import held_out_sets, how_sampled, is_on, watched
+from pgtoolkit.config.evaluation_sets import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.keys import option_help
 from pgtoolkit.config.models import sizes, vocabulary_size
 from pgtoolkit.config.names import plain_values

@@ -16,15 +16,15 @@ from pgtoolkit.config.compose import Composed
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import default, describe, fits, help_of, ignored, key_named, keys_of
 from pgtoolkit.config.refusals import holds_secret, unresolvable
-from pgtoolkit.config.rules import prompts, run, step
+from pgtoolkit.config.rules import run, step, task
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, text
 
 RULES = (
     *(step.loss, step.aggregation, step.correction, step.advantage, step.penalties, step.accumulation, step.anchor),
-    *(run.rollout, run.model, prompts.task, run.sampler, run.kernel, step.parallelism, run.tracking),
-    *(prompts.evaluation, run.optimizer, ignored),
+    *(run.rollout, run.model, task.task, run.sampler, run.kernel, step.parallelism, run.tracking),
+    *(task.evaluation, run.optimizer, ignored),
 )
 
 

@@ -52,7 +52,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_metric
     from pgtoolkit.comparison.reports import write
-    from pgtoolkit.comparison.terminal import render_comparison
+    from pgtoolkit.comparison.text_report import render_comparison
     from pgtoolkit.runs.find import find_runs
 
     if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
@@ -96,7 +96,7 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.inspection.samples import chosen_set, html, kept_by, render_samples, samples
+    from pgtoolkit.comparison.samples import chosen_set, html, kept_by, render_samples, samples
 
     kept = kept_by(args.run)
     chosen = samples(chosen_set(kept, args.set), args.step, args.since, args.count)
@@ -187,8 +187,8 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
     args = parser.parse_intermixed_args(argv)
 
-    from pgtoolkit.inspection.tokens import inspect, summary
-    from pgtoolkit.inspection.tokens_page import html
+    from pgtoolkit.comparison.tokens import inspect, summary
+    from pgtoolkit.comparison.tokens_page import html
 
     inspected = inspect(str(plain_run(args.run)), args.overrides, args.step)
     page = args.html or Path(f"tokens-{inspected.name}-{inspected.number}.html")

@@ -13,13 +13,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation import are_training_prompts, held_out_sets, how_sampled
+from pgtoolkit.config.evaluation_sets import are_training_prompts, held_out_sets, how_sampled
 from pgtoolkit.config.keys import ignored, resolved
 from pgtoolkit.config.names import name_from
 from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules import run
 from pgtoolkit.config.rules.executed import announce
-from pgtoolkit.config.rules.prompts import evaluated
+from pgtoolkit.config.rules.task import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import resolve_and_validate
@@ -66,7 +66,7 @@ def evaluate(
             raise refused(problems)
         say("Warning: evaluated on training prompts.")
 
-    from pgtoolkit.training.evaluations import evaluate as measured
+    from pgtoolkit.training.evaluation import evaluate as measured
     from pgtoolkit.training.export import saved_state
     from pgtoolkit.training.train import quieten
 

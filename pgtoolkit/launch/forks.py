@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
-from pgtoolkit.launch.processes import run_job
+from pgtoolkit.launch.ranks import run_job
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals

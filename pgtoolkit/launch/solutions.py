@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import default
-from pgtoolkit.config.rules.prompts import prompts
+from pgtoolkit.config.rules.task import prompts
 from pgtoolkit.config.validate import resolve
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import replacing

@@ -26,7 +26,7 @@ from pgtoolkit.config.rules.executed import announce, written_elsewhere
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
-from pgtoolkit.launch.processes import train_job, train_on_processes, wait_until_free
+from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import key_of, refusal, say, shell_path

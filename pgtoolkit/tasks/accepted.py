@@ -6,10 +6,10 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from pgtoolkit.config.rules.prompts import VERIFIERS
+from pgtoolkit.config.rules.task import VERIFIERS
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.processes import Failure
+from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import PromptsTask
 from pgtoolkit.tasks.verifiers import Named, math_golds

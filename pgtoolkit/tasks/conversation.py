@@ -15,7 +15,7 @@ from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfi
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.failed_scores import FailedScores
-from pgtoolkit.tasks.processes import NOTHING, Failure, Processes
+from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_rows import Message, Prompt
 from pgtoolkit.tasks.tasks import Completion, Once, PromptRows, Score, Seeds, Task
 from pgtoolkit.tasks.verifiers import as_number, is_nothing

@@ -8,7 +8,7 @@ from typing import Any
 
 from pgtoolkit.config.schema_tasks import VerifierFailure
 from pgtoolkit.system.report import plural
-from pgtoolkit.tasks.processes import Failure
+from pgtoolkit.tasks.process_pool import Failure
 
 log = logging.getLogger("pgtoolkit")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.processes import CRASH, NOTHING, Failure
+from pgtoolkit.tasks.process_pool import CRASH, NOTHING, Failure
 
 
 class GymQuestion(NamedTuple):

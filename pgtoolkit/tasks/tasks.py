@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from pgtoolkit.config.evaluation import QUESTIONS
+from pgtoolkit.config.evaluation_sets import QUESTIONS
 from pgtoolkit.config.schema_tasks import (
     ConversationTaskConfig,
     PromptsTaskConfig,
@@ -19,7 +19,7 @@ from pgtoolkit.config.schema_tasks import (
 )
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
-from pgtoolkit.tasks.processes import Failure, Processes
+from pgtoolkit.tasks.process_pool import Failure, Processes
 from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 

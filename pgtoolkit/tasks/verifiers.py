@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming, import_function
-from pgtoolkit.tasks.processes import NOTHING, Failure, Processes
+from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 
 Verifier = Callable[[str, str], float | Failure]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""

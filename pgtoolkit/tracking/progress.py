@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pgtoolkit.config.evaluation import watched
+from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
 from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.report import plural, shell_path

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pgtoolkit.config.evaluation import is_on
+from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
@@ -23,13 +23,13 @@ from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model import fixed_order
-from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
-from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.system.report import Report, refusal
 from pgtoolkit.tasks.tasks import make_task

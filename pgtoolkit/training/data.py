@@ -9,7 +9,7 @@ import operator
 import os
 from pathlib import Path
 
-from pgtoolkit.config.evaluation import held_out_sets, is_on
+from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation import watched
+from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
@@ -209,8 +209,8 @@ def _whole_model(checkpoint: Path) -> nn.Module:
 
 def _merged_model(config: Config, state: dict) -> nn.Module:
     """The run's own model, read in float32, with a checkpoint's adapters in its weights."""
-    from pgtoolkit.model.build import build_policy
     from pgtoolkit.model.lora import merge
+    from pgtoolkit.model.setup import build_policy
     from pgtoolkit.training.state import load_weights
 
     policy = build_policy(dataclasses.replace(config.model, dtype=NumberType.float32), None, on_gpu=False)

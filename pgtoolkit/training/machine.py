@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config import memory
-from pgtoolkit.config.evaluation import held_out_sets, is_on, samples
+from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.config.rules.run import refuse_triton
@@ -255,7 +255,7 @@ def _recorded(c: Config, loss: Loss, report: Report) -> None:
 def _tokenizer(model: ModelConfig, task: TaskConfig, seed: int) -> tuple[Any, list[int]]:
     """Return the model's tokenizer, and its end-of-sequence tokens; task, seed: of the run."""
     if model.name == "tiny":
-        from pgtoolkit.model.build import character_tokenizer
+        from pgtoolkit.model.setup import character_tokenizer
         from pgtoolkit.tasks.tasks import make_task
 
         tokenizer = character_tokenizer(make_task(task, seed).alphabet)

@@ -22,7 +22,7 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
-from pgtoolkit.rollouts.evaluation import Evaluator
+from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation
 from pgtoolkit.training.loss import loss_of
 

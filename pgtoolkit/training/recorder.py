@@ -16,14 +16,14 @@ from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema_run import TrainerConfig
 from pgtoolkit.errors import DataError, NumericalError, SamplerLost
 from pgtoolkit.ranks.agreement import largest
-from pgtoolkit.rollouts.completions import KeptCompletions
 from pgtoolkit.rollouts.data_metrics import mismatch_note
+from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.steps import loadable
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.checkpoint import save_checkpoint
-from pgtoolkit.training.evaluations import Evaluations
+from pgtoolkit.training.evaluation import Evaluations
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.state import restore, snapshot, write_settings
 

@@ -7,15 +7,15 @@ import logging
 import zlib
 from pathlib import Path
 
-from pgtoolkit.config.evaluation import HeldOut, held_out_sets
+from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_tasks import Chat, TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.evaluation import Evaluator, PromptSet, as_evaluated, asked_by_both, different
-from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.evaluator import Evaluator, PromptSet, as_evaluated, asked_by_both, different
+from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.steps import Source

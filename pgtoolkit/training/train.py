@@ -20,9 +20,9 @@ from pgtoolkit.config.schema_run import Schedule
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
-from pgtoolkit.rollouts.completions import KeptCompletions
+from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.runs.checksums import check_rows
-from pgtoolkit.runs.completions import drop_completions_after
+from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import read_data, read_provenance, read_status, storage

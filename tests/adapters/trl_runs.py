@@ -19,7 +19,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from pgtoolkit.adapters.trl import PolicyGradientTrainer
-from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.model.setup import character_tokenizer
 
 
 def reward(completion_ids, **_):

@@ -11,8 +11,8 @@ import transformers
 
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.model import attention, compiled, lora
-from pgtoolkit.model.build import character_tokenizer
 from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.setup import character_tokenizer
 
 VOCABULARY = 19  # of `build`: divides by no number of ranks
 ALPHABET = "0123456789="

@@ -22,7 +22,7 @@ from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.config.schema_tasks import GuessTaskConfig
 from pgtoolkit.config.validate import resolve_and_validate
-from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train

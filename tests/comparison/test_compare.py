@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.charts import mean_curve, picture
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.terminal import tried_rows, whole
+from pgtoolkit.comparison.text_report import tried_rows, whole
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final

@@ -10,7 +10,7 @@ import pytest
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import Goal, chosen_metric, goal_of, reached
-from pgtoolkit.comparison.terminal import render_comparison
+from pgtoolkit.comparison.text_report import render_comparison
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import Run, find_runs
 from pgtoolkit.runs.records import best_of

@@ -20,7 +20,7 @@ from pgtoolkit.comparison.statistics import (
     mean_and_std,
     seeds_needed,
 )
-from pgtoolkit.comparison.terminal import verdict
+from pgtoolkit.comparison.text_report import verdict
 
 
 def sample(*values, seeds=None, prompts=None):

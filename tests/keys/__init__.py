@@ -58,7 +58,7 @@ SEEN_BY = {
     "test_a_resumed_run_samples_what_it_would_have_sampled",
     **dict.fromkeys(
         ("rollout/policy.old_log_probs", "rollout/policy.temperature"),
-        "rollouts/test_policy.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
+        "rollouts/test_policy_rollouts.py::test_old_log_probs_are_those_of_the_sampler_or_of_training",
     ),
     "rollout/policy.truncated": "rollouts/test_truncated.py::"
     "test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones",
@@ -86,7 +86,7 @@ SEEN_BY = {
     "model/huggingface.lora_alpha": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_targets": "model/test_lora.py::test_of_many_layers_those_that_are_named_get_adapters",
-    "rollout/policy.keep_completions": "training/test_completions.py::test_training_is_the_same_whatever_is_kept",
+    "rollout/policy.keep_completions": "training/test_kept_completions.py::test_training_is_the_same_whatever_is_kept",
     "rollout/policy.lag": "rollouts/test_lag.py::test_ages_of_a_lag",
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
     "rollout/policy.save_path": "rollouts/test_lag.py::"

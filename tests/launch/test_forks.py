@@ -158,7 +158,7 @@ import os, sys
 def run_job(file):
     return {} if {} else 8
 """
-"""In the place of `pgtoolkit/launch/processes.py`."""
+"""In the place of `pgtoolkit/launch/ranks.py`."""
 
 
 def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):

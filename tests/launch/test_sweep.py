@@ -19,7 +19,7 @@ from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.launch.check import check, problems, render_plan
 from pgtoolkit.launch.multirun import CheckedJobs
-from pgtoolkit.launch.processes import train_job
+from pgtoolkit.launch.ranks import train_job
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import read_status, read_sweep

@@ -13,7 +13,7 @@ from benchmarks.study_pretrained import write_problems
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import parse_metric
-from pgtoolkit.comparison.terminal import planned
+from pgtoolkit.comparison.text_report import planned
 from pgtoolkit.config.files import sweep_file, sweep_files
 from pgtoolkit.config.names import plain_values
 from pgtoolkit.launch.check import check, problems

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.build import build_policy
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 
 KINDS = ("llama", "gpt2")

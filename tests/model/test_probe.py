@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 

@@ -54,17 +54,17 @@ def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords)
     return replace(step, totals=replace(step.totals, num_tokens=kept.num_tokens, num_documents=kept.num_documents))
 
 
-@mutant("rollouts.groups:teaches")
+@mutant("rollouts.group_rollouts:teaches")
 def dynamic_sampling_always_looks_at_rewards(right, group, mixed):
     return right(group)
 
 
-@mutant("rollouts.groups:overlong_penalty")
+@mutant("rollouts.group_rollouts:overlong_penalty")
 def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
     return right(length - 1, longest, buffer, most)
 
 
-@mutant("rollouts.groups:teaches")
+@mutant("rollouts.group_rollouts:teaches")
 def a_group_of_other_lengths_teaches(right, group, mixed="reward"):
     return len({document.reward for document in group}) > 1
 
@@ -146,19 +146,19 @@ def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 
 
-@mutant("rollouts.policy:PolicyRollouts.state_dict")
+@mutant("rollouts.policy_rollouts:PolicyRollouts.state_dict")
 def the_next_prompt_is_asked_again_after_a_resume(right, self):
     return right(self) | {"next_prompt": 0}
 
 
-@mutant("rollouts.policy:PolicyRollouts._with_training_log_probs")
+@mutant("rollouts.policy_rollouts:PolicyRollouts._with_training_log_probs")
 def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     documents = [document for part in parts for document in part]
     rescored = zip(right(self, parts, passes), documents, strict=True)
     return [replace(document, old_log_probs=before.old_log_probs) for document, before in rescored]
 
 
-@mutant("rollouts.policy:PolicyRollouts._use")
+@mutant("rollouts.policy_rollouts:PolicyRollouts._use")
 def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number):
     kept, self._ahead = self._ahead, 0
     try:
@@ -167,12 +167,12 @@ def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number
         self._ahead = kept
 
 
-@mutant("rollouts.policy:_sampled")
+@mutant("rollouts.policy_rollouts:_sampled")
 def nothing_stays_beside_proximal_log_probs(right, document):
     return right(document) * 0
 
 
-@mutant("rollouts.policy:PolicyRollouts._with_on_policy")
+@mutant("rollouts.policy_rollouts:PolicyRollouts._with_on_policy")
 def two_passes_are_made_of_all_documents(right, self, groups):
     return groups
 
@@ -256,13 +256,13 @@ def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
     return prompt.answer[-2:] in completion
 
 
-@mutant("rollouts.groups:whole")
+@mutant("rollouts.group_rollouts:whole")
 def the_mask_of_a_conversation_begins_a_token_late(right, one):
     found = right(one)
     return replace(found, drawn=found.drawn.roll(1))
 
 
-@mutant("rollouts.groups:seed_of")
+@mutant("rollouts.group_rollouts:seed_of")
 def every_turn_is_drawn_by_the_same_numbers(right, seed, number):
     return right(seed, number & 0xFFFFFFFF)
 

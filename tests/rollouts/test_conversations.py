@@ -16,7 +16,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.config.schema_rollouts import TrainedTurns
 from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import DataError
-from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.rollouts.advantages import Estimator
 from pgtoolkit.rollouts.conversations import Conversations
 from pgtoolkit.rollouts.recorded import RecordedRollouts

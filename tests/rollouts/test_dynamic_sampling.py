@@ -9,7 +9,7 @@ from builders.runs import assert_equal, checkpoint_of, copy_as_of, metrics_of, r
 
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.data_metrics import data_metrics
-from pgtoolkit.rollouts.groups import fill, overlong_penalty
+from pgtoolkit.rollouts.group_rollouts import fill, overlong_penalty
 
 
 def group(number, *rewards, task_rewards=None):

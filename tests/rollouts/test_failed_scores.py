@@ -17,12 +17,12 @@ from pgtoolkit.config.schema_tasks import VerifierFailure
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.advantages import ESTIMATORS, Attempt, Estimator, group_advantages, over_batch
 from pgtoolkit.rollouts.data_metrics import data_metrics
-from pgtoolkit.rollouts.evaluation import _numbers
-from pgtoolkit.rollouts.groups import check_scores, teaches
+from pgtoolkit.rollouts.evaluator import _numbers
+from pgtoolkit.rollouts.group_rollouts import check_scores, teaches
 from pgtoolkit.rollouts.recording import write_batch
-from pgtoolkit.runs.completions import CompletionRow
+from pgtoolkit.runs.completion_files import CompletionRow
 from pgtoolkit.tasks.failed_scores import FailedScores
-from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Failure
+from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
 from pgtoolkit.tasks.tasks import Score
 from pgtoolkit.training.train import train
 

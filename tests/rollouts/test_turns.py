@@ -20,9 +20,9 @@ from builders.vllm_servers import COMMAND
 from omegaconf import OmegaConf
 
 from pgtoolkit.batch import pack
+from pgtoolkit.comparison.tokens_step import make_again
 from pgtoolkit.config.validate import resolve_and_validate
-from pgtoolkit.inspection.tokens_step import make_again
-from pgtoolkit.runs.completions import read_completions
+from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.tasks.shuffle import seed_of

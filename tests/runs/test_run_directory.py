@@ -17,7 +17,7 @@ from builders.runs import SHORT, config_of
 from pgtoolkit.cli import main
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, StorageError
-from pgtoolkit.launch.processes import train_job
+from pgtoolkit.launch.ranks import train_job
 from pgtoolkit.runs import series
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import leaves, plain, read_leaves, read_resolved, read_status

@@ -26,7 +26,7 @@ from builders.shared_servers import save_llama, vllm_command
 from builders.vllm_servers import COMMAND, ServerCommand
 
 from pgtoolkit.cli import main
-from pgtoolkit.runs.completions import read_completions
+from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.server_process import reserve_port
 

@@ -13,7 +13,7 @@ from builders.runs import SHORT, checkpoint_of, copy_as_of, metrics_of, run
 from builders.vllm_servers import COMMAND, ServerCommand, gone, processes_of
 
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.runs.completions import read_completions
+from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
 from pgtoolkit.sampling.vllm import Vllm
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.setup import build_policy
 
 OVERRIDES = [*(one for one in SHORT if not one.startswith("model.")), "model=huggingface"]
 NORM = "model.norm.weight"

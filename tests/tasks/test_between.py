@@ -4,7 +4,7 @@ import pytest
 from tasks.test_chat import CHATML, LLAMA, tokenizer_of
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.between import Between
 from pgtoolkit.tasks.prompts import ChatTemplate
 

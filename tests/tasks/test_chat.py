@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, VerifierFailure
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.preview import preview
 from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of
 from pgtoolkit.tasks.shuffle import seed_of

@@ -10,8 +10,8 @@ from builders.runs import config_of
 from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.groups import whole
-from pgtoolkit.tasks import processes
+from pgtoolkit.rollouts.group_rollouts import whole
+from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Completion, make_task
@@ -191,7 +191,7 @@ def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, 
 
 
 def test_a_start_without_an_answer_ends_the_run(monkeypatch):
-    monkeypatch.setattr(processes, "START_SECONDS", 5)  # which the first call of a process has
+    monkeypatch.setattr(process_pool, "START_SECONDS", 5)  # which the first call of a process has
     own = ["task.environment_processes=1", "task.environment_seconds=0.5"]
     task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *own)
     expected = r"start of .* must return in time: .* \(got 'timeout'\), in the conversation on prompt 0"

@@ -15,7 +15,7 @@ from pgtoolkit.config.schema_tasks import (
     VerifierFailure,
 )
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.model.build import character_tokenizer
+from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.tasks import Prompt, make_task
 

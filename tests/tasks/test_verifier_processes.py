@@ -12,8 +12,8 @@ import pytest
 from builders.runs import SHORT, config_of, copy_as_of, metrics_of
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.tasks import processes as processes_of_verifiers
-from pgtoolkit.tasks.processes import CRASH, TIMEOUT, Failure
+from pgtoolkit.tasks import process_pool
+from pgtoolkit.tasks.process_pool import CRASH, TIMEOUT, Failure
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 from pgtoolkit.training.train import train
 
@@ -111,7 +111,7 @@ def test_the_first_call_of_a_process_has_the_time_of_a_start(processes, monkeypa
         Failure(TIMEOUT, "gave no answer within task.verifier_seconds=0.5"),
         1.0,  # of another process, which starts cold again
     ]
-    monkeypatch.setattr(processes_of_verifiers, "START_SECONDS", 10)
+    monkeypatch.setattr(process_pool, "START_SECONDS", 10)
     assert processes(1, 0.5).answers(questions("spin")) == [
         Failure(TIMEOUT, "gave no answer within the 10 seconds that the first call of a process has")
     ]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.tasks.processes import NOTHING, Failure
+from pgtoolkit.tasks.process_pool import NOTHING, Failure
 from pgtoolkit.tasks.verifiers import make_verifier
 
 

@@ -12,8 +12,8 @@ from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.rollouts.evaluation import mean_and_error, pass_at_k
-from pgtoolkit.runs.completions import read_completions
+from pgtoolkit.rollouts.evaluator import mean_and_error, pass_at_k
+from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations, read_status
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import list_checkpoints

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pgtoolkit.batch import Document
 from pgtoolkit.cli import main
-from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.train import train
 

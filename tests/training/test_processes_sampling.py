@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import gather_objects
-from pgtoolkit.runs.completions import read_completions
+from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build

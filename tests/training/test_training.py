@@ -15,7 +15,7 @@ from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, assert_equal, built, config_of, metrics_of, run, some_documents, with_model
 
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
-from pgtoolkit.rollouts.policy import STAGES
+from pgtoolkit.rollouts.policy_rollouts import STAGES
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from pgtoolkit.config.evaluation import samples
+from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import default, keys_of, resolved
 from pgtoolkit.config.schema import Config

@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.evaluation import samples
+from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, samples_beside, steps_of, tokens_at_least

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pgtoolkit.cli import main
-from pgtoolkit.inspection import samples as inspected
-from pgtoolkit.inspection.samples import best_and_worst, chosen_set, html, kept_by, render_samples, samples
-from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
+from pgtoolkit.comparison import samples as inspected
+from pgtoolkit.comparison.samples import best_and_worst, chosen_set, html, kept_by, render_samples, samples
+from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 from pgtoolkit.system.legible import legible, lines_of, shortened
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>\u202eevil\u2028\x9b31m\r\u200b\ufeff"

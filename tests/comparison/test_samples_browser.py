@@ -6,7 +6,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
 
 from pgtoolkit.cli import main
-from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
+from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 
 pytestmark = [pytest.mark.slow, NEEDED]
 

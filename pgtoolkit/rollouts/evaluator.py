@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.evaluation import powers_of_two, sampling
+from pgtoolkit.config.evaluation_sets import powers_of_two, sampling
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.completions import row_of
-from pgtoolkit.rollouts.groups import completed, requests_of, scored_groups
-from pgtoolkit.runs.completions import FOLDER, CompletionRow, write_completions
+from pgtoolkit.rollouts.group_rollouts import completed, requests_of, scored_groups
+from pgtoolkit.rollouts.kept_completions import row_of
+from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of

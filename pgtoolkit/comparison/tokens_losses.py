@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pgtoolkit.comparison.tokens_step import MadeStep, Piece
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.inspection.tokens_step import MadeStep, Piece
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.metrics import clips
 from pgtoolkit.losses.objective import Loss

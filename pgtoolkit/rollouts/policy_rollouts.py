@@ -25,7 +25,7 @@ from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator, with_advantages
-from pgtoolkit.rollouts.groups import check_scores, completed, fill, in_groups, requests_of, scored_groups
+from pgtoolkit.rollouts.group_rollouts import check_scores, completed, fill, in_groups, requests_of, scored_groups
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.runs.records import expect, is_count, is_number

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.completions import CompletionFile, CompletionRow, completion_files, read_completions
-from pgtoolkit.runs.completions import write_completions as write
+from pgtoolkit.runs.completion_files import CompletionFile, CompletionRow, completion_files, read_completions
+from pgtoolkit.runs.completion_files import write_completions as write
 
 ROW = CompletionRow(3, "a.jsonl:12", "6 * 7 =", "42", 1.1, {"answer": 1.0, "boxed": 0.5}, -0.25, 2, "length", 7, "42")
 EVALUATED = CompletionRow(0, "prompt 0", "é=\x1b[31m", "\x00<b>\n\u202e", 0.0)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pgtoolkit.comparison.tokens_losses import LossOnStep, common_vectors, loss_on_step
+from pgtoolkit.comparison.tokens_step import MadeStep, make_again
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
@@ -16,8 +18,6 @@ from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.inspection.tokens_losses import LossOnStep, common_vectors, loss_on_step
-from pgtoolkit.inspection.tokens_step import MadeStep, make_again
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.find import is_run, not_a_run

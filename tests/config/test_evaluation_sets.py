@@ -1,7 +1,7 @@
 """The rules on evaluation, its plan, and that it tells no two configurations apart."""
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation import held_out_sets
+from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.names import digest, name_from, plain_config
 from pgtoolkit.config.plan import evaluations
 from pgtoolkit.config.validate import resolve_and_validate

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
 from pgtoolkit.launch import worker
-from pgtoolkit.launch.processes import _conclude, loopback_store
+from pgtoolkit.launch.ranks import _conclude, loopback_store
 from pgtoolkit.ranks.environment import Rank, first_host, joined
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.tracking.signals import stop_signals_recorded

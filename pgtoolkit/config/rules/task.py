@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from pgtoolkit.config import schema_tasks as tasks
-from pgtoolkit.config.evaluation import (
+from pgtoolkit.config.evaluation_sets import (
     OF_A_SET,
     USUAL,
     HeldOut,
@@ -21,7 +21,7 @@ from pgtoolkit.config.evaluation import (
 from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, option_values
 from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.runs.completions import TRAINING
+from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
 
 VERIFIERS = ("exact_match", "regular_expression", "math_verify")

@@ -8,9 +8,9 @@ import torch
 from builders.runs import built
 from keys import SMALL
 
-from pgtoolkit.config.evaluation import powers_of_two
-from pgtoolkit.rollouts.evaluation import _numbers, mean_and_error, pass_at_k
-from pgtoolkit.runs.completions import CompletionRow, read_completions
+from pgtoolkit.config.evaluation_sets import powers_of_two
+from pgtoolkit.rollouts.evaluator import _numbers, mean_and_error, pass_at_k
+from pgtoolkit.runs.completion_files import CompletionRow, read_completions
 from pgtoolkit.tasks.tasks import Score
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from pgtoolkit.cli import main
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model.build import build_policy
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest
 from pgtoolkit.training.state import load_weights

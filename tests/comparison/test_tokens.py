@@ -15,10 +15,10 @@ from builders.runs import SHORT, copy_as_of, metrics_of, run
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
+from pgtoolkit.comparison.tokens import inspect
+from pgtoolkit.comparison.tokens_page import html
 from pgtoolkit.config.compose import compose
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.inspection.tokens import inspect
-from pgtoolkit.inspection.tokens_page import html
 
 RUN = ("loss=grpo", "loss.epsilon_low=0.01", "loss.epsilon_high=0.01", "optimizer.learning_rate=0.01")
 

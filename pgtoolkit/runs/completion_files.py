@@ -72,7 +72,7 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
     """Write the file, or replace it, all of it or nothing; its folder is made. What looks like a secret is hidden.
 
     path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called `training`. Training
-    writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps (`rollouts/completions.py`).
+    writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps (`rollouts/kept_completions.py`).
     The columns are the fields of `CompletionRow`, but for `rewards`: a column reward/NAME for each of them.
     """
     write_redacted(path, redacted(rows))

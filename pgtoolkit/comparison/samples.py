@@ -13,10 +13,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from pgtoolkit.comparison.terminal import folded
+from pgtoolkit.comparison.text_report import folded
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.runs import completions
-from pgtoolkit.runs.completions import CompletionFile, CompletionRow
+from pgtoolkit.runs import completion_files
+from pgtoolkit.runs.completion_files import CompletionFile, CompletionRow
 from pgtoolkit.runs.find import is_run, not_a_run
 from pgtoolkit.runs.series import mean
 from pgtoolkit.system.legible import legible, lines_of, shortened
@@ -44,7 +44,7 @@ class Kept:
     def rows(self, step: int) -> list[CompletionRow]:
         """All that was kept at the step, in the order of the file."""
         paths = [file.path for file in self.files if file.first <= step <= file.last]
-        return [row for path in paths for row in completions.read_completions(path) if row.step == step]
+        return [row for path in paths for row in completion_files.read_completions(path) if row.step == step]
 
 
 class Change(NamedTuple):
@@ -78,8 +78,8 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
     if not is_run(run_dir):
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
     sets: dict[str, Kept] = {}
-    for file in completions.completion_files(run_dir):
-        if entries := completions.read_completions(file.path, ("step", "name", "reward")):
+    for file in completion_files.completion_files(run_dir):
+        if entries := completion_files.read_completions(file.path, ("step", "name", "reward")):
             kept = sets.setdefault(file.set, Kept(file.set, [], []))
             kept.files.append(file)
             kept.entries.extend(entries)
@@ -94,7 +94,7 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
 
 def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
     """The set of this name; None: that of an evaluation, whose prompts are the same each time, or else of training."""
-    name = name or next((known for known in kept if known != completions.TRAINING), completions.TRAINING)
+    name = name or next((known for known in kept if known != completion_files.TRAINING), completion_files.TRAINING)
     if name not in kept:
         raise ConfigError(f"--set={name} needs one of {', '.join(kept)} (got {name}). Use --set={next(iter(kept))}.")
     return kept[name]
@@ -196,7 +196,8 @@ def facts(row: CompletionRow) -> str:
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
-    chosen, total = completions.some_completions([file for one in kept for file in one.files], MOST_COMPLETIONS, step)
+    files_of_sets = [file for completions in kept for file in completions.files]
+    chosen, total = completion_files.some_completions(files_of_sets, MOST_COMPLETIONS, step)
     rows = [_plain(name, row) for name, row in chosen]
     count = f"{total:,} completion{'s' * (total != 1)}"
     if len(rows) < total:

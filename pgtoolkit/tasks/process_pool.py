@@ -42,7 +42,8 @@ class Failure(NamedTuple):
 
 
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pgtoolkit.tasks.processes import work; work({}, {})"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from pgtoolkit.tasks.process_pool import work; work({}, {})"
 )
 
 

@@ -11,9 +11,9 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import PgtoolkitError
-from pgtoolkit.rollouts import completions
-from pgtoolkit.rollouts.completions import chosen
-from pgtoolkit.runs.completions import completion_files, read_completions
+from pgtoolkit.rollouts import kept_completions
+from pgtoolkit.rollouts.kept_completions import chosen
+from pgtoolkit.runs.completion_files import completion_files, read_completions
 from pgtoolkit.training import recorder
 
 
@@ -25,7 +25,7 @@ def rows_of(folder):
 def whole(tmp_path_factory):
     """A run of six steps that keeps all it trains on, in files of four steps, which is never stopped."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(completions, "STEPS_PER_FILE", 4)
+        patch.setattr(kept_completions, "STEPS_PER_FILE", 4)
         yield run(tmp_path_factory.mktemp("whole") / "run", "rollout.keep_completions=99")
 
 
@@ -55,7 +55,7 @@ def test_rows_say_what_the_model_wrote_and_what_it_was_worth(whole):
 
 @pytest.mark.parametrize("step", [0, 4, 5])
 def test_a_resumed_run_has_the_files_of_one_that_was_never_stopped(whole, tmp_path, monkeypatch, step):
-    monkeypatch.setattr(completions, "STEPS_PER_FILE", 4)
+    monkeypatch.setattr(kept_completions, "STEPS_PER_FILE", 4)
     stopped = copy_as_of(whole, step, tmp_path / "stopped")
     (stopped / "completions" / "evaluation_a_000006.parquet").write_bytes(b"of the attempt that was killed")
     run(stopped, "rollout.keep_completions=99", resume=True)

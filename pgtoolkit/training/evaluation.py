@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pgtoolkit.config.evaluation import watched
+from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.errors import ConfigError, first_line

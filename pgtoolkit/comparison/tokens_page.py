@@ -10,8 +10,8 @@ from importlib.resources import files
 import numpy as np
 
 from pgtoolkit.batch import Document
-from pgtoolkit.inspection.tokens import Inspected
-from pgtoolkit.inspection.tokens_losses import CLIPS
+from pgtoolkit.comparison.tokens import Inspected
+from pgtoolkit.comparison.tokens_losses import CLIPS
 from pgtoolkit.system.legible import legible
 
 _FULL = 0.99

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.advantages import are_equal
-from pgtoolkit.runs.completions import FOLDER, CompletionRow, read_completions, redacted, write_redacted
+from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, read_completions, redacted, write_redacted
 from pgtoolkit.tasks.tasks import Prompt
 
 STEPS_PER_FILE = 100

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.rollouts.policy import PolicyRollouts
+from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 from pgtoolkit.tasks.tasks import Completion, Request, make_task

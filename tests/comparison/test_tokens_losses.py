@@ -9,9 +9,9 @@ import torch
 from builders.losses import CORRECTIONS, EVERY_LOSS, PARAMETERS
 
 from pgtoolkit.batch import Document
+from pgtoolkit.comparison.tokens_losses import CLIPS, loss_on_step
+from pgtoolkit.comparison.tokens_step import MadeStep, Piece
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.inspection.tokens_losses import CLIPS, loss_on_step
-from pgtoolkit.inspection.tokens_step import MadeStep, Piece
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.families import Reinforce, family_of

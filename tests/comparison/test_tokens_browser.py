@@ -11,9 +11,9 @@ from selenium.webdriver.common.keys import Keys
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from pgtoolkit.inspection.tokens import inspect
-from pgtoolkit.inspection.tokens_losses import CLIPS
-from pgtoolkit.inspection.tokens_page import html
+from pgtoolkit.comparison.tokens import inspect
+from pgtoolkit.comparison.tokens_losses import CLIPS
+from pgtoolkit.comparison.tokens_page import html
 
 pytestmark = [pytest.mark.slow, NEEDED]
 
