@@ -4,25 +4,53 @@ The names below load torch when first used, so that the command line starts fast
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
+if TYPE_CHECKING:  # the same names for type checkers
+    from pgtoolkit import corrections, families, kl, testing
+    from pgtoolkit.api import linear_policy_loss, log_prob_loss, policy_loss
+    from pgtoolkit.batch import StepTotals
+    from pgtoolkit.kernels.losses import PolicyLoss
+    from pgtoolkit.losses.padded import from_padded
+
+_NAMES = {
     "policy_loss": "pgtoolkit.api",
     "linear_policy_loss": "pgtoolkit.api",
     "log_prob_loss": "pgtoolkit.api",
     "from_padded": "pgtoolkit.losses.padded",
     "PolicyLoss": "pgtoolkit.kernels.losses",
     "StepTotals": "pgtoolkit.batch",
-    "families": "pgtoolkit.families",
-    "corrections": "pgtoolkit.corrections",
-    "kl": "pgtoolkit.kl",
 }
+_MODULES = ("families", "corrections", "kl", "testing")
 
-__all__ = list(_EXPORTS)
+__all__ = [
+    "PolicyLoss",
+    "StepTotals",
+    "corrections",
+    "families",
+    "from_padded",
+    "kl",
+    "linear_policy_loss",
+    "log_prob_loss",
+    "policy_loss",
+    "testing",
+]
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str):
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'pgtoolkit' has no attribute {name!r}")
-    module = importlib.import_module(_EXPORTS[name])
-    return module if name in ("families", "corrections", "kl") else getattr(module, name)
+def __getattr__(name: str) -> object:
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"pgtoolkit.{name}")
+    message = f"module 'pgtoolkit' has no attribute {name!r}"
+    if not name.startswith("_"):
+        import difflib
+
+        near = difflib.get_close_matches(name, __all__, n=1)
+        message += f". Did you mean {near[0]!r}?" if near else f". It has {', '.join(__all__)}"
+    raise AttributeError(message)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "importlib"})

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import pgtoolkit
+
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
-    *("errors", "batch", "losses", "families", "corrections", "kl", "kernels", "api", "adapters"),
+    *("errors", "batch", "losses", "families", "corrections", "kl", "kernels", "api", "testing", "adapters"),
     *("ranks", "system", "runs", "config", "tracking"),
     *("tasks", "sampling", "rollouts", "model", "training", "comparison", "launch", "cli"),
 )
@@ -96,7 +98,7 @@ def test_imports_run_downward():
 
 def test_few_files_stand_at_the_top():
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "cli", "api", "batch", "errors", "families", "corrections", "kl"}
+    assert files == {"__init__", "cli", "api", "batch", "errors", "families", "corrections", "kl", "testing"}
 
 
 def test_no_two_files_have_one_name():
@@ -114,9 +116,34 @@ import pgtoolkit.losses.kl
 from pgtoolkit.families import Cispo
 assert pgtoolkit.kl is pgtoolkit.losses.kl and pgtoolkit.kl.KL is KL
 assert pgtoolkit.families.Cispo is Cispo and pgtoolkit.corrections.TokenTruncate
+assert {"policy_loss", "testing", "StepTotals", "__version__"} <= set(dir(pgtoolkit))
+assert not hasattr(pgtoolkit, "polcy_loss")
 assert "torch" not in sys.modules
+assert {name for name in dir(pgtoolkit) if not hasattr(pgtoolkit, name)} == set()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("polcy_loss", r"no attribute 'polcy_loss'\. Did you mean 'policy_loss'\?$"),
+        ("from_paded", r"Did you mean 'from_padded'\?$"),
+        ("Trainer", r"no attribute 'Trainer'\. It has PolicyLoss, StepTotals, corrections"),
+        ("__wrapped__", r"no attribute '__wrapped__'$"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(wrong, message):
+    with pytest.raises(AttributeError, match=message):
+        getattr(pgtoolkit, wrong)
+
+
+def test_type_checkers_see_the_public_names():
+    tree = parsed(PACKAGE / "__init__.py")
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    names = {alias.name for node in block.body for alias in node.names}
+    assert names == set(pgtoolkit.__all__)
+    assert (PACKAGE / "py.typed").read_bytes() == b""
 
 
 def test_the_architecture_has_a_line_for_every_file():
