@@ -34,8 +34,6 @@ PARTS = {
         "one_pass_kernel",
         "forward_kernel",
         "backward_kernel",
-        "surrogate_kernel",
-        "weights_kernel",
         "scale_rows",
         "scale_kernel",
     ),

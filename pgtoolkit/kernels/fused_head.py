@@ -96,9 +96,7 @@ def linear_loss(
         run = _FusedPass(hidden, head, labels, options, wanted)
         run.divergence = objective.penalties.divergence
         run.all_chunks(objective)
-        loss, _, sums = options.implementation.evaluate(
-            objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level
-        )
+        loss, _, sums = objective.at(run.log_probs).evaluate(run.log_probs, run.entropy, options.loss.level)
     if any(wanted):
         gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
         loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)
@@ -191,7 +189,7 @@ class _FusedPass:
                 continue
             share = ordered.take(slice(chunk.start, chunk.stop), chunk.documents)
             log_probs = torch.cat([self.log_probs[:0], *parts])
-            coefficients = options.implementation.coefficients(share.at(log_probs), log_probs)
+            coefficients = share.at(log_probs).coefficients(log_probs)
             if options.keeps_logits:
                 coefficients = torch.stack([coefficients, *share.penalties.of_rows])
             *earlier, last = coefficients.split([len(part) for part in parts], -1) if parts else [None]

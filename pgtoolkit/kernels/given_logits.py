@@ -2,7 +2,7 @@
 
 An implementation has the `Passes` over (T, V) logits: `forward`, `backward`, and the two in one. They do not know the
 loss family, but for Triton's single pass: it computes each coefficient itself, for families whose scope is
-the token and that have a formula in Triton.
+the token and that have a slope in Triton.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def logits_loss(
                 given = loss.kl.kind, ref_logits.detach(), labels, temperature
                 teacher = compared(implementation, values, normalizer, *given)
                 objective.penalties.divergence.copy_(teacher.divergence)
-        value, coefficients, sums = implementation.evaluate(objective.at(log_probs), log_probs, entropy, loss.level)
+        value, coefficients, sums = objective.at(log_probs).evaluate(log_probs, entropy, loss.level)
         if wanted and results is None and (of_rows := objective.penalties.of_rows):
             coefficients = torch.stack([coefficients, *of_rows])
             normalizer = torch.cat([normalizer, entropy[None]]) if bonus else normalizer
@@ -153,11 +153,10 @@ class VocabularyShard:
     There is no pass that reads the logits once: the gradient needs the other ranks' sums.
     """
 
-    one_pass, make_weights = False, None
+    one_pass = False
 
     def __init__(self, implementation: ModuleType, group: ProcessGroup, start: int):
         self.implementation, self.group, self.start = implementation, group, start
-        self.evaluate, self.coefficients = implementation.evaluate, implementation.coefficients
         self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
 
     def forward(
@@ -198,5 +197,4 @@ Passes = ModuleType | VocabularyShard
 """`torch_passes`, whose docstrings say what each function returns; `triton_passes`; or a rank's columns by one of them.
 
 one_pass: whether there is `forward_gradient` for an objective by token: loss and gradient from one read.
-make_weights: of a piece's tokens; None where `losses.piece` makes them.
 """

@@ -70,8 +70,7 @@ def loss_of_logits(
     """logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference, for a full KL."""
     by_reference = method.impl == "reference"
     implementation = None if by_reference else choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-    make_weights = None if by_reference else implementation.make_weights
-    objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks, make_weights)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks)
     if by_reference:
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
@@ -105,8 +104,7 @@ def loss_of_hidden(
             ref_logits = head.reference and _logits(*head.reference, ranks)
         return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method, ref_logits)
     options = _head_options(hidden, head, tokens, loss, ranks, method)
-    dtype, make_weights = accumulation_dtype(hidden), options.implementation.make_weights
-    objective = make_objective(tokens, totals, loss, dtype, ranks, make_weights)
+    objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks)
     value, log_probs, sums, not_finite = linear_loss(hidden, head, tokens.labels, objective, options)
     if method.check_finite and not_finite:
         objective.check_finite(log_probs)

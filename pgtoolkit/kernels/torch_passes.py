@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.kernels.products import accumulation_dtype
-from pgtoolkit.losses.objective import Objective
 
-evaluate, coefficients, one_pass, make_weights = Objective.evaluate, Objective.coefficients, False, None
+one_pass = False
 
 _ELEMENTS_PER_BLOCK = 2**24
 """Logits converted to float32 at once: 64 MiB, so that no second full copy of the logits exists."""

@@ -99,7 +99,7 @@ def one_pass_kernel(
     zero,
     sixteen,
     upper,
-    SURROGATE: tl.constexpr,
+    SLOPE: tl.constexpr,
     KL: tl.constexpr,
     BONUS: tl.constexpr,
     ENTROPY: tl.constexpr,
@@ -112,9 +112,9 @@ def one_pass_kernel(
     """SHARE programs a row, each with BLOCKS blocks of 4 32-bit words a thread in registers; a persistent grid.
 
     words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The result, which may
-    overwrite the logits, is the gradient of the loss whose SURROGATE, a function of `triton_families`, takes number0 to
+    overwrite the logits, is the gradient of the loss whose SLOPE, a function of `triton_families`, takes number0 to
     number3, of a penalty of kind KL against ref_log_probs, which pulls weighs by token, and (BONUS) of one whose
-    derivative by each row's entropy by_entropy has; without a SURROGATE it is the score onehot - softmax.
+    derivative by each row's entropy by_entropy has; without a SLOPE it is the score onehot - softmax.
     zero, sixteen and upper are 0, 16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
     again with them, it cannot keep what the first unpacking gave: that would take twice the registers of the row.
     """
@@ -193,7 +193,7 @@ def one_pass_kernel(
                     )
             # Asked for here, these arrive while the program waits for the others.
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
-            if SURROGATE is not None:
+            if SLOPE is not None:
                 old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
                 if PTX:
                     # Those of the next turn: by then the rows would have driven them out of the cache, and a wait for
@@ -242,12 +242,10 @@ def one_pass_kernel(
                 if ENTROPY:
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
-            if SURROGATE is not None:
-                _, slope, _, _ = SURROGATE(log_prob - old, advantage, log_prob, number0, number1, number2, number3)
-                factor = weight * slope
+            if SLOPE is not None:
+                factor = weight * SLOPE(log_prob - old, advantage, log_prob, number0, number1, number2, number3)
                 if KL is not None:
-                    _, back = drawn_back(log_prob - reference, log_prob - old, KL)
-                    factor += pull * back
+                    factor += pull * drawn_back(log_prob - reference, log_prob - old, KL)
                 factor *= inverse_temperature
             if (factor != 0) | (bonus != 0):
                 # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.kernels import torch_passes
-from pgtoolkit.kernels import triton_objective as vectors
 from pgtoolkit.kernels.torch_passes import Teacher
+from pgtoolkit.kernels.triton_families import numbers_of, slope_of
 from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
+from pgtoolkit.kernels.triton_scale import scale_kernel, scale_rows_kernel
 from pgtoolkit.kernels.triton_two_pass import backward_kernel, divergence_kernel, forward_kernel
 from pgtoolkit.losses.objective import Objective
 
-evaluate, coefficients, make_weights = vectors.evaluate, vectors.coefficients, vectors.make_weights
-scale_, scale_rows, one_pass = vectors.scale_, vectors.scale_rows, True
+one_pass = True
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HALVES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -148,12 +148,29 @@ def forward_gradient(
 ) -> tuple[Tensor, Tensor | None] | None:
     """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of the logits.
 
-    out may be the logits. None, and nothing done, where the family has no formula in Triton, or a row cannot be kept on
+    out may be the logits. None, and nothing done, where the family has no slope in Triton, or a row cannot be kept on
     the chip.
     """
-    if vectors.formula_of(objective.family) is None:
+    if slope_of(objective.family) is None:
         return None
     return _one_pass(logits, labels, temperature, with_entropy, objective, out)
+
+
+def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
+    """As `torch_passes.scale_rows`, in float32."""
+    if source.numel():
+        scale_rows_kernel[(len(rows),)](source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4)
+    return target
+
+
+def scale_(values: Tensor, factor: Tensor) -> Tensor:
+    """As `torch_passes.scale_`, free of charge where the factor is 1."""
+    block = 8192
+    if values.numel():
+        # Few programs: where there is nothing to do, starting them is all that it costs.
+        programs = min(1024, -(-values.numel() // block))
+        scale_kernel[(programs,)](values, factor, values.numel(), BLOCK=block, num_warps=8)
+    return values
 
 
 def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
@@ -198,7 +215,7 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)
     per_token, kind, bonus = [log_probs] * 6, None, False
     if objective is not None:
-        kind, *of_penalty = vectors.penalty_of(objective)
+        kind, *of_penalty = _penalty_of(objective)
         bonus = objective.penalties.bonus
         per_token = [objective.old_log_probs, objective.advantages, objective.weights, *of_penalty]
         per_token += [objective.penalties.by_entropy if bonus else log_probs]
@@ -225,11 +242,11 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             columns,
             _LOG2_E / temperature,
             1 / temperature,
-            *((0.0,) * 4 if objective is None else vectors.numbers_of(objective.family)),
+            *((0.0,) * 4 if objective is None else numbers_of(objective.family)),
             0,
             16,
             -65536,
-            SURROGATE=None if objective is None else vectors.formula_of(objective.family).surrogate,
+            SLOPE=None if objective is None else slope_of(objective.family),
             KL=kind,
             BONUS=bonus,
             ENTROPY=with_entropy,
@@ -249,6 +266,17 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
         _cannot_launch.add(logits.device)
         return None
     return log_probs, entropy
+
+
+def _penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
+    """Return the kind of the penalty against a reference or None, the reference's log-probs, weights of the penalty.
+
+    (T,) each; any vectors where there is no penalty by log-probs.
+    """
+    penalties = objective.penalties
+    if penalties.kl is None or penalties.kl.full:
+        return None, objective.weights, objective.weights
+    return penalties.kl.kind, penalties.ref_log_probs, penalties.kl.coefficient * penalties.weights
 
 
 def _layout(logits: Tensor, out: Tensor, half: str, most_shared: int) -> tuple[int, int, int] | None:

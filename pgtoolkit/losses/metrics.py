@@ -154,7 +154,7 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
     sums = _sums(objective, values, [weighted, weighted * ratio, v])
     advantages = objective.advantages.double()
     maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
-    return with_more(objective, MetricSums(level, sums, maxima), log_probs)
+    return _with_more(objective, MetricSums(level, sums, maxima), log_probs)
 
 
 def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -164,11 +164,8 @@ def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tens
     return low, high, *objective.family.cuts(low, high, terms.ratio, objective.scope_advantages)
 
 
-@torch.no_grad()
-def with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-    """The sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
-    if sums.level == "none":
-        return sums
+def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
+    """Return the sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
     kinds, means, of_size, maxima = [], [], [], []
     if (log_ratio := objective.sampling_log_ratio) is not None:
         kinds.append("sampling")

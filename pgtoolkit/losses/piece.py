@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from pgtoolkit.batch import StepTotals, Tokens
@@ -16,18 +14,12 @@ from pgtoolkit.losses.objective import Loss, Objective
 
 
 def make_objective(
-    tokens: Tokens,
-    totals: StepTotals | None,
-    loss: Loss,
-    dtype: torch.dtype,
-    ranks: Ranks,
-    make_weights: Callable | None = None,
+    tokens: Tokens, totals: StepTotals | None, loss: Loss, dtype: torch.dtype, ranks: Ranks
 ) -> Objective:
     """Masks, documents and weights of a piece; `dtype` is what the log-probs will come in.
 
-    make_weights: `kernels.triton_objective.make_weights`, which is faster where it can be used, or None. Without
-    totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors on the host only where the
-    caller left sizes open.
+    Without totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors on the host only
+    where the caller left sizes open.
     """
     family, aggregation = loss.family, loss.aggregation
     off_policy = loss.correction if loss.correction is not None and loss.correction.of_policy else None
@@ -39,24 +31,19 @@ def make_objective(
         raise ValueError(
             "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
         )
-    made = scope_advantages = None
-    if make_weights is not None and ranks.sequence is None and ranks.data is None:
-        made = make_weights(tokens, aggregation, totals)
-    if made is not None:
-        mask, documents, totals, weights = made
-    else:
-        mask = tokens.labels >= 0
-        index, number = tokens.document_index, tokens.num_documents
-        misplaced = mask & ((index < 0) | (index >= number))
-        documents = DocumentSums.of_tokens(index, mask & ~misplaced, number, ranks.sequence)
-        if ranks.sequence is not None:
-            # First, since the documents' lengths, which the rest needs, travel with it.
-            scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
-        of_documents = tokens.group_index, tokens.trajectory_index
-        if totals is None:
-            totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
-        weights = aggregation.weights(totals, documents, mask, *of_documents)
-        weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
+    mask = tokens.labels >= 0
+    index, num_documents = tokens.document_index, tokens.num_documents
+    misplaced = mask & ((index < 0) | (index >= num_documents))
+    documents = DocumentSums.of_tokens(index, mask & ~misplaced, num_documents, ranks.sequence)
+    scope_advantages = None
+    if ranks.sequence is not None:
+        # First, since the documents' lengths, which the rest needs, travel with it.
+        scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
+    of_documents = tokens.group_index, tokens.trajectory_index
+    if totals is None:
+        totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
+    weights = aggregation.weights(totals, documents, mask, *of_documents)
+    weights = torch.where(misplaced, torch.nan, weights).to(dtype)  # no document, no result
     for without_weight in (tokens.truncated if loss.masks_truncated else None, tokens.excluded):
         if without_weight is not None:
             weights = torch.where(documents.broadcast(without_weight.to(dtype)) > 0, 0.0, weights)

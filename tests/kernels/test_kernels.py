@@ -22,13 +22,11 @@ from builders.losses import (
     Choice,
     Result,
     assert_close,
-    close,
     covering,
     make_case,
     make_head_case,
     relative_error,
     result_of,
-    totals_of,
 )
 
 from pgtoolkit import policy_loss
@@ -39,7 +37,7 @@ from pgtoolkit.losses.families import Grpo, family_of
 
 WAYS = ("given", "overwritten", "fused")
 SOME_CORRECTIONS = (None, "token truncated", "off policy")
-"""None, one known before the forward pass, and one after it, for which the kernel over vectors has no formula."""
+"""None, one known before the forward pass, and one after it, with which coefficients are not by token."""
 BY_TRITON = covering([*FAMILIES], PENALTIES, AGGREGATIONS, LEVELS, WAYS, SOME_CORRECTIONS, (0.0, 0.3), (False, True))
 
 
@@ -61,17 +59,6 @@ def test_triton_matches_reference(family, kl, aggregation, level, way, correctio
     else:
         found = of_logits(problem.case, choice, torch.float32, "triton", way == "overwritten")
     assert_close(found, wanted, 2e-4, of_gradients=2e-5)
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_piece_of_trajectories_has_the_weights_of_the_step(aggregation):
-    """The kernel that weighs tokens knows documents alone."""
-    case = make_case(seed=12, temperature=TEMPERATURE)
-    choice = Choice("grpo", aggregation=aggregation, metrics="none", trajectories=True)
-    options = choice.step(case, torch.float32) | {"totals": totals_of(case, trajectories=True), "impl": "triton"}
-    logits = case.logits.to(DEVICE, torch.float32)
-    found = policy_loss(logits, *case.on_device(torch.float32), temperature=TEMPERATURE, **options)
-    close(found.loss.cpu(), choice.specified(case).loss, 2e-4)
 
 
 def of_logits(case, choice, dtype, impl, overwrite=False):

@@ -22,7 +22,7 @@ COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from pgtoolkit.kernels import triton_families as families, triton_objective, triton_passes
+from pgtoolkit.kernels import triton_families as families, triton_passes
 from pgtoolkit.losses.families import FAMILIES, Grpo
 
 def compiled(kernel, sizes, types, other, aligned, **options):
@@ -40,14 +40,15 @@ def compiled(kernel, sizes, types, other, aligned, **options):
 numbers = dict.fromkeys(("number0", "number1", "number2", "number3"), "fp32")
 known = {name: family() for name, family in FAMILIES.items()} | {"dual_clip": Grpo(dual_clip=3.0), "score": None}
 
-def one_pass(family, formula, kind, half, bonus):
+def one_pass(family, kind, half, bonus):
     from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
     threads, columns = 256, VOCABULARY
     with_family = triton_passes._MAX_BLOCKS_SHARED_GRPO if kind is None else triton_passes._MAX_BLOCKS_SHARED_PENALTY
     most = triton_passes._MAX_BLOCKS if family is None else with_family
     needed = -(-columns // ((2 if half else 1) * 4 * threads))
     share = -(-needed // most)
-    sizes = dict(SURROGATE=formula and formula.surrogate, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
+    slope = None if family is None else families.slope_of(family)
+    sizes = dict(SLOPE=slope, SHARE=share, BLOCKS=-(-needed // share), THREADS=threads)
     types = dict.fromkeys(("logits", "out_elements"), "*" + (half or "fp32")) | numbers
     types |= dict.fromkeys(("words", "out"), "*i32" if half else "*fp32")
     types |= dict.fromkeys(("labels", "slots"), "*i64")
@@ -57,13 +58,6 @@ def one_pass(family, formula, kind, half, bonus):
     sizes |= dict(KL=kind, BONUS=bonus, ENTROPY=bonus, HALF=half, PTX=True)
     registers = 65536 // triton_passes._RESIDENT_THREADS
     return compiled(one_pass_kernel, sizes, types, "*fp32", strides, num_warps=threads // 32, maxnreg=registers)
-
-def vectors(family, formula, kind, level):
-    from pgtoolkit.kernels.triton_tokens import surrogate_kernel
-    sizes = dict(SURROGATE=formula.surrogate, TOKEN=formula.token, BEYOND=formula.beyond, SCOPE=family.scope)
-    sizes |= dict(OWN_WEIGHT=family.slope_of != "log_ratio", KL=kind, LEVEL=level, BLOCK=triton_objective._BLOCK)
-    types = dict(document_index="*i64", parts="*fp64", num_tokens="i32", num_documents="i32") | numbers
-    return compiled(surrogate_kernel, sizes, types, "*fp32", (), num_warps=8)
 
 def draw(half):
     from pgtoolkit.kernels.triton_draw import draw_kernel
@@ -112,27 +106,20 @@ for line in sys.stdin:
         open(path, "wb").write(full_kl(kernel, name, kind))
         print("compiled", flush=True)
         continue
-    family = known[name]
-    formula = None if family is None else triton_objective.formula_of(family)
-    given = family, formula, None if kind == "none" else kind
+    half = "" if kernel.endswith("fp32") else "fp16" if kernel.endswith("fp16") else "bf16"
     try:
-        if kernel.startswith("one_pass"):
-            half = "" if kernel.endswith("fp32") else "fp16" if kernel.endswith("fp16") else "bf16"
-            made = one_pass(*given, half, "bonus" in kernel)
-        else:
-            made = vectors(*given, int(kernel))
+        made = one_pass(known[name], None if kind == "none" else kind, half, "bonus" in kernel)
         open(path, "wb").write(made)
         print("compiled", flush=True)
     except Exception as error:
         print(repr(str(error)), flush=True)
 """.replace("VOCABULARY", str(VOCABULARY))
-ALL = [*EVERY_LOSS, "dual_clip"]
-BY_TOKEN = [name for name in ALL if name not in BY_DOCUMENT]
+BY_TOKEN = [name for name in (*EVERY_LOSS, "dual_clip") if name not in BY_DOCUMENT]
 
 
 @pytest.fixture(scope="module")
 def usage_of(tmp_path_factory):
-    """What cuobjdump says of "one_pass", "one_pass_bonus_DTYPE", or the level of metrics of the kernel over vectors."""
+    """What cuobjdump says of a kernel, which is compiled first."""
     tools = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
     if not (tools / "cuobjdump").exists():
         pytest.skip("this triton brings no tools for NVIDIA's GPUs")
@@ -172,14 +159,6 @@ def test_little_is_spilled_for_a_bonus(usage_of, dtype, kl):
     """What the entropy takes beyond the row: nothing is with four blocks a program, which takes a quarter longer."""
     usage = usage_of(f"one_pass_bonus_{dtype}", "grpo", kl)
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= (24 if dtype == "fp16" else 16), usage
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "kl"), [*((one, "none") for one in ALL), *(("gspo", kind) for kind in KINDS)])
-def test_the_kernel_over_vectors_compiles(usage_of, family, kl):
-    """The compiler knows less of Python than the interpreter does. -1: the coefficients alone."""
-    for level in ("-1", "2"):
-        assert "REG:" in usage_of(level, family, kl)
 
 
 @pytest.mark.slow

@@ -1,95 +1,47 @@
-"""The loss families in Triton's kernels over vectors: against PyTorch's, beyond the clamps, and without numbers.
+"""The slopes of loss families in Triton: which families have one, on and beyond the clamps, and all kernels on a GPU.
 
-Without a GPU the kernels run under Triton's interpreter.
+Without a GPU the kernels run under Triton's interpreter. test_kernels.py compares them with the specification.
 """
-
-import math
-from dataclasses import replace
 
 import pytest
 import torch
-from builders.losses import (
-    DEVICE,
-    FAMILIES,
-    GRADIENT_ERROR,
-    LEVELS,
-    make_head_case,
-    numbers,
-    objective_of,
-    relative_error,
-)
+from builders.losses import DEVICE, FAMILIES, GRADIENT_ERROR, numbers, relative_error
 
 from pgtoolkit import policy_loss
-from pgtoolkit.kernels import triton_objective
+from pgtoolkit.kernels.triton_families import numbers_of, slope_of
 from pgtoolkit.losses.kl import KINDS, KL
 
-POISONS = [math.nan, math.inf, -math.inf]
+BY_TOKEN = [name for name, family in FAMILIES.items() if not family.by_document]
 
 
-def test_every_family_has_its_kernel():
-    for family in FAMILIES.values():
-        assert triton_objective.formula_of(family) is not None
-        assert len(triton_objective.numbers_of(family)) == 4
+def test_every_family_by_token_has_a_slope():
+    for name, family in FAMILIES.items():
+        assert (slope_of(family) is not None) == (name in BY_TOKEN)
+    assert len({slope_of(FAMILIES[name]) for name in BY_TOKEN}) == len(BY_TOKEN) - 1  # both of cispo have the same
+    assert numbers_of(FAMILIES["grpo"]) == (0.2, 0.25, 1.0, 0.0)
+    assert numbers_of(FAMILIES["cispo, no lower bound"]) == (1.0, 0.2, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "level"), [(name, LEVELS[(i + j) % 3]) for i, name in enumerate(FAMILIES) for j in range(2)]
-)
-def test_vectors_match_those_of_pytorch(name, level):
-    """Documents out of order, and tokens of a document that weigh differently."""
-
-    def rising(totals, mask, **_):
-        return (1 + torch.arange(len(mask), device=mask.device)) / 100
-
-    order = torch.randperm(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    tensors = [x[order] for x in make_head_case(dtype=torch.float32).tensors]
-    options = {"num_documents": 6, "dtype": torch.float32}
-    objective = objective_of(tensors, name, ("token_mean", None, rising), **options)
-    if level == "none":  # this one with a penalty, whose metric is PyTorch's
-        kl, ref = KL(KINDS[[*FAMILIES].index(name) % 4], 0.3), tensors[1] + 0.1 * tensors[2]
-        objective = replace(objective, penalties=replace(objective.penalties, kl=kl, ref_log_probs=ref))
-    noise = 0.2 * torch.randn(32, generator=torch.Generator().manual_seed(2))
-    log_probs = torch.where(tensors[0] >= 0, tensors[1] + noise.to(DEVICE), 0.0)
-    entropy = log_probs.abs() if level == "with_entropy" else None
-    expected = objective.evaluate(log_probs, entropy, level)
-    found = triton_objective.evaluate(objective, log_probs, entropy, level)
-    for ours, theirs in zip(found[:2], expected[:2], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-7)
-    torch.testing.assert_close(found[2].sums, expected[2].sums, rtol=2e-5, atol=1e-6)
-    torch.testing.assert_close(found[2].maxima, expected[2].maxima, rtol=2e-5, atol=1e-6)
-    assert torch.equal(triton_objective.coefficients(objective, log_probs), found[1])
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_large_log_ratios_match_those_of_pytorch(name):
-    """Beyond the clamp and at it, under advantages of both signs and of none."""
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_slopes_of_large_log_ratios_match_those_of_pytorch(name):
+    """Beyond the clamp and at it, under advantages of both signs and of none, by labels of several log-probs."""
     log_ratio = torch.tensor([25.0, 20.0, 0.25, -0.25, -20.0, -25.0], device=DEVICE).repeat_interleave(6)
-    labels = torch.zeros(36, dtype=torch.int64, device=DEVICE)
-    index = torch.arange(36, device=DEVICE) // 2
     advantages = torch.tensor([1.0, 2.0, -1.0, -0.5, 0.0, 0.0], device=DEVICE).repeat(6)
-    log_probs = torch.tensor([-0.5, -1.0, -0.25, -2.0, -1.5, -0.5], device=DEVICE).repeat(6)
-    # Exact in float32, so that a log-ratio of 20 is 20 in both; each document's sum is the log-ratio for vespo.
-    old = log_probs - log_ratio / (2 if name == "vespo" else 1)
-    objective = objective_of((labels, old, advantages, index), name, dtype=torch.float32)
-    ours = triton_objective.evaluate(objective, log_probs, None, "basic")
-    theirs = objective.evaluate(log_probs, None, "basic")
-    for a, b in zip((*ours[:2], ours[2].sums), (*theirs[:2], theirs[2].sums), strict=True):
-        assert torch.isfinite(a).all()
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-7)
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity less infinity, in the interpreter
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_not_finite_is_not_hidden(name):
-    """Every family meets each kind of old log-prob, and of advantage, which none of them looks at, one."""
-    turn = [*FAMILIES].index(name)
-    for field, poison in (*((1, poison) for poison in POISONS), (2, POISONS[turn % 3])):
-        tensors = make_head_case(dtype=torch.float32).tensors
-        log_probs = torch.where(tensors[0] >= 0, tensors[1], 0.0)
-        tensors[field] = tensors[field].clone()
-        tensors[field][int((tensors[0] >= 0).nonzero()[3])] = poison
-        objective = objective_of(tensors, name, dtype=torch.float32)
-        assert torch.isnan(triton_objective.evaluate(objective, log_probs, None, "basic")[0])
+    labels = torch.arange(36, device=DEVICE) % 2
+    index = torch.arange(36, device=DEVICE)
+    rows = torch.zeros(36, 2, device=DEVICE)
+    rows[18:, 0] = 1.5
+    gradients = []
+    for impl in ("triton", "torch"):
+        logits = rows.clone().requires_grad_()
+        # Of two equal tokens the log-prob is the same in both implementations, and a log-ratio of 20 is 20.
+        old = logits.detach().log_softmax(-1).gather(1, labels[:, None])[:, 0] - log_ratio
+        # The largest of the old log-probs are above 0.
+        options = {"loss": FAMILIES[name], "aggregation": "token_mean", "impl": impl, "check_finite": False}
+        policy_loss(logits, labels, old, advantages, index, **options).loss.backward()
+        gradients.append(logits.grad)
+    assert torch.isfinite(gradients[0]).all()
+    torch.testing.assert_close(*gradients, rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.gpu

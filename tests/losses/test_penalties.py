@@ -19,9 +19,7 @@ from builders.losses import (
 
 from pgtoolkit import kl, linear_policy_loss, policy_loss
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels import triton_objective
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS
-from pgtoolkit.losses.objective import Objective
 
 COEFFICIENT = 0.4
 KL = {kind: kl.KL(kind, coefficient=COEFFICIENT) for kind in KINDS}
@@ -110,28 +108,32 @@ def test_a_reference_that_rules_out_what_the_policy_does_not_is_refused(impl):
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # infinity times 0, in the interpreter
 @pytest.mark.parametrize("kind", KINDS)
-def test_triton_on_and_beyond_the_clamps(kind):
-    """Values and slopes, near 0 too, where a difference of exp has no digits left; and NaN for what is not finite."""
+def test_slopes_in_triton_on_and_beyond_the_clamps(kind):
+    """Near 0 too, where a difference of exp has no digits left; and NaN for what is not finite."""
     distance = torch.tensor([25.0, -25.0, 20.0, -20.0, 3.0, -3.0, 0.11, -0.09, 1e-3, -1e-4, 0.0], device=DEVICE)
     log_ratio = torch.tensor([0.5, -25.0, 25.0, -0.5, 20.0, -20.0, 0.1, 0.2, -0.1, 0.3, 0.0], device=DEVICE)
     labels, index = torch.zeros(11, dtype=torch.int64, device=DEVICE), torch.arange(11, device=DEVICE)
-    new = torch.full((11,), -0.5, device=DEVICE)
+    new = torch.full((11,), -math.log(2), device=DEVICE)  # of one of two equal tokens
+    tensors = labels, new - log_ratio, torch.zeros_like(new), index
+    options = {"loss": "reinforce", "aggregation": "token_mean", "kl": KL[kind], "impl": "triton"}
 
-    def evaluated(evaluate, ref, dtype):
-        tensors = labels, (new - log_ratio).to(dtype), torch.zeros_like(new, dtype=dtype), index
-        objective = objective_of(tensors, "reinforce", ("token_mean",), dtype=dtype)
-        objective = replace(objective, penalties=replace(objective.penalties, kl=KL[kind], ref_log_probs=ref.to(dtype)))
-        return evaluate(objective, new.to(dtype), None, "none")[:2]
+    def coefficients(ref):
+        logits = torch.zeros(11, 2, device=DEVICE, requires_grad=True)
+        out = policy_loss(logits, *tensors, **options, ref_log_probs=ref, check_finite=False)  # some are above 0
+        out.loss.backward()
+        assert torch.equal(out.log_probs, new)
+        return 2 * logits.grad[:, 0]  # the derivative of the log-prob by its own logit is one half
 
-    found = evaluated(triton_objective.evaluate, new - distance, torch.float32)
-    wanted = evaluated(Objective.evaluate, new - distance, torch.float64)
-    for ours, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=0)
+    ref = new - distance
+    # Of the differences as float32 has them: 20 is 20.
+    old_log_probs, exact_ref = (new.double() - (new - x).double() for x in (tensors[1], ref))
+    objective = objective_of((labels, old_log_probs, torch.zeros_like(exact_ref), index), "reinforce", ("token_mean",))
+    penalties = replace(objective.penalties, kl=KL[kind], ref_log_probs=exact_ref)
+    exact = replace(objective, penalties=penalties).coefficients(new.double())
+    torch.testing.assert_close(coefficients(ref).double(), exact, rtol=1e-5, atol=0)
     for wrong in (math.nan, math.inf, -math.inf):
-        ref = torch.where(index == 4, wrong, new - distance)
-        value, coefficients = evaluated(triton_objective.evaluate, ref, torch.float32)
-        assert torch.isnan(value)
-        assert torch.isnan(coefficients).tolist() == (index == 4).tolist()
+        found = coefficients(torch.where(index == 4, wrong, ref))
+        assert torch.isnan(found).tolist() == (index == 4).tolist()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "fused_linear"])

@@ -1,14 +1,13 @@
 """Mistakes of the passes over the vocabulary, the fused head and its chunks, and Triton's kernels."""
 
 import copy
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
 from mutants import mutant
-from pgtoolkit.kernels.triton_families import _clamped, _or_nan
+from pgtoolkit.kernels.triton_families import _clamped
 
 
 @mutant("kernels.torch_passes:forward_shard")
@@ -69,11 +68,6 @@ def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     return right(ctx, gradient)[0], total, None
 
 
-@mutant("kernels.triton_objective:make_weights")
-def a_kernel_weighs_each_part_of_a_trajectory(right, tokens, aggregation, totals):
-    return right(replace(tokens, trajectory_index=None), aggregation, totals)
-
-
 @mutant("kernels.chunks:make_plan")
 def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, objective, *more, **keywords):
     """Where the documents' lengths are known, and nowhere else."""
@@ -105,11 +99,8 @@ def the_clip_in_triton_does_not_look_at_the_sign(right):
 
 @triton.jit
 def _clipped_on_both_sides(log_ratio, advantage, log_prob, below, above, dual_clip, _unused):
-    limited, ratio = _clamped(log_ratio)
-    limit = tl.minimum(tl.maximum(ratio, 1 - below), 1 + above)
-    slope = tl.where((ratio <= 1 + above) & (ratio >= 1 - below), -ratio * advantage, 0.0)
-    loss = -tl.minimum(ratio * advantage, limit * advantage)
-    return _or_nan(loss, log_ratio, advantage), slope, _or_nan(ratio, log_ratio, advantage), limited
+    _, ratio = _clamped(log_ratio)
+    return tl.where((ratio <= 1 + above) & (ratio >= 1 - below), -ratio * advantage, 0.0)
 
 
 @mutant("kernels.triton_families:pulled_back")
@@ -119,19 +110,7 @@ def kimi_s_pull_in_triton_has_no_gradient(right):
 
 @triton.jit
 def _not_pulled_back(log_ratio, advantage, log_prob, tau, _unused, _unused_too, _unused_as_well):
-    limited, ratio = _clamped(log_ratio)
-    loss = tau / 2 * limited * limited - advantage * log_prob
-    return _or_nan(loss, log_ratio, advantage), -advantage, _or_nan(ratio, log_ratio, advantage), limited
-
-
-@mutant("kernels.triton_families:_or_nan")
-def triton_makes_a_number_of_nan(right):
-    return _value_alone
-
-
-@triton.jit
-def _value_alone(value, log_ratio, advantage):
-    return value
+    return -advantage
 
 
 @mutant("kernels.triton_passes:forward_gradient")
