@@ -10,7 +10,7 @@ from benchmarks import recorded_index
 from benchmarks.kernels.__main__ import main
 from benchmarks.kernels.workloads import document_lengths, make_workload
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.losses.metrics import measure
+from pgtoolkit.losses.measure import measure
 
 
 @pytest.mark.slow

@@ -15,9 +15,10 @@ import pgtoolkit
 
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
-    *("errors", "batch", "losses", "families", "corrections", "kl", "kernels", "api", "testing", "adapters"),
+    *("errors", "completion", "batch", "losses", "families", "corrections", "kl", "kernels"),
+    *("api", "testing", "adapters"),
     *("ranks", "system", "runs", "config", "tracking"),
-    *("tasks", "sampling", "rollouts", "model", "training", "comparison", "launch", "cli"),
+    *("tasks", "model", "sampling", "rollouts", "training", "comparison", "launch", "cli"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 
@@ -96,9 +97,18 @@ def test_imports_run_downward():
             assert [one for one in own(imports(file)) if places[wing(one)] > place] == [], file
 
 
+def test_no_imports_go_round_in_a_circle():
+    """Wherever in a file they stand: within a function, or for types alone, as well."""
+    waiting = {module(file): own(imports(file)) - {module(file)} for file in FILES}
+    while free := {name for name, needed in waiting.items() if not needed & waiting.keys()}:
+        waiting = {name: needed for name, needed in waiting.items() if name not in free}
+    assert waiting == {}
+
+
 def test_few_files_stand_at_the_top():
     files = {path.stem for path in PACKAGE.glob("*.py")}
-    assert files == {"__init__", "cli", "api", "batch", "errors", "families", "corrections", "kl", "testing"}
+    public = {"families", "corrections", "kl", "testing"}
+    assert files == {"__init__", "cli", "api", "batch", "completion", "errors", *public}
 
 
 def test_no_two_files_have_one_name():

@@ -11,7 +11,7 @@ from torch import Tensor
 from pgtoolkit.comparison.tokens_step import MadeStep, Piece
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.metrics import clips
+from pgtoolkit.losses.measure import clips
 from pgtoolkit.losses.objective import Loss
 from pgtoolkit.losses.piece import make_objective
 

@@ -18,6 +18,7 @@ from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher, forward_score_, merge_shards
 from pgtoolkit.losses.exchange import gather_stacked
+from pgtoolkit.losses.measure import evaluate
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
 
@@ -76,7 +77,7 @@ def logits_loss(
                 given = loss.kl.kind, ref_logits.detach(), labels, temperature
                 teacher = compared(implementation, values, normalizer, *given)
                 objective.penalties.divergence.copy_(teacher.divergence)
-        value, coefficients, sums = objective.at(log_probs).evaluate(log_probs, entropy, loss.level)
+        value, coefficients, sums = evaluate(objective.at(log_probs), log_probs, entropy, loss.level)
         if wanted and results is None and (of_rows := objective.penalties.of_rows):
             coefficients = torch.stack([coefficients, *of_rows])
             normalizer = torch.cat([normalizer, entropy[None]]) if bonus else normalizer

@@ -21,8 +21,8 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
 
     Raises ConfigError where the task or the file cannot be used.
     """
+    from pgtoolkit.tasks.from_config import make_task
     from pgtoolkit.tasks.prompts import scored_by_nobody
-    from pgtoolkit.tasks.tasks import make_task
 
     composed = compose(overrides)
     report = Report([*composed.problems], usual=functools.partial(default, composed.config))

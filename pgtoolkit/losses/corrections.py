@@ -85,7 +85,7 @@ class Factors:
     @classmethod
     def of(cls, correction: Correction, log_ratio: Tensor, advantages: Tensor, documents: DocumentSums) -> Factors:
         """log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: over the scope."""
-        over = over_scope(correction, log_ratio, documents)
+        over = over_scope(correction.scope, log_ratio, documents)
         limited, distance = clamped(over), over.abs()
         of_tokens = limited if over is log_ratio else clamped(log_ratio)
         values, outside = correction.factors(limited, of_tokens, advantages)

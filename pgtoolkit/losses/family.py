@@ -20,7 +20,6 @@ from pgtoolkit.losses.checks import check_name, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pgtoolkit.losses.corrections import Correction
     from pgtoolkit.losses.documents import DocumentSums
 
 LOG_RATIO_LIMIT = 20.0
@@ -132,16 +131,20 @@ class Family:
         return low & (advantages != 0), high & (advantages != 0)
 
 
-def scope_mean(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean of each one's document for a family by document."""
-    return documents.broadcast(documents.mean(values)) if of.by_document else values
+def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """Return (T,) the values themselves for scope "token", else the mean of each one's document."""
+    if scope == "token":
+        return values
+    assert documents is not None
+    return documents.broadcast(documents.mean(values))
 
 
-def over_scope(of: Family | Correction, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """(T,) the values themselves, or the mean or the sum of each one's document, as the family's scope says."""
-    if of.scope == "document_sum":
+def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
+    """Return (T,) the values themselves, or the mean or the sum of each one's document, as the scope says."""
+    if scope == "document_sum":
+        assert documents is not None
         return documents.broadcast(documents.sum(values))
-    return scope_mean(of, values, documents)
+    return scope_mean(scope, values, documents)
 
 
 def configured(group: Any, kinds: dict[str, type]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,10 +11,6 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses.exchange import all_max, all_sum
-from pgtoolkit.losses.family import clamped, over_scope
-
-if TYPE_CHECKING:
-    from pgtoolkit.losses.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -125,89 +120,3 @@ class MetricSums:
         if totals.tokens_per_trajectory is not None:
             counts["num_trajectories"] = totals.num_trajectories
         return metrics | {name: torch.as_tensor(count) for name, count in counts.items() if count is not None}
-
-
-@torch.no_grad()
-def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-    """The metrics of the level, and of whatever else is known. log_probs: (T,); entropy: (T,), if it is measured."""
-    if level == "none":
-        sums = _sums(objective, [log_probs])
-        return MetricSums(level, sums, sums.new_empty(0))
-
-    family, terms = objective.family, objective.token_terms(log_probs)
-    ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
-    low, high, *cuts = clips(objective, log_probs)
-    values = [
-        log_probs,
-        objective.old_log_probs,
-        ratio,
-        objective.advantages,
-        log_ratio.expm1() - log_ratio,
-        low | high,
-        *cuts,
-        terms.clamped,
-    ]
-    if level == "with_entropy":
-        values.append(entropy)
-    v = objective.shares if family.by_document else objective.mask.double()
-    weighted = v * ratio
-    sums = _sums(objective, values, [weighted, weighted * ratio, v])
-    advantages = objective.advantages.double()
-    maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
-    return _with_more(objective, MetricSums(level, sums, maxima), log_probs)
-
-
-def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(T,) bool each: below and above the family's bounds; where the lower and the upper change the coefficient."""
-    terms = objective.token_terms(log_probs)
-    low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
-    return low, high, *objective.family.cuts(low, high, terms.ratio, objective.scope_advantages)
-
-
-def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-    """Return the sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
-    kinds, means, of_size, maxima = [], [], [], []
-    if (log_ratio := objective.sampling_log_ratio) is not None:
-        kinds.append("sampling")
-        limited, distance = clamped(log_ratio), log_ratio.abs().double()
-        means += [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
-        maxima += [distance]
-    if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
-        kinds.append("reference")
-        means += [objective.penalties.distance(log_probs)]
-    factors = objective.factors if objective.off_policy is None else objective.token_terms(log_probs).factors
-    if factors is not None:  # the last of them, since the sums of its sample size follow all means
-        kinds.append("correction")
-        rho = factors.values.double()
-        means += [rho, factors.outside, factors.clamped]
-        of_size += [rho, rho * rho, torch.ones_like(rho)]
-        maxima += [rho, -rho]
-    if not kinds:
-        return sums
-    largest = [_maxima(objective, maxima)] if maxima else []
-    joined = torch.cat([sums.sums, _sums(objective, means, of_size)]), torch.cat([sums.maxima, *largest])
-    return MetricSums(sums.level, *joined, tuple(kinds))
-
-
-def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
-    """(T,) bool: where the difference of old and sampling log-probs alone would make the family's clip act."""
-    family = objective.family
-    own, _ = family.token(log_ratio, objective.scope_advantages)
-    ratio = clamped(over_scope(family, own, objective.documents)).exp()
-    low, high = family.outside(ratio, log_ratio, objective.old_log_probs)
-    return low | high
-
-
-def _sums(objective: Objective, means: list[Tensor], others: list[Tensor] = ()) -> Tensor:
-    """The sum of each over trained tokens, of means times the tokens' shares of their documents."""
-    # All at once: on a GPU each operation on a vector costs the same, however little it does.
-    values = torch.where(objective.mask, torch.stack([x.double() for x in (*means, *others)]), 0.0)
-    values[: len(means)] *= objective.shares
-    return values.sum(1)
-
-
-def _maxima(objective: Objective, values: list[Tensor]) -> Tensor:
-    values = torch.stack([x.double() for x in values])
-    if not len(objective.mask):  # no maximum to take
-        return values.new_full((len(values),), -torch.inf)
-    return torch.where(objective.mask, values, -torch.inf).amax(1)

@@ -16,7 +16,7 @@ from pgtoolkit.losses.corrections import Correction, Factors
 from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.family import LOG_RATIO_LIMIT, Family, clamped, over_scope, scope_mean
 from pgtoolkit.losses.kl import KL, Penalties
-from pgtoolkit.losses.metrics import LEVELS, MetricSums, measure
+from pgtoolkit.losses.metrics import LEVELS
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Objective:
         """(T,) advantages of the tokens or of their documents, as the family has it; 0 where nothing is trained."""
         if self.known_scope_advantages is not None:
             return self.known_scope_advantages
-        return scope_mean(self.family, torch.where(self.mask, self.advantages, 0.0), self.documents)
+        return scope_mean(self.family.scope, torch.where(self.mask, self.advantages, 0.0), self.documents)
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of their sum by each log-prob.
@@ -150,12 +150,6 @@ class Objective:
     def coefficients(self, log_probs: Tensor) -> Tensor:
         """(T,) c_t alone."""
         return self.losses_and_coefficients(log_probs)[1]
-
-    def evaluate(self, log_probs: Tensor, entropy: Tensor | None, level: str) -> tuple[Tensor, Tensor, MetricSums]:
-        """(loss, coefficients, metric sums): 0-dim, (T,), and those of the level; entropy: (T,), if it has it."""
-        losses, coefficients = self.losses_and_coefficients(log_probs)
-        loss = self.penalties.with_rows(losses.sum(), entropy)
-        return loss, coefficients, measure(self, level, log_probs, entropy)
 
     @cached_property
     def shares(self) -> Tensor:
@@ -262,7 +256,7 @@ class Objective:
         terms, derivative = family.token(token_log_ratio, advantages)
         if derivative is not None:  # a clip, like the clamp below, would make a number of an infinite log-ratio
             terms = torch.where(torch.isfinite(token_log_ratio), terms, torch.nan)
-        unclamped = over_scope(family, terms, self.documents)
+        unclamped = over_scope(family.scope, terms, self.documents)
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
         log_ratio = torch.where(finite, clamped(unclamped), torch.nan)

@@ -38,7 +38,7 @@ def make_objective(
     scope_advantages = None
     if ranks.sequence is not None:
         # First, since the documents' lengths, which the rest needs, travel with it.
-        scope_advantages = scope_mean(family, torch.where(mask, advantages, 0.0), documents)
+        scope_advantages = scope_mean(family.scope, torch.where(mask, advantages, 0.0), documents)
     of_documents = tokens.group_index, tokens.trajectory_index
     if totals is None:
         totals, *of_documents = whole_step_totals(documents, *of_documents, ranks.data)
@@ -57,7 +57,7 @@ def make_objective(
     divergence = torch.zeros_like(weights) if loss.full_kl else None
     penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs, divergence)
     if off_policy is not None:
-        document_advantages = scope_mean(off_policy, torch.where(mask, advantages, 0.0), documents)
+        document_advantages = scope_mean(off_policy.scope, torch.where(mask, advantages, 0.0), documents)
     elif correction is not None:
         if sampling_log_ratio is None:
             raise ValueError(f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs")
@@ -72,7 +72,7 @@ def make_objective(
         old_log_probs,
         advantages,
         weights,
-        weights if own_slope else over_scope(family, weights, documents),
+        weights if own_slope else over_scope(family.scope, weights, documents),
         documents,
         totals,
         penalties,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.model.architectures import is_known
+from pgtoolkit.model.generate import generate
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.sampling.samplers import generate
 from pgtoolkit.system import model_folder
 
 _TO_PACK, _TO_USE, _COARSER = 5e-4, 5e-3, 0.3

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pgtoolkit.batch import Document
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.system.functions import ADVANTAGE_KEYWORDS, blaming, import_function
 from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.tasks import Prompt
 
 EPSILON = 1e-6
 EQUAL_REWARDS = 1e-6

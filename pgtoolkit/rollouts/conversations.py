@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pgtoolkit.completion import Message
 from pgtoolkit.config.schema_rollouts import TrainedTurns
 from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import first_line
-from pgtoolkit.tasks.between import ANSWER, QUESTION
-from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, Message, has_tools, messages_of
-from pgtoolkit.tasks.prompts import ChatTemplate
+from pgtoolkit.tasks.chat_template import ANSWER, QUESTION, ChatTemplate
+from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, has_tools, messages_of
 
 TEXTS = ("messages", "prompt", "completion")
 """Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of messages."""

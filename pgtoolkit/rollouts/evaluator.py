@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.batch import Document
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.evaluation_sets import powers_of_two, sampling
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import Config
@@ -22,9 +23,10 @@ from pgtoolkit.rollouts.group_rollouts import completed, requests_of, scored_gro
 from pgtoolkit.rollouts.kept_completions import row_of
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Prompt, Score, Task
+from pgtoolkit.tasks.tasks import Score, Task
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Evaluator:
 
     sets: list[PromptSet]
     sampler: Sampler
-    trained: Any
+    trained: TrainedPolicy
     rollout: PolicyRolloutConfig
     layout: Layout
     folder: Path

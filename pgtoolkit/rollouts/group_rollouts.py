@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from pgtoolkit.batch import Document
+from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
@@ -15,10 +16,8 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import are_equal
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
-from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Completion, Request
 
 
 def requests_of(task: TokenizedTask, prompts: Sequence[Prompt], count: int, seeds: Iterable[int]) -> list[Request]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pgtoolkit.batch import Document
+from pgtoolkit.completion import Prompt
 from pgtoolkit.rollouts.advantages import are_equal
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, read_completions, redacted, write_redacted
-from pgtoolkit.tasks.tasks import Prompt
 
 STEPS_PER_FILE = 100
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import LOST
+from pgtoolkit.sampling.trained_policy import TrainedPolicy
 
 _TEXT = 256
 """Tokens of the text at most."""
@@ -28,7 +28,7 @@ class Proof:
     tolerance: of the mean absolute difference; None: by the number type.
     """
 
-    def __init__(self, trained: Any, prompts: list[list[int]], room: int, tolerance: float | None):
+    def __init__(self, trained: TrainedPolicy, prompts: list[list[int]], room: int, tolerance: float | None):
         self._trained = trained
         self.tolerance = _TOLERANCE[trained.policy.compute_dtype] if tolerance is None else tolerance
         self.text = [token for prompt in prompts for token in prompt][: min(_TEXT, room - 1)]

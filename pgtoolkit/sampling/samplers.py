@@ -6,22 +6,24 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, NumericalError
+from pgtoolkit.model.generate import generate
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.sampling.draw import draw, uniform_numbers
-from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p, without_own_settings
+from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Completion, Request
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    pass
 
 log = logging.getLogger("pgtoolkit")
 
@@ -73,7 +75,7 @@ class TransformersSampler:
 
     tolerance = None
 
-    def __init__(self, policy: Any, config: Config):
+    def __init__(self, policy: Policy, config: Config):
         if policy.not_sampled is not None:
             needs = "a model that computes token by token, with a cache, what a forward pass computes"
             reason = "Completions would come from another distribution than the one that is trained."
@@ -255,46 +257,3 @@ class TransformersSampler:
         reason = "stop" if len(places) or stopped is not None else "length"
         length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
-
-
-@torch.no_grad()
-def generate(
-    policy: Any,
-    prompts: list[list[int]],
-    settings: GenerationConfig,
-    choose: Callable[[Tensor], Tensor],
-    fp32_lm_head: bool = False,
-    stopped: Callable[[Tensor, int], Tensor] | None = None,
-) -> Tensor:
-    """Return the tokens, (B, C), that transformers' own `generate` continues the prompts with.
-
-    settings: ends, padding and number of tokens; what draws is ignored. choose: the next tokens, (B,) int64, of their
-    logits, (B, V). stopped: which rows have ended otherwise, (B,) bool, given their new tokens, (B, C), and how many
-    of these it has not seen.
-    """
-    from transformers.generation import LogitsProcessorList
-
-    model = policy.model
-    longest = max(map(len, prompts))
-    tokens = torch.tensor([[settings.pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device)
-    attention_mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-
-    def chosen(_: Tensor, logits: Tensor) -> Tensor:
-        """Leave a token of each row, and no other choice."""
-        return torch.full_like(logits, -torch.inf).scatter_(-1, choose(logits)[:, None], 0.0)
-
-    # `generate` takes the likeliest of what is left: its own temperature and top_p would come after every processor
-    # that it is given, and its draws from the global random state alone.
-    settings = copy.deepcopy(settings)
-    settings.update(temperature=1.0, top_p=1.0, do_sample=False)
-    # Not transformers' own criterion for stop strings, which counts those that the prompt begins.
-    criteria = [] if stopped is None else [lambda written, *_, **__: stopped(written[:, longest:], 1)]
-    with policy.generating(fp32_lm_head), without_own_settings(model):
-        written = model.generate(
-            input_ids=tokens,
-            attention_mask=attention_mask,
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([chosen]),
-            stopping_criteria=criteria,
-        )
-    return written[:, longest:]

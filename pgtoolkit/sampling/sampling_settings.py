@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.system.model_folder import end_tokens
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def sampling_settings(policy: Any, rollout: PolicyRolloutConfig | RecordedRolloutConfig) -> GenerationConfig:
+def sampling_settings(policy: Policy, rollout: PolicyRolloutConfig | RecordedRolloutConfig) -> GenerationConfig:
     """How completions are sampled, for transformers; of the model's own settings only the ends are taken."""
     from transformers import GenerationConfig
 
@@ -48,19 +48,7 @@ def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
     return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
 
 
-@contextlib.contextmanager
-def without_own_settings(model):
-    """transformers fills what its caller leaves open from the model's settings: a repetition penalty, for one."""
-    from transformers import GenerationConfig
-
-    own, model.generation_config = model.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def ignored_settings(policy: Any, rollout: PolicyRolloutConfig) -> dict[str, Any]:
+def ignored_settings(policy: Policy, rollout: PolicyRolloutConfig) -> dict[str, Any]:
     """What of the model's own settings, from its generation_config.json, would sample differently.
 
     0 and 1 are taken for the values of settings that are off.

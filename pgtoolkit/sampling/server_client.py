@@ -15,12 +15,12 @@ import requests
 import torch
 from torch import Tensor
 
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.errors import SamplerLost, first_line
 from pgtoolkit.sampling.server_api import LOST, Call, Choice, Sampling
 from pgtoolkit.sampling.server_process import ServerProcess
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.background import in_background
-from pgtoolkit.tasks.tasks import Completion, Request
 
 _PATIENCE_SECONDS, _PAUSE = 30, 0.5
 """For how long a call that finds no connection, or a busy server (503), is made again, and after how long each time."""

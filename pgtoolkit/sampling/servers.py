@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.errors import SamplerLost
@@ -28,12 +29,12 @@ from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.server_api import Sampling, plan
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_process import ServerProcess, own_environment, reserve_port
+from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
 from pgtoolkit.system.background import in_background
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Completion, Request
 
 log = logging.getLogger("pgtoolkit")
 
@@ -54,7 +55,7 @@ class ServerSampler:
         self,
         api: Vllm,
         config: Config,
-        trained: Any,
+        trained: TrainedPolicy,
         layout: Layout,
         prompts: list[list[int]],
         room: int,

@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
-from pgtoolkit.tasks.tasks import Request
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The variable that says which of its two parts that run the model vLLM uses."""

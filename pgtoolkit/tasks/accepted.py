@@ -6,11 +6,11 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.rules.task import VERIFIERS
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.process_pool import Failure
-from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import PromptsTask
 from pgtoolkit.tasks.verifiers import Named, math_golds
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from pgtoolkit.completion import Message
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.prompt_rows import Message
-
-if TYPE_CHECKING:
-    from pgtoolkit.tasks.prompts import ChatTemplate
-
-QUESTION, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "the answer of a model"}
-"""Messages to see what a template makes of them."""
+from pgtoolkit.tasks.chat_template import ANSWER, QUESTION, ChatTemplate
 
 
 class Between:

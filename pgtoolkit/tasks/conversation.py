@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pgtoolkit.completion import Completion, Message, Prompt
 from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
-from pgtoolkit.tasks.prompt_rows import Message, Prompt
-from pgtoolkit.tasks.tasks import Completion, Once, PromptRows, Score, Seeds, Task
+from pgtoolkit.tasks.tasks import Once, PromptRows, Score, Seeds, Task
 from pgtoolkit.tasks.verifiers import as_number, is_nothing
 
 if TYPE_CHECKING:

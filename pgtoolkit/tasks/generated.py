@@ -10,8 +10,8 @@ import string
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig
-from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.tasks import Score, Task
 
 _SHARE = 8

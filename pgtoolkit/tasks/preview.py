@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
 from pgtoolkit.tasks.accepted import FIRST
+from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
-from pgtoolkit.tasks.prompt_rows import Prompt
-from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of, scored_by_nobody, tiny_tokenizer
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.from_config import make_task
+from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
 
 _AS_TEXTS = ("exact_match", "regular_expression")
 """Verifiers that compare an answer with what was written, sign by sign."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.plain_files import json_object
 from pgtoolkit.system.report import refusal, text
-
-Message = dict[str, Any]
-"""{"role": ..., "content": ...}, and whatever else a chat template reads."""
 
 _VERL = "reward_model"
 """The column in which verl keeps the answer, as `ground_truth`."""
@@ -28,22 +25,6 @@ UNUSED_TOOLS = (
 
 _USUAL = ("train", "test", "validation", "valid", "dev", "eval")
 """Names of splits; a folder with files of several is not meant as a whole."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such as `a.jsonl:12`.
-
-    messages: of a chat, whose last content is the text; None where the prompt is a text.
-    seed: of a conversation, below 2^32, for what its environment draws; the same whenever the prompt comes again.
-    """
-
-    text: str
-    answer: str
-    index: int
-    place: str
-    messages: tuple[Message, ...] | None = None
-    seed: int = 0
 
 
 def prompt_files(path: str, split: str | None) -> list[Path]:

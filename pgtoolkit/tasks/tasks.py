@@ -7,63 +7,24 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.evaluation_sets import QUESTIONS
 from pgtoolkit.config.schema_tasks import (
     ConversationTaskConfig,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
-    TaskConfig,
 )
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
 from pgtoolkit.tasks.process_pool import Failure, Processes
-from pgtoolkit.tasks.prompt_rows import Prompt, read_prompts
+from pgtoolkit.tasks.prompt_rows import read_prompts
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 
 if TYPE_CHECKING:  # `pgtk check` does without torch
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt to be completed.
-
-    tokens: the prompt's token ids. completions: how many completions of it are wanted.
-    seed: of this prompt in this run, below 2^32: with the number of a completion it decides all that is drawn for it.
-    max_tokens: of a completion, where that is less than the sampler's own number; None: that.
-    prompt: whose tokens these are, for whoever scores the completions.
-    """
-
-    tokens: list[int]
-    completions: int
-    seed: int
-    max_tokens: int | None = None
-    prompt: Prompt | None = None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a sampler wrote after one prompt.
-
-    tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string (`StopStrings`),
-        whichever comes first, and with it.
-    log_probs: (N,) float32, of each drawn token under the distribution it was sampled from: tempered, and renormalised
-        if top_p cuts it.
-    finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the longest allowed.
-    model_version: of the weights that wrote it, as `publish` was told.
-    drawn: (C,) bool, False for what an environment said; None: the model drew all tokens, and N = C.
-    conversation: of a task of several turns, what its score is made of.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    finish_reason: Literal["stop", "length"]
-    model_version: int
-    drawn: Tensor | None = None
-    conversation: Any = None
+    pass
 
 
 @dataclass(frozen=True)
@@ -113,24 +74,6 @@ class Task(Protocol):
 
 Once = Callable[[Callable[[], Any]], Any]
 """Calls what reads or measures files, on some ranks, and gives all what it returns."""
-
-
-def make_task(config: TaskConfig, seed: int, once: Once = lambda read: read(), held_out: bool = False) -> Task:
-    """The task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
-
-    held_out: of a task that divides its problems itself, those that training never asks.
-    """
-    if config.name == "prompts":
-        return PromptsTask(config, seed, once)
-    if config.name in ("chain_sum", "shortest_path"):
-        from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask  # not above: it imports this file
-
-        return {"chain_sum": ChainSumTask, "shortest_path": ShortestPathTask}[config.name](config, seed, held_out)
-    if config.name in ("conversation", "guess"):
-        from pgtoolkit.tasks.conversation import ConversationTask  # which is made of what is below
-
-        return ConversationTask(config, seed, once)
-    return {"reverse": ReverseTask, "reasoning_gym": ReasoningGymTask}[config.name](config, seed)
 
 
 class ReverseTask(Task):

@@ -32,7 +32,7 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.system.report import Report, refusal
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.frameworks import lightning
 from pgtoolkit.training.machine import devices
 from pgtoolkit.training.module import PolicyGradientModule

@@ -18,7 +18,7 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.build import accelerator, begin, policy_of
 from pgtoolkit.training.module import PolicyGradientModule

@@ -31,8 +31,8 @@ from pgtoolkit.runs.records import best_checkpoint, read_config, read_data, read
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, shell_path
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import scored_by_nobody
-from pgtoolkit.tasks.tasks import make_task
 from pgtoolkit.tracking.description import describe
 from pgtoolkit.training.checkpoint import (
     list_checkpoints,

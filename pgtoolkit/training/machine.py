@@ -220,8 +220,9 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str) -> Report:
     no_template: the setting that leaves chat messages without a template, if any.
     """
     from pgtoolkit.tasks.accepted import notes_on_answers
+    from pgtoolkit.tasks.from_config import make_task
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
-    from pgtoolkit.tasks.tasks import PromptsTask, make_task
+    from pgtoolkit.tasks.tasks import PromptsTask
 
     config, report = pickle.loads(pickled), Report()
     with _added_to(report):
@@ -256,7 +257,7 @@ def _tokenizer(model: ModelConfig, task: TaskConfig, seed: int) -> tuple[Any, li
     """Return the model's tokenizer, and its end-of-sequence tokens; task, seed: of the run."""
     if model.name == "tiny":
         from pgtoolkit.model.setup import character_tokenizer
-        from pgtoolkit.tasks.tasks import make_task
+        from pgtoolkit.tasks.from_config import make_task
 
         tokenizer = character_tokenizer(make_task(task, seed).alphabet)
         return tokenizer, [tokenizer.eos_token_id]
@@ -291,8 +292,9 @@ _PROMPTS_TRIED = 1000
 
 @functools.cache  # the jobs of a sweep share it
 def _error_of_tokens(_directory: str, pickled: bytes) -> str | None:
-    from pgtoolkit.tasks.prompts import TokenizedTask, chat_of, scored_by_nobody
-    from pgtoolkit.tasks.tasks import make_task
+    from pgtoolkit.tasks.chat_template import chat_of
+    from pgtoolkit.tasks.from_config import make_task
+    from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody
 
     model, trained, trained_seed, chosen, seed, stop, template, is_held_out = pickle.loads(pickled)
     report = Report()

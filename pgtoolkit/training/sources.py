@@ -25,10 +25,12 @@ from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.model_folder import end_tokens
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.conversation import ConversationTask
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.preview import notes_on_rows
-from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
-from pgtoolkit.tasks.tasks import Task, make_task
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.tasks import Task
 from pgtoolkit.training.data import record_rollouts
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import write_settings

@@ -6,7 +6,7 @@ import json
 
 from keys import key, module_and_steps
 from pgtoolkit.runs.completion_files import read_completions
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.evaluation import Evaluations
 
 FEW = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.completions_per_prompt=2")

@@ -15,7 +15,7 @@ from keys import (
     recorded,
     rows_file,
 )
-from pgtoolkit.tasks.tasks import make_task
+from pgtoolkit.tasks.from_config import make_task
 
 
 def sampled(*overrides):

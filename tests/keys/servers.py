@@ -9,10 +9,10 @@ from builders.runs import config_of, sampler_of
 from omegaconf import OmegaConf
 
 from keys import key, settings
+from pgtoolkit.completion import Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.sampling.server_api import plan
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 

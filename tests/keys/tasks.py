@@ -15,9 +15,10 @@ import torch
 
 from keys import key, module_of
 from keys.rollouts import prompt_of, sampled
+from pgtoolkit.completion import Completion
 from pgtoolkit.errors import DataError
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Completion, make_task
 
 
 def task_of(*overrides):

@@ -9,9 +9,9 @@ from builders.runs import SHORT, config_of, sampler_of
 from model.spread import documents, packed
 from omegaconf import OmegaConf
 
+from pgtoolkit.completion import Request
 from pgtoolkit.model import attention
 from pgtoolkit.model.attention import Documents, by_document
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 QUERIES, KEYS = [3, 5, 1, 0, 40], [7, 5, 1, 0, 40]

@@ -10,9 +10,9 @@ from builders.runs import config_of, sampler_of, with_model
 from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document, pack
+from pgtoolkit.completion import Request
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import build_policy
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 WIDTH = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": None}

@@ -64,13 +64,15 @@ def padding_belongs_to_its_document(right, cls, document_index, mask, num_docume
 
 
 @mutant("losses.family:scope_mean")
-def a_document_has_the_advantages_of_its_tokens(right, of, values, documents):
+def a_document_has_the_advantages_of_its_tokens(right, scope, values, documents):
     return values
 
 
 @mutant("losses.family:over_scope")
-def a_product_over_the_document_is_its_mean(right, of, values, documents):
-    return documents.broadcast(documents.mean(values)) if of.scope == "document_sum" else right(of, values, documents)
+def a_product_over_the_document_is_its_mean(right, scope, values, documents):
+    if scope == "document_sum":
+        return documents.broadcast(documents.mean(values))
+    return right(scope, values, documents)
 
 
 # Families.
@@ -203,6 +205,6 @@ def extrema_of_one_rank(right, self, loss, group):
     return loss, replace(sums, maxima=self.maxima)
 
 
-@mutant("losses.metrics:_maxima")
+@mutant("losses.measure:_maxima")
 def extrema_begin_from_zero(right, objective, values):
     return right(objective, values).clamp(min=0.0)

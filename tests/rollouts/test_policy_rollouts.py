@@ -7,12 +7,13 @@ import torch
 from builders.runs import SHORT, config_of
 from omegaconf import OmegaConf
 
+from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import END, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Completion, Request, make_task
 from pgtoolkit.training.build import build
 
 TEXTS = ("", "12", "4321", "123")

@@ -21,12 +21,12 @@ from omegaconf import OmegaConf
 
 from pgtoolkit.batch import pack
 from pgtoolkit.comparison.tokens_step import make_again
+from pgtoolkit.completion import Request
 from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.train import train
 
 ENVIRONMENTS = "tasks.environments_for_tests"

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from pgtoolkit.completion import Request
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
 from pgtoolkit.sampling.server_api import Call, Sampling
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
-from pgtoolkit.tasks.tasks import Request
 
 
 def update(module, size: float = 0.05) -> None:

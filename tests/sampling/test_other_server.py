@@ -14,10 +14,10 @@ from builders.vllm_servers import COMMAND, gone, processes_of
 from omegaconf import OmegaConf
 from sampling.server_checks import assert_trained, update
 
+from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import Call, Choice
 from pgtoolkit.sampling.servers import ServerSampler
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.state import write_settings
 

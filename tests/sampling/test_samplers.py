@@ -12,9 +12,9 @@ from builders.runs import config_of, metrics_of, sampler_of, with_model
 from omegaconf import OmegaConf
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
+from pgtoolkit.completion import Request
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.sampling.samplers import TransformersSampler
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 

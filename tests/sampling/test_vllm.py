@@ -18,10 +18,10 @@ from builders.vllm_servers import COMMAND, processes_of
 from omegaconf import OmegaConf
 from sampling.server_checks import assert_trained, update
 
+from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu")

@@ -20,10 +20,10 @@ from builders.shared_servers import ENDS, STARTS, TOKENS, SharedServers, save_ll
 from builders.vllm_servers import gone
 from sampling.server_checks import ARRIVING, ASKED, assert_trained, otherwise, share_of_equal, spoil, trained, update
 
+from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
-from pgtoolkit.tasks.tasks import Request
 
 PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
 REQUESTS = [Request(prompt, 2 + i % 3, seed=1000 + 97 * i) for i, prompt in enumerate(PROMPTS)]

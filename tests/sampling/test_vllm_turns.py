@@ -18,10 +18,10 @@ from sampling.server_checks import update
 from transformers import AutoModelForCausalLM
 
 from pgtoolkit.batch import Document, pack
+from pgtoolkit.completion import Prompt
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.tasks.environments import Guess
-from pgtoolkit.tasks.prompt_rows import Prompt
 from pgtoolkit.tasks.shuffle import seed_of
 
 TALK = ("task=guess", "rollout.max_completion_length=40", "optimizer.warmup_steps=0")

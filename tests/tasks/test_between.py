@@ -6,7 +6,7 @@ from tasks.test_chat import CHATML, LLAMA, tokenizer_of
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.between import Between
-from pgtoolkit.tasks.prompts import ChatTemplate
+from pgtoolkit.tasks.chat_template import ChatTemplate
 
 START = ({"role": "user", "content": "6 * 7?"},)
 MORE = {"role": "user", "content": "And 5?"}

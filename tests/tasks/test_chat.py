@@ -10,13 +10,14 @@ from omegaconf import OmegaConf
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from pgtoolkit.completion import Prompt, Request
 from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, VerifierFailure
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
+from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
 from pgtoolkit.tasks.preview import preview
-from pgtoolkit.tasks.prompts import ChatTemplate, TokenizedTask, chat_of
+from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Prompt, Request
 from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 

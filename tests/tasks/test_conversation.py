@@ -9,12 +9,12 @@ import torch
 from builders.runs import config_of
 from omegaconf import OmegaConf
 
+from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.group_rollouts import whole
 from pgtoolkit.tasks import process_pool
-from pgtoolkit.tasks.prompt_rows import Prompt
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.shuffle import seed_of
-from pgtoolkit.tasks.tasks import Completion, make_task
 
 COUNTING = "tasks.environments_for_tests.Counting"
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.generated import is_held_out
-from pgtoolkit.tasks.prompt_rows import Prompt
-from pgtoolkit.tasks.tasks import make_task
 
 
 def chain_sum(seed=0, held_out=False, **sizes):

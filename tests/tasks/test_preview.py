@@ -6,9 +6,10 @@ from omegaconf import OmegaConf
 from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
 
 from pgtoolkit.cli import main
+from pgtoolkit.completion import Prompt
+from pgtoolkit.tasks.chat_template import chat_of
 from pgtoolkit.tasks.preview import notes_on_rows
-from pgtoolkit.tasks.prompts import TokenizedTask, chat_of
-from pgtoolkit.tasks.tasks import Prompt
+from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.training.build import build
 
 

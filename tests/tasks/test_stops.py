@@ -10,10 +10,11 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pgtoolkit.completion import Completion, Prompt, Request
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.tasks.prompts import TokenizedTask
 from pgtoolkit.tasks.stops import StopStrings
-from pgtoolkit.tasks.tasks import Completion, Prompt, Request, Score
+from pgtoolkit.tasks.tasks import Score
 from pgtoolkit.training.build import build
 
 TEXTS = ["the answer is </answer> and </think>", "ünï🎉 wörld", "a\n\nb", "so so so"] * 8

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import (
     Chat,
     PromptsTaskConfig,
@@ -16,8 +17,8 @@ from pgtoolkit.config.schema_tasks import (
 )
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
+from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask
-from pgtoolkit.tasks.tasks import Prompt, make_task
 
 
 def prompts_config(path, **changes):

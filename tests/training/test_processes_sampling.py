@@ -12,11 +12,11 @@ from builders.processes import layout, world
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from omegaconf import OmegaConf
 
+from pgtoolkit.completion import Request
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
-from pgtoolkit.tasks.tasks import Request
 from pgtoolkit.training.build import build
 
 pytestmark = pytest.mark.slow  # ranks are processes

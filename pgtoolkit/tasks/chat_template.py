@@ -1,0 +1,110 @@
+"""The chat template of a model's tokenizer: what it writes, and what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pgtoolkit.completion import Prompt
+from pgtoolkit.config.schema_tasks import Chat, TaskConfig
+from pgtoolkit.errors import ConfigError, first_line
+from pgtoolkit.system.report import refusal
+
+QUESTION, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "the answer of a model"}
+"""Messages to see what a template makes of them."""
+
+_SHORT = 3
+"""Characters of what a template may write that stand in many texts."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, under the system message of a run; system_prompt: None for none of its own."""
+
+    def __init__(self, tokenizer, system_prompt: str | None = None):
+        self._tokenizer = tokenizer
+        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+
+    def under_system(self, messages: Sequence[dict]) -> list[dict]:
+        """Messages under the run's own. ValueError for two of the system."""
+        if self._system and messages[0]["role"] == "system":
+            raise ValueError("it has a system message of its own beside task.system_prompt")
+        return [*self._system, *messages]
+
+    def text(self, messages: Sequence[dict], goes_on: bool = False) -> str:
+        """What the template writes; goes_on: with the beginning of an answer. ValueError says why it writes nothing."""
+        try:
+            return self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=goes_on)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"one that says: {first_line(error)}") from error
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
+
+        What the template writes is all there is: the tokenizer adds no token of the beginning to the template's own.
+        ValueError for a system message that it leaves out.
+        """
+        conversations = [self.under_system(one.messages or [QUESTION | {"content": one.text}]) for one in prompts]
+        first = next((messages[:1] for messages in conversations if messages[0]["role"] == "system"), None)
+        if first and (got := self.problem(first)):
+            raise ValueError(f"it has a system message, and the chat template is {got}")
+        return self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True)["input_ids"]
+
+    def problem(self, system: list[dict] | None = None) -> str | None:
+        """Why the template leaves a system message out, if it does; None: that of the run."""
+        system = self._system if system is None else system
+        try:
+            shown = self.text([*system, QUESTION])
+        except ValueError as error:
+            return str(error)
+        # Templates strip white space around a message.
+        return None if not system or system[0]["content"].strip() in shown else "one that leaves it out"
+
+    def notes(self, ends: Sequence[int]) -> list[str]:
+        """Return what may surprise of the template; ends: ids of the end-of-sequence tokens."""
+        notes = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
+        after = self._after_answer()
+        tokens = self._tokenizer(after, add_special_tokens=False)["input_ids"]
+        if tokens and not set(tokens) & set(ends):
+            notes.append(
+                f"the chat template ends an answer with {after[:40]!r}, which holds no end-of-sequence token of the "
+                "model: completions may go on after their answer. Add the id of the token that ends an answer to "
+                "eos_token_id in generation_config.json."
+            )
+        if "strftime_now" in self._tokenizer.get_chat_template():
+            notes.append("the chat template writes today's date: on another day the same prompt has other tokens.")
+        return notes
+
+    def _after_answer(self) -> str:
+        try:
+            shown = self.text([QUESTION, ANSWER])
+        except ValueError:  # it has no place for answers, so that it ends none
+            return ""
+        return shown.rpartition(ANSWER["content"])[2]
+
+    def marks(self) -> list[str]:
+        """Return texts by which a prompt is known that is written with the template already."""
+        asked = QUESTION | {"content": ANSWER["content"]}
+        try:
+            before, _, after = self.text([asked], goes_on=True).partition(ANSWER["content"])
+        except ValueError:  # one for other conversations
+            return []
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        special = dict.fromkeys([*self._tokenizer.all_special_tokens, *added])
+        written = [token for token in special if token in before + after]
+        pieces = [piece.strip() for piece in (before, after)]
+        return written + [piece for piece in pieces if len(piece) > _SHORT]
+
+
+def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
+    """The template that prompts go through; None where they are texts alone.
+
+    Raises ConfigError where task.system_prompt would be ignored.
+    """
+    system = getattr(task, "system_prompt", None)
+    template = None
+    if getattr(task, "chat", Chat.never) == Chat.auto and tokenizer.chat_template:
+        template = ChatTemplate(tokenizer, system)
+    if system is not None and (got := "none" if template is None else template.problem()):
+        needs, reason = "a chat template that has a place for it", "It would be ignored."
+        setting, use = f"task.system_prompt={system:.40}", "task.system_prompt=null, and instructions in the prompts"
+        raise ConfigError(refusal(setting, needs, got, reason, use))
+    return template

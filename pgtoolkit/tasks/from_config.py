@@ -1,0 +1,38 @@
+"""The task that a configuration describes."""
+
+from __future__ import annotations
+
+from pgtoolkit.config.schema_tasks import (
+    ChainSumTaskConfig,
+    ConversationTaskConfig,
+    GuessTaskConfig,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    ReverseTaskConfig,
+    ShortestPathTaskConfig,
+    TaskConfig,
+)
+from pgtoolkit.tasks.conversation import ConversationTask
+from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask
+from pgtoolkit.tasks.tasks import Once, PromptsTask, ReasoningGymTask, ReverseTask, Task
+
+
+def make_task(config: TaskConfig, seed: int, once: Once = lambda read: read(), held_out: bool = False) -> Task:
+    """Return the task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
+
+    held_out: of a task that divides its problems itself, those that training never asks.
+    """
+    match config:
+        case PromptsTaskConfig():
+            return PromptsTask(config, seed, once)
+        case ConversationTaskConfig() | GuessTaskConfig():
+            return ConversationTask(config, seed, once)
+        case ChainSumTaskConfig():
+            return ChainSumTask(config, seed, held_out)
+        case ShortestPathTaskConfig():
+            return ShortestPathTask(config, seed, held_out)
+        case ReasoningGymTaskConfig():
+            return ReasoningGymTask(config, seed)
+        case ReverseTaskConfig():
+            return ReverseTask(config, seed)
+    raise TypeError(f"no task is known for {type(config).__name__}")
