@@ -39,6 +39,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
+    if name in __all__:
+        from pgtoolkit.command import other_project
+
+        if problem := other_project():
+            raise ImportError(problem)
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _MODULES:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf, open_dict
 
 from pgtoolkit.cli import COMMANDS, main
@@ -170,6 +171,25 @@ def test_each_command_has_a_help_of_its_own(capsys):
         assert capsys.readouterr().out.startswith(f"usage: pgtk {command} ")
     main(["sweep", "-h"])
     assert {"loss_by_aggregation,", "--fail-fast:"} <= {*capsys.readouterr().out.split()}
+
+
+def test_help_lists_every_flag(capsys):
+    """Those of Hydra's parser that pgtk does not refuse, and of each command those that are read for it."""
+    flags = {name for action in get_args_parser()._actions for name in action.option_strings if name.startswith("--")}
+    refused = {"--config-path", "--config-name", "--experimental-rerun"}  # tests below see them refused
+    of_no_use = {"--help", "--hydra-help", "--run"}
+    page = help_page(COMMANDS)
+    assert {flag for flag in flags | {"--fail-fast"} if flag not in page} == refused | of_no_use
+    pages = {}
+    for command in ("sweep", "check", "resume", "continue"):
+        main([command, "--help"])
+        pages[command] = {*re.findall(r"^(?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)}
+    assert pages == {
+        "sweep": {"--fail-fast", "--config-dir"},
+        "check": {"--multirun", "--config-dir"},
+        "resume": {"--step"},
+        "continue": {"--config-dir"},
+    }
 
 
 def test_help_loads_nothing(tmp_path):

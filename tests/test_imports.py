@@ -4,6 +4,7 @@ import ast
 import collections
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ ORDER = (
     *("errors", "completion", "batch", "losses", "families", "corrections", "kl", "kernels"),
     *("api", "testing", "adapters"),
     *("ranks", "system", "runs", "config", "tracking"),
-    *("tasks", "model", "sampling", "rollouts", "training", "comparison", "launch", "cli"),
+    *("tasks", "model", "sampling", "rollouts", "training", "comparison", "launch", "cli", "command"),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 
@@ -108,7 +109,7 @@ def test_no_imports_go_round_in_a_circle():
 def test_few_files_stand_at_the_top():
     files = {path.stem for path in PACKAGE.glob("*.py")}
     public = {"families", "corrections", "kl", "testing"}
-    assert files == {"__init__", "cli", "api", "batch", "completion", "errors", *public}
+    assert files == {"__init__", "cli", "command", "api", "batch", "completion", "errors", *public}
 
 
 def test_no_two_files_have_one_name():
@@ -146,6 +147,25 @@ assert {name for name in dir(pgtoolkit) if not hasattr(pgtoolkit, name)} == set(
 def test_a_wrong_name_is_answered_with_the_nearest(wrong, message):
     with pytest.raises(AttributeError, match=message):
         getattr(pgtoolkit, wrong)
+
+
+@pytest.mark.parametrize(
+    ("scripts", "is_other"), [("[console_scripts]\npgtk = pgtoolkit.cli:main\n", False), ("", True)]
+)
+def test_beside_another_projects_package_of_its_name_nothing_starts(tmp_path, scripts, is_other):
+    """Unless that is an older installation of this one, which has the command pgtk."""
+    folder = tmp_path / "pgtoolkit-0.27.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: pgtoolkit\nVersion: 0.27.0\n")
+    (folder / "entry_points.txt").write_text(scripts)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{PACKAGE.parent}"}
+    code = "import pgtoolkit, sys, {0}; sys.argv = ['pgtk', '--version']; {1}"
+    library = code.format("pgtoolkit.errors", "pgtoolkit.kl")
+    command = code.format("pgtoolkit.command", "sys.exit(pgtoolkit.command.main())")
+    for program, status in ((library, 1), (command, 2)):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert done.returncode == (status if is_other else 0), done.stderr
+        assert ("this environment has the package pgtoolkit 0.27.0, another project's" in done.stderr) == is_other
 
 
 def test_type_checkers_see_the_public_names():

@@ -1,6 +1,7 @@
 """What `pip install .` gives: the wheel carries conf/ and sweeps/, and its command works far from the repository."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -53,6 +54,18 @@ def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
     assert {name: data for name, data in wheel.items() if ".dist-info/" not in name} == expected
 
 
+def test_the_page_of_the_wheel_stands_by_itself(wheel):
+    """It is called pgtk, and its description, which no repository surrounds, leads nowhere within one."""
+    (metadata,) = [data.decode() for name, data in wheel.items() if name.endswith("/METADATA")]
+    head, _, page = metadata.partition("\n\n")
+    assert "Name: pgtk\n" in head
+    assert "Classifier: Typing :: Typed" in head
+    assert page == (REPOSITORY / "docs" / "wheel.md").read_text()
+    assert not re.search(r"\]\((?!https?://)", page)
+    extras = set(re.findall(r"^Provides-Extra: ([\w-]+)$", head, re.MULTILINE))
+    assert set(re.findall(r"[`k]\[([\w-]+)\]", page)) == extras - {"test", "bench"}
+
+
 def test_the_wheel_by_way_of_the_source_archive_is_the_same(wheel, tmp_path):
     assert build(tmp_path) == wheel
     (archive,) = tmp_path.glob("*.tar.gz")
@@ -80,4 +93,15 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     assert "one ratio per document" in succeed(target / "bin" / "pgtk", "explain", "gspo", **options)
     assert "see docs/data.md" in succeed(target / "bin" / "pgtk", "explain", "trajectory", **options)
     assert "experiment" in succeed(target / "bin" / "pgtk", "--help", **options)
+    assert succeed(target / "bin" / "pgtk", "--version", **options) == "pgtk 0.1.0\n"
     assert list(elsewhere.iterdir()) == []
+
+    # The other project of our package's name, whose files have replaced two of ours.
+    for file in ("__init__.py", "errors.py"):
+        (target / "pgtoolkit" / file).write_text("")
+    metadata = target / "pgtoolkit-0.27.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: pgtoolkit\nVersion: 0.27.0\n")
+    done = subprocess.run([target / "bin" / "pgtk", "check"], capture_output=True, text=True, **options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pgtk: error: this environment has the package pgtoolkit 0.27.0, another project's")

@@ -70,7 +70,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         **of_trl: Any,
     ):
         if GRPOTrainer is object:
-            raise ImportError("PolicyGradientTrainer needs TRL: pip install 'pgtoolkit[trl]'")
+            raise ImportError('PolicyGradientTrainer needs TRL: pip install "pgtk[trl]"')
         self.family, self.correction, self._kl = family_of(loss), correction_of(correction), kl
         self.weighting = aggregation_of(aggregation, divisor)
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **of_trl).arguments

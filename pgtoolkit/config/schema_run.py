@@ -113,7 +113,7 @@ class HuggingFaceModelConfig(ModelConfig):
     lora_rank: int | None = key(
         default=None,
         help="Rank of LoRA's adapters, which are then all that is trained (>= 1); null: all weights "
-        'are trained. LoRA needs the package peft: pip install "pgtoolkit[lora]".',
+        'are trained. LoRA needs the package peft: pip install "pgtk[lora]".',
         least=1,
         most=65536,
         fixed=_WEIGHTS,

@@ -31,15 +31,31 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     for line in _side_by_side(columns):
         lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
     lines.append("  with one option: " + ", ".join(single))
+    lines.append("Flags: -m (--multirun), --fail-fast, --config-dir FOLDER, --cfg job (--resolve, --package GROUP),")
+    lines.append("  --info PART, --version, --shell-completion install=bash for the Tab key: docs/configuration.md")
     lines.append("Single keys: loss.epsilon_high=0.28 seed=1; pgtk explain KEY says what one means; docs/keys.md")
     return "\n".join(lines)
 
 
 def training_help(command: str, words: str, says: str) -> str:
     """What `pgtk COMMAND --help` says of one whose words are Hydra's."""
-    page = f"usage: pgtk {command} {words}\n\n{says}\n\nOVERRIDES: GROUP=OPTION or KEY=VALUE, see pgtk --help"
-    names = f"NAME: {', '.join(sweep_files())}, or path/to/file.yaml"
-    return page + f"\n{names}\n--fail-fast: start no further job once one has failed" * (command == "sweep")
+    page = [f"usage: pgtk {command} {words}", "", says, ""]
+    if command == "sweep":
+        page.append(f"NAME: {', '.join(sweep_files())}, or path/to/file.yaml")
+    page.append("OVERRIDES: GROUP=OPTION or KEY=VALUE, see pgtk --help")
+    page += [f"{flag}: {meaning}" for flag, meaning in TRAINING_FLAGS[command].items()]
+    return "\n".join(page)
+
+
+_CONFIG_DIR = {"--config-dir FOLDER": "options of your own, in files laid out as conf/ is"}
+
+TRAINING_FLAGS = {
+    "sweep": {"--fail-fast": "start no further job once one has failed"} | _CONFIG_DIR,
+    "check": {"-m, --multirun": "values separated by commas make a sweep"} | _CONFIG_DIR,
+    "resume": {"--step N": "continue from the checkpoint of this step, as a run of its own in hydra.run.dir"},
+    "continue": _CONFIG_DIR,
+}
+"""Command whose words are Hydra's -> the flags that it takes, with their meanings."""
 
 
 def _side_by_side(lines: list[str], width: int = 52) -> list[str]:

@@ -17,4 +17,4 @@ pgtoolkit.adapters.trl.PolicyGradientTrainer("model", loss="grpo", aggregation="
 def test_adapters_without_their_trainers():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout == "[]\n", done.stderr
-    assert done.stderr.endswith("ImportError: PolicyGradientTrainer needs TRL: pip install 'pgtoolkit[trl]'\n")
+    assert done.stderr.endswith('ImportError: PolicyGradientTrainer needs TRL: pip install "pgtk[trl]"\n')

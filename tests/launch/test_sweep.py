@@ -311,7 +311,7 @@ def test_other_plug_ins_compose_and_say_what_installs_them(capsys, monkeypatch, 
     monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: False)
     said = refused(capsys, "check", "-m", choice, "seed=1,2")
     assert f"{choice} needs the package" in said
-    assert f"Use pip install 'pgtoolkit[{extra}]'." in said
+    assert f'Use pip install "pgtk[{extra}]".' in said
 
 
 def test_settings_of_the_launchers_are_typed(capsys):

@@ -215,14 +215,14 @@ _EXTRAS = {
     f"{_LAUNCHERS}RayLauncher": ("ray", "ray"),
     "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper": ("hydra_plugins.hydra_optuna_sweeper", "optuna"),
 }
-"""Plug-in of Hydra -> the package that it needs, and the extra of pgtoolkit that installs it."""
+"""Plug-in of Hydra -> the package that it needs, and the extra of pgtk that installs it."""
 
 
 def installed(report: Report, setting: str, module: str, extra: str) -> None:
-    """Refuse a setting whose package, an extra of pgtoolkit, is missing."""
+    """Refuse a setting whose package, an extra of pgtk, is missing."""
     if not _is_installed(module):
         needs, reason = f"the package {module.rpartition('.')[2]}", "The package is an extra, not installed by default."
-        report.refuse(setting, needs, "not installed", reason, f"pip install 'pgtoolkit[{extra}]'")
+        report.refuse(setting, needs, "not installed", reason, f'pip install "pgtk[{extra}]"')
 
 
 def _is_installed(module: str) -> bool:

@@ -1,0 +1,47 @@
+"""What the console script `pgtk` calls: no start beside another project's package of our name.
+
+The distribution is called pgtk, since `pgtoolkit` on PyPI is another project, for PostgreSQL. Both install a folder
+pgtoolkit, and where both are installed some of our modules are theirs. So this file imports no other of the package
+before it has looked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    if problem := other_project():
+        print(f"pgtk: error: {problem}", file=sys.stderr)  # the rest of pgtoolkit may not be there to say it
+        return 2
+    from pgtoolkit.cli import main
+
+    return main()
+
+
+def other_project() -> str | None:
+    """Return what is wrong where the other project's distribution `pgtoolkit` is installed, with the way out."""
+    if not any(_may_hold_pgtoolkit(folder) for folder in sys.path):
+        return None
+    from importlib import metadata  # which takes a third of the time in which `pgtk --help` answers
+
+    for distribution in metadata.distributions(name="pgtoolkit"):
+        if not any(script.name == "pgtk" for script in distribution.entry_points):
+            return (
+                f"this environment has the package pgtoolkit {distribution.version}, another project's, which works "
+                "with PostgreSQL. It and pgtk install files into the same folder, so that either may run code of the "
+                "other. Use an environment of its own for pgtk, or pip uninstall pgtoolkit and then pip install "
+                "--force-reinstall --no-deps pgtk."
+            )
+    return None
+
+
+def _may_hold_pgtoolkit(folder: str) -> bool:
+    """Return whether a folder of sys.path holds what pip writes for a distribution of this name."""
+    try:
+        names = os.listdir(folder or os.curdir)
+    except OSError:  # an archive, or nothing
+        return False
+    return any(name.startswith(("pgtoolkit-", "pgtoolkit.egg")) for name in names)
