@@ -1,20 +1,17 @@
 """Processes that answer questions with a time limit: those of verifiers, and those of environments.
 
-Questions go in and answers come out over a socket. A process ends with the one that trains, however that ends and
-whatever code of the user's is doing then. Both sides are here; nothing large is imported.
+Questions go in and answers come out over the channel of a child process, which is under guard (system/child.py): it
+ends with the process that trains, whatever code of the user's is doing then. Both sides are here; nothing large is
+imported.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import resource
-import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.system.descendants import adopt_orphans, end_descendants, end_with_parent
+from pgtoolkit.system.child import Child
 from pgtoolkit.system.report import refusal
 
 START_SECONDS = 120
@@ -41,10 +38,18 @@ class Failure(NamedTuple):
     reason: str
 
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from pgtoolkit.tasks.process_pool import work; work({}, {})"
-)
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from pgtoolkit.system.child import stay_under_guard
+channel = stay_under_guard()
+from pgtoolkit.tasks.process_pool import serve
+serve(channel)
+"""
+"""The guard, which forks as soon as it can, is small."""
+
+_SECONDS_TO_END = 10
+"""For a guard to end what it guards, and for a process whose channel is closed to be gone."""
 
 
 @dataclass(eq=False)
@@ -139,14 +144,9 @@ class _Worker:
         return kind, limit if kind == TIMEOUT else value
 
     def _start(self) -> None:
-        # The second pair is open on this side for as long as this process lives.
-        (here, there), (self._lives, watched) = socket.socketpair(), socket.socketpair()
-        with there, watched:
-            ends = there.fileno(), watched.fileno()
-            arguments = [sys.executable, "-P", "-u", "-c", _PROGRAM.format(*ends), json.dumps(sys.path)]
-            # In a session of its own: what a terminal sends is for the process that trains, which needs its answers.
-            self.process = subprocess.Popen(arguments, pass_fds=ends, start_new_session=True)
-        self._connection = Connection(here.detach())
+        command = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path)]
+        self.process = Child(command)
+        self._connection = Connection(os.dup(self.process.channel.fileno()))
         kind, value = self._ask(self._made, START_SECONDS)
         if kind == "error":
             raise ConfigError(value)
@@ -163,77 +163,26 @@ class _Worker:
                 return self._connection.recv()
         except (EOFError, OSError):
             kind = CRASH
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+            process.wait(_SECONDS_TO_END)
         return kind, self.end(process)
 
-    def end(self, process: subprocess.Popen) -> str:
-        """Kill a process with what it has started; returns how it had ended by itself."""
+    def end(self, process: Child) -> str:
+        """End a process with what it has started. Return how it had ended by itself."""
         self.process = None
         code = process.poll()
-        if code is None:
-            end_descendants(process.pid)
-            process.kill()
-        process.wait()
+        process.end(_SECONDS_TO_END)
         return signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
 
 
-def work(descriptor: int, watched: int) -> None:
-    """Serve until the other process closes its ends of the sockets with these descriptors.
-
-    Two processes do so: one answers (`_serve`), and this one, which runs no code of the user's, watches the other
-    socket, on which nothing ever comes but its end. Then, and where the one that answers has ended, it ends all that
-    this has started, in whatever session, and ends in the same way.
-    """
-    adopt_orphans()
-    guard = os.getpid()
-    # A child that ends wakes the guard up.
-    woken, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    process = os.fork()
-    if process == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for other in (watched, woken.detach(), wake.detach()):
-            os.close(other)
-        os.setsid()
-        end_with_parent(guard)
-        _serve(descriptor)
-    os.close(descriptor)  # so that the other side sees where the one that answers ends
-    status = _status(process, watched, woken)
-    end_descendants(guard)
-    if status is None:
-        os._exit(0)
-    if os.WIFSIGNALED(status):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(guard, number)
-    os._exit(os.waitstatus_to_exitcode(status))
-
-
-def _status(process: int, watched: int, woken: socket.socket) -> int | None:
-    """Wait for the end of a child, and return how it ended; None where the process that trains has ended first."""
-    while True:
-        readable, _, _ = select.select([watched, woken], [], [])
-        if watched in readable:
-            return None
-        woken.recv(4096)
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:  # also those whose parents have ended
-                if ended[0] == process:
-                    return ended[1]
-
-
-def _serve(descriptor: int) -> None:
-    """Answer questions, which come in over a socket: what to make, then one at a time.
+def serve(channel: socket.socket) -> None:
+    """Answer questions, which come in over the channel: what to make, then one at a time.
 
     Out: a first answer once it is made, then one for each question, as `_Worker.outcome` has it.
     """
-    connection, process_id, made = Connection(descriptor), os.getpid(), None
+    os.setsid()  # code that signals its own process group does not reach the guard
+    connection = Connection(channel.detach())
+    process_id = os.getpid()
+    made = None
     while True:
         try:
             told = connection.recv()

@@ -1,0 +1,272 @@
+"""Child processes: each has a session of its own, and ends with this process, however this one ends.
+
+The standard input of a child is one end of a socket, its channel; this process holds the other end. When this process
+ends, even by SIGKILL, the kernel closes its end, and whoever watches the channel on the other side sees that:
+
+* a program of ours that is to end in an orderly way, by `follow_parent`;
+* of a program that is not ours, or that runs code of the user's, its guard: a small process between the two that runs
+  nothing else (`stay_under_guard`, `under_guard`), and ends everything that came of the program.
+
+As a script, `python -I child.py SECONDS COMMAND...`, this runs a command under a guard; it imports nothing of
+pgtoolkit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_SECONDS_TO_DIE = 10
+"""For processes that were killed to be gone: one that waits for a disk may take longer, and is left to the kernel."""
+
+_NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""May be sent to all processes of a job, which is not the end of the parent."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_children: weakref.WeakSet[Child] = weakref.WeakSet()
+
+parent_has_ended = threading.Event()
+"""Set in a process that follows its parent (`follow_parent`) once that has ended."""
+
+
+class Child:
+    """A process that this one starts, in a session of its own, so that Ctrl-C in a terminal is for this one alone.
+
+    environment: None for that of this process. log: a file that takes what the process prints; None for the output of
+    this process. is_quiet: only its standard error is taken. channel: a stream for whatever the two have to say.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        is_quiet: bool = False,
+    ):
+        self.channel, other_end = socket.socketpair()
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(other_end)
+            output = None if log is None else opened.enter_context(log.open("ab"))
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=other_end,
+                stdout=subprocess.DEVNULL if is_quiet else output,
+                stderr=output,
+                start_new_session=True,
+            )
+        _children.add(self)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for the signal that ended the process; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float | None = None) -> int | None:
+        """Wait until the process has ended, or for so many seconds; then as `poll`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode
+
+    def stop(self, number: int) -> None:
+        """Send a signal to the process, which may save and end then. A guard does not heed those of a job."""
+        self._process.send_signal(number)
+
+    def end(self, seconds: float = 0) -> int | None:
+        """End the process and all that has come of it; see `end_all`. Return its exit status."""
+        end_all([self], seconds)
+        return self.poll()
+
+
+def end_all(children: Iterable[Child], seconds: float = 0) -> None:
+    """Close the channels of these processes, as the end of this process would, and wait until they have ended.
+
+    What a guard does not guard, and still runs after `seconds`, is killed. For a guard this is the time that it needs
+    beyond the one that it gives its program.
+    """
+    children = list(children)
+    for child in children:
+        # Not `close`, which does nothing as long as another thread waits for the channel.
+        with contextlib.suppress(OSError):
+            child.channel.shutdown(socket.SHUT_RDWR)
+    deadline = time.monotonic() + seconds
+    for child in children:
+        child.wait(max(0, deadline - time.monotonic()))
+        # Also where it has ended: a guard that was killed has left its program, which has the guard's group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+    for child in children:
+        child.wait(_SECONDS_TO_DIE)
+        child.channel.close()
+
+
+def _close_channels() -> None:
+    """Close the channels in a process that was forked from this one: it would keep them open after this one's end."""
+    for child in _children:
+        child.channel.close()
+
+
+os.register_at_fork(after_in_child=_close_channels)
+
+
+def channel_to_parent() -> socket.socket:
+    """Return this process's end of the channel, which is its standard input, and let it read nothing from there."""
+    channel = socket.socket(fileno=os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return channel
+
+
+def follow_parent(channel: socket.socket) -> None:
+    """Send SIGTERM to this process when its parent has ended, from a thread; nothing else comes over the channel."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while channel.recv(1):
+                pass
+        parent_has_ended.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="launcher", daemon=True).start()
+
+
+def under_guard(command: Sequence[str], seconds: float) -> list[str]:
+    """Return the command that runs this command under a guard, as `stay_under_guard` says."""
+    return [sys.executable, "-I", __file__, str(seconds), *command]
+
+
+def stay_under_guard(seconds: float = 0) -> socket.socket:
+    """Go on in a new process, and stay behind as its guard in this one. Return the channel, for the new process.
+
+    The guard waits for two things. When the parent ends, or closes the channel, it sends SIGTERM to the new process
+    and everything that has come of it, in whatever session, and SIGKILL after so many seconds. When the new process
+    ends, it does the same with what that has left behind, and then ends in the same way, by the same signal. Nothing
+    else may run in this process: no thread, and no code of the user's.
+    """
+    channel = channel_to_parent()
+    guard = os.getpid()
+    # Whose parent ends becomes a child of the guard, so that nothing that has come of the new process is lost.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_GUARDS)
+    process = os.fork()
+    if process != 0:
+        _guard(process, channel, seconds)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # even a guard that is killed takes it along
+    if os.getppid() != guard:
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return channel
+
+
+def _guard(process: int, channel: socket.socket, seconds: float) -> NoReturn:
+    ending = threading.Lock()
+
+    def follow() -> None:
+        # No event is asked for: data, which is for the other process, wakes nobody here, the end of the parent does.
+        hung_up = select.poll()
+        hung_up.register(channel, 0)
+        hung_up.poll()
+        with ending:
+            _end_descendants(seconds)
+            os._exit(0)
+
+    threading.Thread(target=follow, daemon=True).start()
+    ended = 0
+    while ended != process:  # others are those whose parents have ended
+        ended, wait_status = os.wait()
+    with ending:
+        _end_descendants(seconds)
+        _end_as(os.waitstatus_to_exitcode(wait_status))
+
+
+def _end_as(status: int) -> NoReturn:
+    """End this process with an exit status, or by a signal where it is negative."""
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        number = -status
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+    os._exit(status)
+
+
+def _end_descendants(seconds: float) -> None:
+    """SIGTERM to all processes below this one, and SIGKILL to what runs after so many seconds, until nothing does."""
+    deadline = time.monotonic() + seconds
+    if seconds > 0:
+        _signal_all(_descendants(), signal.SIGTERM)
+        while _descendants() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    while (running := _descendants()) and time.monotonic() < deadline + _SECONDS_TO_DIE:
+        _signal_all(running, signal.SIGKILL)  # again and again: it may start more meanwhile
+        time.sleep(0.01)
+
+
+def _signal_all(processes: list[int], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def _descendants() -> list[int]:
+    """Return the numbers of all running processes below this one."""
+    if sys.platform != "linux":
+        import psutil
+
+        return [process.pid for process in psutil.Process().children(recursive=True)]
+    children: dict[int, list[tuple[int, str]]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        children.setdefault(int(parent), []).append((int(name), state.decode()))
+    running = []
+    following = [os.getpid()]
+    while following:
+        for process, state in children.get(following.pop(), []):
+            following.append(process)
+            if state != "Z":
+                running.append(process)
+    return running
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set an option of this process that Linux alone knows."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def _run_under_guard(seconds: str, *command: str) -> NoReturn:
+    stay_under_guard(float(seconds))
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    _run_under_guard(*sys.argv[1:])
