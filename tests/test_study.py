@@ -95,7 +95,7 @@ def test_the_page_of_the_pretrained_model_is_what_its_command_writes(tmp_path):
     page = study_page.PRETRAINED.read_text()
     sweeps = study_page.unpack(tmp_path, study_page.PAGES[study_page.PRETRAINED])
     assert study_page.filled(page, sweeps, draw=False) == page
-    assert page.count("<!-- end -->") == page.count("<!-- compare ") == 2
+    assert page.count("<!-- end -->") == page.count("<!-- compare ") == 4
     assert "Not run." not in page
 
 
