@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # `pgtk check` does without torch
@@ -18,6 +18,7 @@ class Prompt:
 
     messages: of a chat, whose last content is the text; None where the prompt is a text.
     seed: of a conversation, below 2^32, for what its environment draws; the same whenever the prompt comes again.
+    row: the whole line of the file, where a verifier asks for it.
     """
 
     text: str
@@ -26,6 +27,7 @@ class Prompt:
     place: str
     messages: tuple[Message, ...] | None = None
     seed: int = 0
+    row: dict[str, Any] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

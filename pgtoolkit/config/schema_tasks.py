@@ -14,6 +14,9 @@ _FAILURES_SCORE = "task.verifier_failure=score"
 ASKED = "rollout.name=policy or evaluation.every>0"
 """The condition under which a run asks the prompts of its task."""
 
+VERIFIERS = ("exact_match", "regular_expression", "math_verify")
+"""Those that come with pgtoolkit; others are functions of the user's."""
+
 _NEEDS_TEMPLATE = {
     "only_if": "model.name=huggingface and task.chat!=never",
     "use": "model=huggingface and task.chat=auto",
@@ -156,6 +159,14 @@ class WrittenTaskConfig(TaskConfig):
         "system message but the template's own.",
         **_NEEDS_TEMPLATE,
     )
+    chat_arguments: dict[str, Any] = key(
+        default={},
+        help="Arguments of the chat template, by the names that it reads, such as {enable_thinking: false}.",
+        free=True,
+        learns="task.chat_arguments!={}",
+        added=True,
+        **_NEEDS_TEMPLATE,
+    )
     max_prompt_length: int | None = key(
         default=None,
         help="Most tokens of a prompt (>= 1), chat template included; null: what a completion of "
@@ -191,17 +202,9 @@ class WrittenTaskConfig(TaskConfig):
 
 
 @dataclass
-class ReasoningGymTaskConfig(WrittenTaskConfig):
-    dataset: str = key(
-        default=REQUIRED,
-        help="Name of the data set in reasoning-gym, such as chain_sum.",
-        example="chain_sum",
-    )
-    options: dict[str, Any] = key(
-        default={},
-        help="Options of that data set, such as {min_terms: 2, max_terms: 3}.",
-        free=True,
-    )
+class ScoredTaskConfig(WrittenTaskConfig):
+    """Prompts whose completions are scored one by one, perhaps in processes."""
+
     verifier_processes: int = key(
         default=0,
         help="Processes that score completions, on every rank (>= 1); 0: the process that trains.",
@@ -214,12 +217,14 @@ class ReasoningGymTaskConfig(WrittenTaskConfig):
     )
     verifier_seconds: float | None = key(
         default=None,
-        help="Most seconds for the package's scorer on one completion, whose score has then failed "
-        "(task.verifier_failure); null without verifier_processes. The first completion of each "
-        "process has 120 seconds.",
+        help="Most seconds for one verifier on one completion, or on a batch where it scores whole "
+        "ones, whose score has then failed (task.verifier_failure); null without "
+        "verifier_processes. The first completion of each process has 120 seconds, in which a "
+        "verifier may import what it needs.",
         least=0.01,
         most=86400,
-        learns="task.verifier_seconds>0",
+        # In digests of task=prompts null has always stood.
+        learns="task.verifier_seconds>0 or task.name=prompts",
         fixed="",
         added=True,
         **_NEEDS_VERIFIER_PROCESSES,
@@ -227,7 +232,21 @@ class ReasoningGymTaskConfig(WrittenTaskConfig):
 
 
 @dataclass
-class PromptsTaskConfig(WrittenTaskConfig):
+class ReasoningGymTaskConfig(ScoredTaskConfig):
+    dataset: str = key(
+        default=REQUIRED,
+        help="Name of the data set in reasoning-gym, such as chain_sum.",
+        example="chain_sum",
+    )
+    options: dict[str, Any] = key(
+        default={},
+        help="Options of that data set, such as {min_terms: 2, max_terms: 3}.",
+        free=True,
+    )
+
+
+@dataclass
+class PromptsTaskConfig(ScoredTaskConfig):
     path: str = key(
         default=REQUIRED,
         help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, or a folder "
@@ -251,7 +270,8 @@ class PromptsTaskConfig(WrittenTaskConfig):
     verifier: str | None = key(
         default="exact_match",
         help="What scores a completion: exact_match, regular_expression, math_verify, or a dotted "
-        "path `package.module.function` of your own, in the current directory or installed.",
+        "path `package.module.function` of your own or of TRL (docs/data.md), in the current "
+        "directory or installed.",
         code="function",
         only_if="task.verifiers={}",
     )
@@ -269,24 +289,15 @@ class PromptsTaskConfig(WrittenTaskConfig):
         free=True,
         code="function",
     )
-    verifier_processes: int = key(
-        default=0,
-        help="Processes that score completions, on every rank (>= 1); 0: the process that trains.",
-        least=0,
-        most=1024,
+    verifier_concurrency: int = key(
+        default=16,
+        help="Calls of a verifier that is an async def which are awaited at a time, on every rank, "
+        "such as requests to a judge (>= 1).",
+        least=1,
+        most=10_000,
         learns=False,
         fixed="",
-        **_NEEDS_VERIFIER_TIMEOUT,
-    )
-    verifier_seconds: float | None = key(
-        default=None,
-        help="Most seconds for one verifier on one completion, whose score has then failed "
-        "(task.verifier_failure); null without verifier_processes. The first completion of each "
-        "process has 120 seconds, in which a verifier may import what it needs.",
-        least=0.01,
-        most=86400,
-        fixed="",
-        **_NEEDS_VERIFIER_PROCESSES,
+        added=True,
     )
 
 

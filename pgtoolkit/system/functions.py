@@ -31,11 +31,16 @@ ADVANTAGE_KEYWORDS = ("lengths", "measures")
 """What advantages of one's own are made of, besides the rewards."""
 
 
-def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords: Sequence[str] = ()) -> Callable:
+def import_function(
+    key: str,
+    path: str,
+    arguments: Sequence[str] | None = (),
+    keywords: Sequence[str] = (),
+) -> Callable:
     """The function or class at `package.module.name`, seen also from the current directory.
 
-    key: the configuration key that holds the path. arguments, keywords: the names of what it is called with. Raises
-    ConfigError if there is nothing such, or if it could not be called so.
+    key: the configuration key that holds the path. arguments, keywords: the names of what it is called with; None: the
+    caller looks at its parameters. Raises ConfigError if there is nothing such, or if it could not be called so.
     """
     module, _, name = path.rpartition(".")
     kind, setting = kind_of(key), f"{key}={path}"
@@ -59,6 +64,8 @@ def import_function(key: str, path: str, arguments: Sequence[str] = (), keywords
             reason = f"A library has a module {module}, which hides {hidden.origin}: rename that file."
         near = nearest(name, names, 0.6) or kind
         raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"))
+    if arguments is None:
+        return function
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C do not tell their arguments

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.rules.task import VERIFIERS
+from pgtoolkit.config.schema_tasks import VERIFIERS
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.chat_template import QUESTION
 from pgtoolkit.tasks.process_pool import Failure
+from pgtoolkit.tasks.reward_functions import NOT_REACHED, UNREACHABLE
 from pgtoolkit.tasks.tasks import PromptsTask
-from pgtoolkit.tasks.verifiers import Named, math_golds
+from pgtoolkit.tasks.verifiers import Named, Response, math_golds
 
 FIRST = 100
 """Answers that are tried."""
@@ -26,11 +28,13 @@ _MOVES = re.compile(r"\(\?[=!<(]|\(\?P=|\\[bB1-9]")
 """What makes a group match by what stands around it, of which nothing is known."""
 
 
-def notes_on_answers(task: PromptsTask) -> list[str]:
+def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]:
     """Score the first answers against themselves; return a note for each verifier that does not accept some of them.
 
+    has_template: whether prompts go through a chat template, so that functions in TRL's form get messages.
+
     Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts no answer at all,
-    and where a function of the user's raises or returns no number: it would end the run.
+    and where a function of the user's raises, returns no number, or cannot reach its server: it would end the run.
     A function of the user's may expect a form around the answer: of that there is a note.
     """
     notes = []
@@ -38,9 +42,9 @@ def notes_on_answers(task: PromptsTask) -> list[str]:
         if verifier.name in VERIFIERS:
             notes += _of_built_in(task, number, verifier)
         elif number == 0:
-            notes += _of_function(task, verifier)
+            notes += _of_function(task, verifier, has_template)
         else:
-            _tried(task, number, verifier, list(itertools.islice(task.rows(), 1)))
+            _tried(task, number, verifier, list(itertools.islice(task.rows(), 1)), has_template)
     return notes
 
 
@@ -88,15 +92,20 @@ def _rejected(task: PromptsTask, number: int, verifier: Named, prompts: Sequence
     """Return the prompts whose own answer a verifier of pgtoolkit's does not accept, however it is written."""
     if verifier.name == "regular_expression":
         return [prompt for prompt in prompts if not can_capture(verifier.pattern, prompt.answer)]
-    outcomes = task.outcomes(number, [(prompt, math_golds(prompt.answer)[0]) for prompt in prompts])
+    responses = [Response(prompt, math_golds(prompt.answer)[0], True) for prompt in prompts]
+    outcomes = task.outcomes(number, responses)
     return [prompt for prompt, outcome in zip(prompts, outcomes, strict=True) if outcome != 1.0]
 
 
-def _of_function(task: PromptsTask, verifier: Named) -> list[str]:
-    first = list(itertools.islice(task.rows(), FIRST_OF_A_FUNCTION))
-    outcomes = _tried(task, 0, verifier, first)
+def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list[str]:
+    signature = task.signatures[0]
+    asks_a_server = signature is not None and signature.is_async
+    first = list(itertools.islice(task.rows(), 1 if asks_a_server else FIRST_OF_A_FUNCTION))
+    outcomes = _tried(task, 0, verifier, first, has_template)
     rejected = [
-        prompt for prompt, outcome in zip(first, outcomes, strict=True) if isinstance(outcome, Failure) or outcome < 1
+        prompt
+        for prompt, outcome in zip(first, outcomes, strict=True)
+        if outcome is None or isinstance(outcome, Failure) or outcome < 1
     ]
     if not rejected:
         return []
@@ -107,14 +116,34 @@ def _of_function(task: PromptsTask, verifier: Named) -> list[str]:
     ]
 
 
-def _tried(task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]) -> list[float | Failure]:
+def _tried(
+    task: PromptsTask,
+    number: int,
+    verifier: Named,
+    prompts: Sequence[Prompt],
+    has_template: bool,
+) -> Sequence[float | Failure | None]:
     """Score answers as completions by a function of the user's, which must score every text."""
+    responses = []
+    for prompt in prompts:
+        messages = None
+        if has_template:
+            messages = prompt.messages or [QUESTION | {"content": prompt.text}]
+        # Its bytes stand for the tokens, which nobody knows before the model is loaded.
+        responses.append(Response(prompt, prompt.answer, True, list(prompt.answer.encode()), messages))
     try:
-        return task.outcomes(number, [(prompt, prompt.answer) for prompt in prompts])
+        outcomes = task.outcomes(number, responses)
     except DataError as error:
         raise DataError(
             f"{verifier} must score every text, and fails on an answer as the completion. {error}"
         ) from error
+    for outcome in outcomes:
+        if isinstance(outcome, Failure) and outcome.kind == UNREACHABLE:
+            reason = "Completions would be without a score."
+            got = outcome.reason.removeprefix(NOT_REACHED)
+            use = "it once that answers"
+            raise DataError(refusal(str(verifier), "the server that it asks", got, reason, use))
+    return outcomes
 
 
 def can_capture(pattern: str, answer: str) -> bool:

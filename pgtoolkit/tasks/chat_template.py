@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import Chat, TaskConfig
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.system.report import refusal
+from pgtoolkit.system.report import listed, refusal, text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 QUESTION, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "the answer of a model"}
 """Messages to see what a template makes of them."""
+
+_OF_EVERY_TEMPLATE = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+"""What a chat template reads that is no argument of the user's."""
+
+_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""Tags that transformers adds to the language of templates."""
 
 _SHORT = 3
 """Characters of what a template may write that stand in many texts."""
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, under the system message of a run; system_prompt: None for none of its own."""
+    """The chat template of a tokenizer, under the system message of a run.
 
-    def __init__(self, tokenizer, system_prompt: str | None = None):
+    system_prompt: None for no message of the run's own. arguments: further ones of the template, by name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        system_prompt: str | None = None,
+        arguments: Mapping[str, object] | None = None,
+    ):
         self._tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def under_system(self, messages: Sequence[dict]) -> list[dict]:
@@ -32,7 +52,12 @@ class ChatTemplate:
     def text(self, messages: Sequence[dict], goes_on: bool = False) -> str:
         """What the template writes; goes_on: with the beginning of an answer. ValueError says why it writes nothing."""
         try:
-            return self._tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=goes_on)
+            return self._tokenizer.apply_chat_template(
+                [*messages],
+                tokenize=False,
+                add_generation_prompt=goes_on,
+                **self._arguments,
+            )
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"one that says: {first_line(error)}") from error
 
@@ -42,11 +67,16 @@ class ChatTemplate:
         What the template writes is all there is: the tokenizer adds no token of the beginning to the template's own.
         ValueError for a system message that it leaves out.
         """
-        conversations = [self.under_system(one.messages or [QUESTION | {"content": one.text}]) for one in prompts]
+        conversations = [self.messages(prompt) for prompt in prompts]
         first = next((messages[:1] for messages in conversations if messages[0]["role"] == "system"), None)
         if first and (got := self.problem(first)):
             raise ValueError(f"it has a system message, and the chat template is {got}")
-        return self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True)["input_ids"]
+        tokens = self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True, **self._arguments)
+        return tokens["input_ids"]
+
+    def messages(self, prompt: Prompt) -> list[dict]:
+        """Return what the template is given of a prompt; a text is the message of a user."""
+        return self.under_system(prompt.messages or [QUESTION | {"content": prompt.text}])
 
     def problem(self, system: list[dict] | None = None) -> str | None:
         """Why the template leaves a system message out, if it does; None: that of the run."""
@@ -97,14 +127,36 @@ class ChatTemplate:
 def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
     """The template that prompts go through; None where they are texts alone.
 
-    Raises ConfigError where task.system_prompt would be ignored.
+    Raises ConfigError where task.system_prompt or task.chat_arguments would be ignored.
     """
     system = getattr(task, "system_prompt", None)
+    arguments = getattr(task, "chat_arguments", {})
     template = None
     if getattr(task, "chat", Chat.never) == Chat.auto and tokenizer.chat_template:
-        template = ChatTemplate(tokenizer, system)
+        template = ChatTemplate(tokenizer, system, arguments)
     if system is not None and (got := "none" if template is None else template.problem()):
         needs, reason = "a chat template that has a place for it", "It would be ignored."
         setting, use = f"task.system_prompt={system:.40}", "task.system_prompt=null, and instructions in the prompts"
         raise ConfigError(refusal(setting, needs, got, reason, use))
+    if arguments:
+        _check_arguments(arguments, tokenizer if template is not None else None)
     return template
+
+
+def _check_arguments(arguments: Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise ConfigError for task.chat_arguments that a chat template does not read; tokenizer: None without one."""
+    known: list[str] = []
+    if tokenizer is not None:
+        from jinja2 import Environment, meta
+
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        template = _GENERATION.sub("", tokenizer.get_chat_template())
+        read = meta.find_undeclared_variables(environment.parse(template))
+        known = sorted(read - {*_OF_EVERY_TEMPLATE, *environment.globals, *tokenizer.special_tokens_map})
+    unread = [name for name in arguments if name not in known]
+    if unread:
+        got = f"one that reads {listed(known, 8) or 'none'}" if tokenizer is not None else "no template"
+        needs = f"a chat template that reads {', '.join(unread)}"
+        use = "'task.chat_arguments={}', or arguments of the model's template"
+        setting = f"task.chat_arguments.{unread[0]}={text(arguments[unread[0]])}"
+        raise ConfigError(refusal(setting, needs, got, "It would be ignored.", use))

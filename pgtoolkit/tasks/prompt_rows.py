@@ -93,13 +93,23 @@ def _json(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error
 
 
-def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: str) -> list[Prompt]:
-    """The rows of all files, by their numbers. Raises DataError with all that is wrong with them."""
+def read_prompts(
+    path: str,
+    split: str | None,
+    prompt_field: str,
+    answer_field: str,
+    keep_rows: bool = False,
+) -> list[Prompt]:
+    """Return the rows of all files, by their numbers; keep_rows: with all their columns.
+
+    Raises DataError with all that is wrong with them.
+    """
     from pgtoolkit.tasks.row_files import Problems, open_files
 
     problems = Problems(f"the prompts of task.path={path} cannot be used")
     prompts = []
-    for file in open_files(prompt_files(path, split), (prompt_field, answer_field, _VERL, TOOLS)):
+    columns = None if keep_rows else (prompt_field, answer_field, _VERL, TOOLS)
+    for file in open_files(prompt_files(path, split), columns):
         for number, _, row in file.rows():
             place = f"{file.label}:{number}"
             if isinstance(row, str):
@@ -111,18 +121,19 @@ def read_prompts(path: str, split: str | None, prompt_field: str, answer_field: 
             if has_tools(row):
                 problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
             values = []
-            for key, field, read in (("prompt", prompt_field, _prompt), ("answer", answer_field, _answer)):
+            for key, column, read in (("prompt", prompt_field, _prompt), ("answer", answer_field, _answer)):
                 try:
-                    if row.get(field) is None:
+                    if row.get(column) is None:
                         raise ValueError("is missing")
-                    values.append(read(row[field]))
+                    values.append(read(row[column]))
                 except ValueError as reason:
                     other = "messages" if key == "prompt" and "messages" in row else "COLUMN"
-                    use = "" if field in row else f". Use task.{key}_field={other}"
-                    problems.add(f"{place}:{field}", f"{reason}; the row has {there}{use}")
+                    use = "" if column in row else f". Use task.{key}_field={other}"
+                    problems.add(f"{place}:{column}", f"{reason}; the row has {there}{use}")
             if len(values) == 2:
                 (asked, messages), answer = values
-                prompts.append(Prompt(asked, answer, len(prompts), place, messages))
+                kept = {name: _plain(value) for name, value in row.items()} if keep_rows else None
+                prompts.append(Prompt(asked, answer, len(prompts), place, messages, row=kept))
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")
@@ -178,6 +189,15 @@ def messages_of(value: Any, needs: str = "a list of chat messages") -> list[Mess
             raise ValueError(f"needs chat messages whose role and content are texts (got {one!r:.60})")
     # Columnar files give each message all keys that any of them has.
     return [{key: item for key, item in one.items() if item is not None} for one in messages]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a row without arrays of NumPy, as which columnar files give lists."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
 
 
 def _answer(value: Any) -> str:

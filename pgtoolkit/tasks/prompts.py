@@ -16,8 +16,10 @@ from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.between import Between
 from pgtoolkit.tasks.chat_template import ChatTemplate
 from pgtoolkit.tasks.conversation import ConversationTask
+from pgtoolkit.tasks.reward_functions import TrainerState
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Once, Score, Task
+from pgtoolkit.tasks.verifiers import Response
 
 log = logging.getLogger("pgtoolkit")
 
@@ -47,6 +49,7 @@ class TokenizedTask:
     stop: texts that end a completion. vocabulary: how many tokens the model has weights of; None: not asked.
     reference_prompt: the template, of `prompt` and `answer`, of what a reference reads in the place of the prompt.
     longest: most tokens of a completion; of a conversation, of all that follows its prompt.
+    max_steps: updates of the run, for reward functions that ask for them.
     """
 
     task: Task
@@ -57,6 +60,7 @@ class TokenizedTask:
     vocabulary: int | None = None
     reference_prompt: str | None = None
     longest: int = 0
+    max_steps: int = 0
 
     def __post_init__(self):
         self._stops = StopStrings(self.stop, self.tokenizer)
@@ -117,8 +121,13 @@ class TokenizedTask:
         """Of each completion, of the prompt at its place."""
         if isinstance(self.task, ConversationTask):
             return self.task.judged([completion.conversation for completion in completions])
-        answers = [(prompt, *self.answer(one)) for prompt, one in zip(prompts, completions, strict=True)]
-        return self.task.scores(answers)
+        responses = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            text, finished = self.answer(completion)
+            messages = None if self.chat is None else self.chat.messages(prompt)
+            state = TrainerState(completion.model_version, self.max_steps)
+            responses.append(Response(prompt, text, finished, completion.tokens.tolist(), messages, state))
+        return self.task.scores(responses)
 
     def close(self) -> None:
         """End what scoring has started."""

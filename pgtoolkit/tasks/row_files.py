@@ -90,8 +90,8 @@ def in_order(files: list[Path]) -> list[Path]:
     return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))])
 
 
-def open_files(paths: Sequence[Path], columns: Sequence[str]) -> list[RowFile]:
-    """The files, ready to read `columns`; labelled by their paths below the folder that holds them all."""
+def open_files(paths: Sequence[Path], columns: Sequence[str] | None) -> list[RowFile]:
+    """The files, ready to read `columns` (None: all); labelled by their paths below the folder that holds them all."""
     common = os.path.commonpath([file.absolute().parent for file in paths])
     kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile, ".arrow": ArrowFile}
     return [kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns) for file in paths]
@@ -108,11 +108,14 @@ class RowFile:
 
     names: list[str] | None = None
 
-    def __init__(self, path: Path, label: str, columns: Sequence[str] = ()):
+    def __init__(self, path: Path, label: str, columns: Sequence[str] | None = ()):
         self.path = path
         self.label = label
         self.digest = hashlib.sha256()
         self._columns = columns
+
+    def _is_wanted(self, column: str) -> bool:
+        return self._columns is None or column in self._columns
 
     def row(self, place: int) -> dict | str:
         try:
@@ -158,7 +161,7 @@ class JsonlFile(RowFile):
 class ParquetFile(RowFile):
     """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some."""
 
-    def __init__(self, path: Path, label: str, columns: Sequence[str]):
+    def __init__(self, path: Path, label: str, columns: Sequence[str] | None):
         super().__init__(path, label, columns)
         self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
@@ -205,13 +208,13 @@ class ParquetFile(RowFile):
         """The wanted columns that the file has. DataError where those of a row group are too large."""
         group = file.metadata.row_group(group)
         columns = [group.column(place) for place in range(group.num_columns)]
-        wanted = [column for column in columns if column.path_in_schema.partition(".")[0] in self._columns]
+        wanted = [column for column in columns if self._is_wanted(column.path_in_schema.partition(".")[0])]
         if (size := sum(column.total_uncompressed_size for column in wanted)) > MAX_ROW_GROUP_BYTES:
             raise DataError(
                 f"{self.label} has a row group of {size / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
                 "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
             )
-        return [name for name in file.schema_arrow.names if name in self._columns]
+        return [name for name in file.schema_arrow.names if self._is_wanted(name)]
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
@@ -231,7 +234,7 @@ class ArrowFile(RowFile):
             file.seek(0)
             with pa.ipc.open_stream(file) as stream:
                 self.names = stream.schema.names
-                wanted = [name for name in self.names if name in self._columns]
+                wanted = [name for name in self.names if self._is_wanted(name)]
                 yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
 
 

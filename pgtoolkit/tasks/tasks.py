@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.evaluation_sets import QUESTIONS
@@ -17,14 +18,16 @@ from pgtoolkit.config.schema_tasks import (
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
 )
+from pgtoolkit.errors import DataError
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
-from pgtoolkit.tasks.process_pool import Failure, Processes
+from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_rows import read_prompts
-from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
+from pgtoolkit.tasks.reward_functions import BatchScores, Signature
+from pgtoolkit.tasks.verifiers import Named, Response, Scoring
 
-if TYPE_CHECKING:  # `pgtk check` does without torch
-    pass
+log = logging.getLogger("pgtoolkit")
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ class Task(Protocol):
         """finished: whether the completion ended by itself, with the end of the sequence or a stop string."""
         ...
 
-    def scores(self, answers: Sequence[tuple[Prompt, str, bool]]) -> list[Score]:
-        """Of each answer its `score`, in their order."""
-        return [self.score(*answer) for answer in answers]
+    def scores(self, responses: Sequence[Response]) -> list[Score]:
+        """Return the `score` of each, in their order."""
+        return [self.score(response.prompt, response.text, response.finished) for response in responses]
 
     def close(self) -> None:
         """End what scoring has started."""
@@ -158,12 +161,11 @@ class ReasoningGymTask(_NumberedRows):
         self._failed_scores = FailedScores(config)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        return self.scores([(prompt, completion, finished)])[0]
+        return self.scores([Response(prompt, completion, finished)])[0]
 
-    def scores(self, answers: Sequence[tuple[Prompt, str, bool]]) -> list[Score]:
+    def scores(self, responses: Sequence[Response]) -> list[Score]:
         questions = [
-            GymQuestion(self.row(prompt.index), completion, _called_on(completion, prompt))
-            for prompt, completion, _ in answers
+            GymQuestion(self.row(response.prompt.index), response.text, str(response)) for response in responses
         ]
         ask = self._scorers.answers if self._has_processes else self._answers_here
         outcomes = ask(questions)
@@ -195,11 +197,17 @@ class ReasoningGymTask(_NumberedRows):
 class PromptRows(_NumberedRows):
     """Prompts from files, all of them read at the start. They come in another seeded order in every pass."""
 
-    def __init__(self, config: PromptsTaskConfig | ConversationTaskConfig, seed: int, once: Once):
+    def __init__(
+        self,
+        config: PromptsTaskConfig | ConversationTaskConfig,
+        seed: int,
+        once: Once,
+        keep_rows: bool = False,
+    ):
         from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
         chosen = config.path, config.split, config.prompt_field, config.answer_field
-        self._read = once(functools.partial(read_prompts, *chosen))
+        self._read = once(functools.partial(read_prompts, *chosen, keep_rows))
         super().__init__(len(self._read))
         self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
         # The number of prompts is among the arguments since some may be dropped.
@@ -217,7 +225,8 @@ class PromptsTask(PromptRows):
     """Prompts with reference answers from files, scored by verifiers.
 
     Verifiers see the text of a completion whether it was finished or cut off at its maximum length. The reward is the
-    sum of each one's score times its weight; a score of 1 or more by the first is an exact match.
+    sum of each one's score times its weight, of those that score the completion; a score of 1 or more by the first of
+    them is an exact match.
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
@@ -228,60 +237,83 @@ class PromptsTask(PromptRows):
             for name, one in chosen.items()
         ]
         self._failed_scores = FailedScores(config)
-        self._verifiers = verifiers_of(self.named, config.verifier_processes, config.verifier_seconds)
-        super().__init__(config, seed, once)
+        processes = config.verifier_processes
+        self._scoring = Scoring(self.named, processes, config.verifier_seconds, config.verifier_concurrency)
+        self.signatures = self._scoring.signatures
+        keep_rows = any(signature is not None and signature.wants_rows for signature in self.signatures)
+        super().__init__(config, seed, once, keep_rows)
+        for verifier, signature in zip(self.named, self.signatures, strict=True):
+            if signature is not None:
+                self._check_columns(verifier, signature)
+        self._unkept: set[str] = set()
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        return self.scores([(prompt, completion, finished)])[0]
+        return self.scores([Response(prompt, completion, finished)])[0]
 
-    def scores(self, answers: Sequence[tuple[Prompt, str, bool]]) -> list[Score]:
-        count = len(self._weights)
-        questions = [
-            Question(number, completion, prompt.answer, _called_on(completion, prompt))
-            for prompt, completion, _ in answers
-            for number in range(count)
-        ]
-        outcomes = self._verifiers.answers(questions)
-        starts = range(0, len(outcomes), count)
-        self._note_failures([(questions[i : i + count], outcomes[i : i + count]) for i in starts])
-        return [self._score(outcomes[i : i + count]) for i in starts]
+    def scores(self, responses: Sequence[Response]) -> list[Score]:
+        said = [self._scoring.scores(number, responses) for number in range(len(self.named))]
+        outcomes = [list(of_response) for of_response in zip(*(of_one.scores for of_one in said), strict=True)]
+        for of_response in outcomes:
+            if all(outcome is None for outcome in of_response):
+                of_response[:] = [Failure(NOTHING, "returned None")] * len(of_response)
+        self._note_failures(responses, outcomes)
+        metrics = self._metrics(said)
+        return [self._score(of_response, metrics) for of_response in outcomes]
 
-    def outcomes(self, number: int, completions: Sequence[tuple[Prompt, str]]) -> list[float | Failure]:
-        """Return what the verifier of this number in `named` says of each completion."""
-        questions = [
-            Question(number, completion, prompt.answer, _called_on(completion, prompt))
-            for prompt, completion in completions
-        ]
-        return self._verifiers.answers(questions)
+    def outcomes(self, number: int, responses: Sequence[Response]) -> Sequence[float | Failure | None]:
+        """Return what the verifier of this number in `named` says of each; None where it does not score it."""
+        return self._scoring.scores(number, responses).scores
 
     def close(self) -> None:
-        self._verifiers.close()
+        self._scoring.close()
 
-    def _note_failures(self, completions: list[tuple[list[Question], list[float | Failure]]]) -> None:
-        """Tell of each completion's first failure. completions: of each what its verifiers were asked, and answered."""
+    def _check_columns(self, verifier: Named, signature: Signature) -> None:
+        """Raise DataError where a row lacks a column that a function asks for."""
+        for name in signature.columns:
+            lacking = next((prompt for prompt in self.rows() if name not in (prompt.row or {})), None)
+            if lacking is not None:
+                needs = f"a column {name} in every row, which its function asks for"
+                got = f"{', '.join(lacking.row or {})} at {lacking.place}"
+                reason = "Parameters without a default are columns of the file, beside completions and prompts."
+                use = f"a file with this column, or a default: {name}=None"
+                raise DataError(refusal(str(verifier), needs, got, reason, use))
+
+    def _metrics(self, said: Sequence[BatchScores]) -> dict[str, float]:
+        """Return what functions have logged of these completions, by metric; tell of columns, which nobody keeps."""
+        metrics = {}
+        for name, verifier, of_one in zip(self._weights, self.named, said, strict=True):
+            prefix = f"verifier/{name}/" if name else "verifier/"
+            metrics |= {prefix + metric: sum(values) / len(values) for metric, values in of_one.metrics.items()}
+            if of_one.columns and str(verifier) not in self._unkept:
+                self._unkept.add(str(verifier))
+                log.warning(
+                    f"note: {verifier} logs the columns {', '.join(of_one.columns)} by log_extra, which are not kept: "
+                    "completions are, with their rewards (pgtk samples). Said once."
+                )
+        return metrics
+
+    def _note_failures(self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]) -> None:
+        """Tell of each completion's first failure. outcomes: of each completion what its verifiers say."""
         failures = []
-        for questions, outcomes in completions:
-            asked = zip(questions, outcomes, strict=True)
-            failed = [(question, outcome) for question, outcome in asked if isinstance(outcome, Failure)]
-            for question, failure in failed[:1]:
-                sentence = f"{self.named[question.number]} {failure.reason} on {question.on}"
-                failures.append((sentence, failure))
-        self._failed_scores.note(failures, len(completions))
+        for response, of_response in zip(responses, outcomes, strict=True):
+            asked = zip(self.named, of_response, strict=True)
+            failed = [(verifier, outcome) for verifier, outcome in asked if isinstance(outcome, Failure)]
+            for verifier, failure in failed[:1]:
+                failures.append((f"{verifier} {failure.reason} on {response}", failure))
+        self._failed_scores.note(failures, len(responses))
 
-    def _score(self, outcomes: list[float | Failure]) -> Score:
-        """The score of one completion, whose verifiers gave these: without one of them there is no sum."""
+    def _score(self, outcomes: list[float | Failure | None], metrics: dict[str, float]) -> Score:
+        """Return the score of one completion; without that of a verifier that failed there is no sum."""
         failed = any(isinstance(outcome, Failure) for outcome in outcomes)
-        scores = [self._failed_scores.score if isinstance(outcome, Failure) else outcome for outcome in outcomes]
-        reward = None
-        if None not in scores:
-            reward = sum(weight * score for weight, score in zip(self._weights.values(), scores, strict=True))
-        named = zip(self._weights, scores, strict=True)
-        measures = {f"reward/{name}": score for name, score in named if name and score is not None}
-        is_right = not isinstance(outcomes[0], Failure) and outcomes[0] >= 1
-        return Score(reward, is_right, measures | self._verifiers.measures(outcomes), failed)
-
-
-def _called_on(completion: str, prompt: Prompt) -> str:
-    return (
-        f"the completion {completion[:200]!r} of the prompt at {prompt.place}, whose answer is {prompt.answer[:60]!r}"
-    )
+        scored = [
+            (name, weight, self._failed_scores.score if isinstance(outcome, Failure) else outcome)
+            for (name, weight), outcome in zip(self._weights.items(), outcomes, strict=True)
+            if outcome is not None
+        ]
+        counted = [weight * score for _, weight, score in scored if score is not None]
+        reward = sum(counted) if len(counted) == len(scored) else None
+        measures = {f"reward/{name}": score for name, _, score in scored if name and score is not None}
+        first = next(outcome for outcome in outcomes if outcome is not None)
+        is_right = not isinstance(first, Failure) and first >= 1
+        measures |= metrics | self._scoring.measures(outcomes)
+        return Score(reward, is_right, measures, failed)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from pgtoolkit.completion import Message, Prompt
+from pgtoolkit.config.schema_tasks import VERIFIERS
 from pgtoolkit.errors import DataError
-from pgtoolkit.system.functions import blaming, import_function
-from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
+from pgtoolkit.system.functions import blaming
+from pgtoolkit.tasks.process_pool import Failure, Processes
+from pgtoolkit.tasks.reward_functions import (
+    Awaited,
+    BatchScores,
+    Question,
+    RewardFunction,
+    Signature,
+    TrainerState,
+)
 
 Verifier = Callable[[str, str], float | Failure]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
@@ -27,12 +37,39 @@ class Named(NamedTuple):
         return f"{self.key}={self.name}"
 
 
-class Question(NamedTuple):
-    """What a verifier is asked. number: of the verifier, among those of the run. on: the rest in words, for errors."""
+_AT_THE_START = TrainerState(global_step=0, max_steps=0)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A completion as a text, to be scored.
+
+    finished: whether it ended by itself, with the end of the sequence or a stop string.
+    tokens: of the completion, its end included.
+    messages: the prompt as the chat template was given it; None where there is no template.
+    trainer_state: how far training was when it was written.
+    """
+
+    prompt: Prompt
+    text: str
+    finished: bool
+    tokens: Sequence[int] = ()
+    messages: Sequence[Message] | None = None
+    trainer_state: TrainerState = _AT_THE_START
+
+    def __str__(self) -> str:
+        return (
+            f"the completion {self.text[:200]!r} of the prompt at {self.prompt.place}, whose answer is "
+            f"{self.prompt.answer[:60]!r}"
+        )
+
+
+class BatchQuestion(NamedTuple):
+    """What a verifier is asked about several completions at once. inputs: by its parameters. on: them in words."""
 
     number: int
-    completion: str
-    answer: str
+    inputs: dict[str, object]
+    size: int
     on: str
 
 
@@ -43,10 +80,106 @@ class Verifiers:
         self._named = named
         self._functions = [make_verifier(one.name, one.pattern, one.key) for one in named]
 
-    def answer(self, question: Question) -> float | Failure:
-        """The score, or why there is none; raises DataError where a function of the user's fails."""
+    def answer(
+        self,
+        question: Question | BatchQuestion | None,
+    ) -> float | Failure | BatchScores | list[Signature | None]:
+        """Return the score, or why there is none; of None the signature of each verifier, if it is the user's.
+
+        Raises DataError where a function of the user's fails.
+        """
+        if question is None:
+            return [getattr(function, "signature", None) for function in self._functions]
+        function = self._functions[question.number]
         with blaming(str(self._named[question.number]), DataError, question.on):
-            return self._functions[question.number](question.completion, question.answer)
+            if not isinstance(function, RewardFunction):
+                return function(question.completion, question.answer)
+            if isinstance(question, BatchQuestion):
+                return function.scores(question.inputs, question.size)
+            return function(question.completion, question.answer, question.more)
+
+
+class Scoring:
+    """Scores completions by the verifiers of a run: here, in processes, or awaited.
+
+    concurrency: how many calls of an `async def` are awaited at a time.
+    signatures: of each verifier; None for one of pgtoolkit's.
+    Raises ConfigError for a verifier that cannot be imported.
+    """
+
+    def __init__(self, named: Sequence[Named], processes: int, seconds: float | None, concurrency: int):
+        self._named = named
+        self._pool = verifiers_of(named, processes, seconds)
+        self.signatures: list[Signature | None] = [None] * len(named)
+        if any(verifier.name not in VERIFIERS for verifier in named):
+            (self.signatures,) = self._pool.answers([None])
+        self._awaited = Awaited(concurrency, seconds)
+        # These wait most of the time, so that no process of their own is needed.
+        self._async_functions = {
+            number: RewardFunction(verifier.key, verifier.name)
+            for number, (verifier, signature) in enumerate(zip(named, self.signatures, strict=True))
+            if signature is not None and signature.is_async
+        }
+
+    def scores(self, number: int, responses: Sequence[Response]) -> BatchScores:
+        """Return what the verifier of this number says of each; DataError where a function of the user's fails."""
+        signature = self.signatures[number]
+        function = self._async_functions.get(number)
+        if not responses:
+            return BatchScores([])
+        if signature is not None and signature.is_batch:
+            inputs = _inputs(signature, responses)
+            on = f"{len(responses)} completions, first {responses[0]}"
+            if function is not None:
+                return self._awaited.batch(function, inputs, len(responses), on)
+            (outcome,) = self._pool.answers([BatchQuestion(number, inputs, len(responses), on)])
+            if isinstance(outcome, Failure):
+                outcome = BatchScores([outcome] * len(responses))
+            return outcome
+        questions = [
+            Question(number, response.text, response.prompt.answer, str(response), _more(signature, response))
+            for response in responses
+        ]
+        if function is not None:
+            return BatchScores(self._awaited.each(function, questions))
+        return BatchScores(self._pool.answers(questions))
+
+    def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
+        """Return whether one of these outcomes of a completion is a failure, by metric; see `Processes`."""
+        return self._pool.measures(outcomes)
+
+    def close(self) -> None:
+        self._awaited.close()
+        self._pool.close()
+
+
+def _more(signature: Signature | None, response: Response) -> dict[str, object] | None:
+    """Return the prompt and the row of a completion, where a function asks for them."""
+    if signature is None or signature.names is None:
+        return None
+    prompt = response.prompt
+    asked = prompt.text if prompt.messages is None else [*prompt.messages]
+    values = {"prompt": asked, "row": prompt.row}
+    return {name: value for name, value in values.items() if signature.wants(name)} or None
+
+
+def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, object]:
+    """Return what a function that scores a batch asks for, each as TRL's trainers have it."""
+    inputs: dict[str, object] = {}
+    rows = [{"answer": response.prompt.answer, **(response.prompt.row or {})} for response in responses]
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if signature.wants(name) and (name != "prompt" or name in signature.named):
+            inputs[name] = [row.get(name) for row in rows]
+    inputs["prompts"] = [
+        response.prompt.text if response.messages is None else [*response.messages] for response in responses
+    ]
+    inputs["completions"] = [
+        response.text if response.messages is None else [{"role": "assistant", "content": response.text}]
+        for response in responses
+    ]
+    inputs["completion_ids"] = [[*response.tokens] for response in responses]
+    inputs["trainer_state"] = max(response.trainer_state for response in responses)
+    return inputs
 
 
 def verifiers_of(named: Sequence[Named], processes: int = 0, seconds: float | None = None) -> Processes:
@@ -62,11 +195,9 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     exact_match: the completion is the answer, up to white space around both.
     regular_expression: what the one group of `pattern` captured last in the completion is the answer, likewise.
     math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how answers are read.
-    A function of yours takes (completion, answer) and returns a bool or a finite number; None or NaN where it cannot
-    tell, which is a Failure.
+    A function of the user's is a `RewardFunction`.
 
-    Raises ConfigError for a verifier that cannot be imported; the verifier raises DataError for a reward that is no
-    finite number, and whatever a function of yours raises.
+    Raises ConfigError for a verifier that cannot be imported.
     """
     if name == "exact_match":
         return lambda completion, answer: float(completion.strip() == answer.strip())
@@ -74,7 +205,7 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
         return _regular_expression(pattern)
     if name == "math_verify":
         return _math_verify()
-    return _imported(key, name)
+    return RewardFunction(key, name)
 
 
 def _regular_expression(pattern: str) -> Verifier:
@@ -122,31 +253,3 @@ def math_golds(answer: str) -> list[str]:
     if with_unit is not None:
         readings.append(with_unit[1])
     return [f"\\boxed{{{reading}}}" for reading in dict.fromkeys(readings)]
-
-
-def as_number(value: object) -> float:
-    """What code of the user's gave, such as a bool or a scalar of NumPy; NaN for what is no number."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return math.nan
-
-
-def is_nothing(reward: object) -> bool:
-    """Return whether code of the user's gave no score: None, or NaN as a number."""
-    return reward is None or (not isinstance(reward, str) and reward != reward)
-
-
-def _imported(key: str, path: str) -> Verifier:
-    function = import_function(key, path, ("completion", "answer"))
-
-    def verify(completion: str, answer: str) -> float | Failure:
-        reward = function(completion, answer)
-        if is_nothing(reward):
-            return Failure(NOTHING, f"returned {reward}")
-        number = as_number(reward)
-        if not math.isfinite(number):
-            raise DataError(f"{key}={path} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number")
-        return number
-
-    return verify

@@ -51,6 +51,12 @@ class ProgressLine:
             if name in metrics:
                 value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
                 fields.append(form.format(value))
+            if name == "reward":
+                fields += [
+                    f"{metric.removeprefix('reward/')} {value:4.2f}"
+                    for metric, value in metrics.items()
+                    if metric.startswith("reward/")
+                ]
         return " ".join([*fields, f"ETA {left:>5}"])
 
 

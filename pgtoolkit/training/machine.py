@@ -208,16 +208,16 @@ def _prompts(c: Config, report: Report) -> None:
         if task.name not in ("prompts", "conversation"):
             continue
         no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
-        tried = _tried_task(os.getcwd(), pickle.dumps(task), no_template)
+        tried = _tried_task(os.getcwd(), pickle.dumps(task), no_template, getattr(c.model, "path", None))
         report.problems += [type(problem)(problem.replace("task.", f"{place}.")) for problem in tried.problems]
         report.notes += [note.replace("task.", f"{place}.") for note in tried.notes]
 
 
 @functools.cache  # the jobs of a sweep share it
-def _tried_task(_directory: str, pickled: bytes, no_template: str) -> Report:
+def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | None) -> Report:
     """Make a task and look at its prompts; report what is wrong with them, and what may surprise.
 
-    no_template: the setting that leaves chat messages without a template, if any.
+    no_template: the setting that leaves chat messages without a template, if any. model: its folder, or its name.
     """
     from pgtoolkit.tasks.accepted import notes_on_answers
     from pgtoolkit.tasks.from_config import make_task
@@ -232,13 +232,22 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str) -> Report:
             if config.path is not None:
                 report.notes += notes_on_columns(config.path, config.split, config.answer_field)
             if isinstance(task, PromptsTask):
-                report.notes += notes_on_answers(task)
+                asks_for_messages = any(signature and signature.is_batch for signature in task.signatures)
+                has_template = asks_for_messages and not no_template and _has_template(model)
+                report.notes += notes_on_answers(task, has_template)
         if no_template and isinstance(task, PromptsTask) and any(prompt.messages is not None for prompt in task.rows()):
             got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
             raise ConfigError(
                 refusal("task.prompt_field", "texts", got, reason, "model=huggingface with task.chat=auto")
             )
     return report
+
+
+def _has_template(model: str) -> bool:
+    """Return whether a model has a chat template; of a model on the hub, of which nothing is loaded yet, True."""
+    if not Path(model).expanduser().is_dir():
+        return True
+    return bool(model_folder.load_tokenizer(model).chat_template)
 
 
 def _recorded(c: Config, loss: Loss, report: Report) -> None:

@@ -132,7 +132,17 @@ def _tokenized(
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
     vocabulary, longest = module.policy.vocabulary_size, config.rollout.max_completion_length
-    tokenized = TokenizedTask(task, tokenizer, ends, chat, config.rollout.stop, vocabulary, template, longest)
+    tokenized = TokenizedTask(
+        task,
+        tokenizer,
+        ends,
+        chat,
+        config.rollout.stop,
+        vocabulary,
+        template,
+        longest,
+        config.trainer.max_steps,
+    )
     unscaled = module.policy.unscaled_positions
     if config.sampler.name == "transformers" and unscaled < room:
         # One token after the other, a document would begin with other positions than a forward pass of it has.

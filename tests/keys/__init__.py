@@ -49,6 +49,12 @@ SEEN_BY = {
         "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
     ),
     **dict.fromkeys(
+        [f"task/{name}.chat_arguments" for name in ("reasoning_gym", "prompts", "conversation")],
+        "tasks/test_chat.py::test_a_template_gets_its_arguments",
+    ),
+    "task/prompts.verifier_concurrency": "tasks/test_reward_functions.py::"
+    "test_calls_of_an_async_function_wait_at_the_same_time",
+    **dict.fromkeys(
         [f"task/{task}.{end}_{size}" for task, size in _DIVIDED.items() for end in ("min", "max")],
         "tasks/test_generated.py::test_problems_are_as_large_as_asked_and_what_is_longest_is_known",
     ),

@@ -19,6 +19,7 @@ from pgtoolkit.completion import Completion
 from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.verifiers import Response
 
 
 def task_of(*overrides):
@@ -164,7 +165,7 @@ def verifier_processes(tmp_path):
         task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
         try:
             task.score(task.prompt(0), "pid", True)  # the first call of a process has more time
-            found = task.scores([(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")])
+            found = task.scores([Response(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")])
         finally:
             task.close()
         assert [score.reward is None for score in found] == [True, False, False]

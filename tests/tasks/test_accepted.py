@@ -8,6 +8,7 @@ import pytest
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
+from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.accepted import can_capture
 from pgtoolkit.training.machine import DataProblem, check_machine
 
@@ -104,7 +105,7 @@ def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, m
         "def boxed(completion, answer):\n    calls.append(answer)\n    return completion == '<' + answer + '>'\n"
         "def right(completion, answer):\n    return completion == answer\n"
         "def broken(completion, answer):\n    return {}[answer]\n"
-        "def of_a_batch(completions, answer, **others):\n    return [0.0 for one in completions]\n"
+        "def of_a_batch(completions, answer, **others):\n    return [0.0 for one in completions[1:]]\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -120,7 +121,7 @@ def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, m
 
     assert tried_rewards.calls == answers[:10]
     assert checked(tmp_path, answers, "task.verifier=tried_rewards.right") == ([], [])
-    for name, failure in (("broken", "KeyError: '0'"), ("of_a_batch", "returned [0.0]; a verifier returns a bool")):
+    for name, failure in (("broken", "KeyError: '0'"), ("of_a_batch", "must return a list of 10 scores")):
         (problem,), notes = checked(tmp_path, answers, f"task.verifier=tried_rewards.{name}")
         assert isinstance(problem, DataProblem)
         assert "must score every text, and fails on an answer as the completion. " in problem
@@ -131,6 +132,40 @@ def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, m
         assert f"task.verifiers.form.verifier=tried_rewards.{name} must score every text" in problem
     bonus = "task.verifiers={right: {verifier: exact_match}, form: {verifier: tried_rewards.boxed}}"
     assert checked(tmp_path, answers, bonus) == ([], [])  # what does not say what is right need not accept an answer
+
+
+def test_a_judge_that_is_down_is_one_line_before_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_functions, "WAITS", (0.01,))
+    (tmp_path / "down_judge.py").write_text(
+        "import urllib.request\ncalls = []\n"
+        "async def judge(completion, answer):\n"
+        "    calls.append(answer)\n"
+        "    return urllib.request.urlopen('http://127.0.0.1:1').status\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (problem,), _ = checked(tmp_path, ["7", "8"], "task.verifier=down_judge.judge")
+    assert problem == (
+        "task.verifier=down_judge.judge needs the server that it asks (got URLError: <urlopen error [Errno 111] "
+        "Connection refused>). Completions would be without a score. Use it once that answers."
+    )
+    import down_judge
+
+    assert down_judge.calls == ["7", "7"]  # once, and once more
+
+
+def test_functions_in_the_form_of_trl_are_tried_as_the_run_calls_them(tmp_path, monkeypatch):
+    """Without a template completions are texts."""
+    (tmp_path / "tried_batches.py").write_text(
+        "seen = []\n"
+        "def score(completions, prompts, completion_ids, **others):\n"
+        "    seen.append((completions, prompts, [len(ids) > 0 for ids in completion_ids]))\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert checked(tmp_path, ["7", "8"], "task.verifier=tried_batches.score") == ([], [])
+    import tried_batches
+
+    assert tried_batches.seen == [(["7", "8"], ["0?", "1?"], [True, True])]
 
 
 def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):

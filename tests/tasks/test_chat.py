@@ -11,7 +11,9 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from pgtoolkit.completion import Prompt, Request
-from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig, VerifierFailure
+from pgtoolkit.config.keys import option_values
+from pgtoolkit.config.schema import SCHEMAS
+from pgtoolkit.config.schema_tasks import Chat, PromptsTaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
 from pgtoolkit.tasks.chat_template import ChatTemplate, chat_of
@@ -48,11 +50,8 @@ def tokenizer_of(template):
 
 
 def task_config(path="", **changes):
-    values = {"split": None, "prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match"}
-    values |= {"pattern": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None}
-    values |= {"chat": Chat.auto, "system_prompt": None, "max_prompt_length": None, "too_long": "refuse"}
-    values |= {"verifier_failure": VerifierFailure.exclude, "failure_score": 0.0}
-    return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
+    values = option_values("task", "prompts") | {"path": str(path)}
+    return PromptsTaskConfig(**(values | changes))
 
 
 def encoded(tokenizer, prompts, **changes):
@@ -122,6 +121,41 @@ def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got)
     with pytest.raises(ConfigError) as error:
         chat_of(task_config(system_prompt=" Think first. ", chat=chosen), tokenizer_of(template))
     assert f"needs a chat template that has a place for it (got {got}). It would be ignored." in str(error.value)
+
+
+THINKS = (
+    CHATML + "{% if enable_thinking is defined and not enable_thinking %}{{ '(no thoughts)' }}{% endif %}"
+    "{% for tool in tools or range(0) %}{% generation %}{{ tool }}{% endgeneration %}{% break %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("task", ["prompts", "reasoning_gym", "conversation"])
+def test_a_template_gets_its_arguments(task):
+    tokenizer = tokenizer_of(THINKS)
+    config = SCHEMAS[f"task/{task}"](**(option_values("task", task) | {"chat_arguments": {"enable_thinking": False}}))
+    chat = chat_of(config, tokenizer)
+    (found,) = chat.encode([TEXT])
+    expected = tokenizer.apply_chat_template([USER], add_generation_prompt=True, enable_thinking=False)["input_ids"]
+    assert found == expected
+    assert tokenizer.decode(found).endswith("assistant\n(no thoughts)")
+    assert chat.text([USER], goes_on=True).endswith("assistant\n(no thoughts)")
+    assert not tokenizer.decode(encoded(tokenizer, [TEXT])[0]).endswith("(no thoughts)")
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "got"),
+    [
+        (THINKS, "thinking", "one that reads enable_thinking"),
+        (THINKS, "tools", "one that reads enable_thinking"),
+        (CHATML, "enable_thinking", "one that reads none"),
+        (None, "enable_thinking", "no template"),
+    ],
+)
+def test_arguments_that_a_template_does_not_read_are_refused(template, name, got):
+    with pytest.raises(ConfigError) as error:
+        chat_of(task_config(chat_arguments={name: False}), tokenizer_of(template))
+    needs = f"task.chat_arguments.{name}=false needs a chat template that reads {name}"
+    assert f"{needs} (got {got}). It would be ignored." in str(error.value)
 
 
 def test_a_row_whose_system_message_would_be_ignored_is_refused():

@@ -102,9 +102,9 @@ class Seen:
     def __init__(self):
         self.answers = []
 
-    def scores(self, answers):
-        self.answers += [(text, finished) for _, text, finished in answers]
-        return [Score(0.0, False)] * len(answers)
+    def scores(self, responses):
+        self.answers += [(response.text, response.finished) for response in responses]
+        return [Score(0.0, False)] * len(responses)
 
 
 def test_tokens_hold_the_string_and_the_scored_text_does_not(byte_level):

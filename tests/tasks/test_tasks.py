@@ -7,13 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pgtoolkit.completion import Prompt
+from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema_tasks import (
-    Chat,
     PromptsTaskConfig,
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
-    TooLong,
-    VerifierFailure,
 )
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import character_tokenizer
@@ -22,11 +20,8 @@ from pgtoolkit.tasks.prompts import TokenizedTask
 
 
 def prompts_config(path, **changes):
-    values = {"prompt_field": "prompt", "answer_field": "answer", "verifier": "exact_match", "pattern": None}
-    values |= {"split": None, "verifiers": {}, "verifier_processes": 0, "verifier_seconds": None}
-    values |= {"chat": Chat.auto, "system_prompt": None, "max_prompt_length": None, "too_long": TooLong.refuse}
-    values |= {"verifier_failure": VerifierFailure.exclude, "failure_score": 0.0}
-    return PromptsTaskConfig(name="prompts", path=str(path), **(values | changes))
+    values = option_values("task", "prompts") | {"path": str(path)}
+    return PromptsTaskConfig(**(values | changes))
 
 
 def reverse(seed=0, num_digits=6):
@@ -117,19 +112,8 @@ def test_missing_prompts(tmp_path):
 
 
 def gym_config(dataset="chain_sum", **options):
-    return ReasoningGymTaskConfig(
-        name="reasoning_gym",
-        dataset=dataset,
-        options=options,
-        chat=Chat.auto,
-        system_prompt=None,
-        max_prompt_length=None,
-        too_long=TooLong.refuse,
-        verifier_failure=VerifierFailure.exclude,
-        failure_score=0.0,
-        verifier_processes=0,
-        verifier_seconds=None,
-    )
+    values = option_values("task", "reasoning_gym") | {"dataset": dataset, "options": options}
+    return ReasoningGymTaskConfig(**values)
 
 
 def test_reasoning_gym():

@@ -41,6 +41,12 @@ def test_a_line_says_everything():
     assert line == expected
 
 
+def test_a_line_has_the_mean_of_each_verifier():
+    metrics = {"reward": 0.512, "exact_match": 0.5, "reward/answer": 0.5, "reward/format": 0.118}
+    line = progress(9).line(2, metrics)
+    assert line.startswith("step 2/9 reward 0.51 answer 0.50 format 0.12 exact  50% ETA")
+
+
 def test_the_time_left_of_a_resumed_run_counts_its_own_steps():
     assert progress(300, first=200, seconds=10.0).line(210, METRICS).endswith("ETA  1:30")
     assert progress(30_000, seconds=59.0).line(60, METRICS).endswith("ETA  8h19")

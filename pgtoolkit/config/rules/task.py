@@ -24,9 +24,6 @@ from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
 
-VERIFIERS = ("exact_match", "regular_expression", "math_verify")
-"""Those that come with pgtoolkit; others are functions of the user's."""
-
 _KEYS = ("verifier", "weight", "pattern")
 _EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, weight: 0.1}}'"
 
@@ -88,8 +85,8 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
 
 def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
     """There is such a verifier, and the pattern fits it. prefix: of its keys."""
-    if name not in VERIFIERS:
-        alternatives = f"one of {', '.join(VERIFIERS)}, or "
+    if name not in tasks.VERIFIERS:
+        alternatives = f"one of {', '.join(tasks.VERIFIERS)}, or "
         importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
     needs = f"{prefix}verifier=regular_expression"
     if name != "regular_expression":

@@ -1,0 +1,108 @@
+"""Reward functions in each form that there is; imported by the processes of verifiers, so nothing large."""
+
+import asyncio
+import json
+import time
+import urllib.request
+
+at_once = 0
+most_at_once = 0
+
+
+def in_another_order(answer, completion):
+    return len(completion) - 10 * len(answer)
+
+
+def of_prompt_and_row(completion, prompt, row):
+    is_chat = isinstance(prompt, list)
+    asked = prompt[-1]["content"] if is_chat else prompt
+    return 100 * is_chat + 10 * len(asked) + row["level"]
+
+
+def takes_anything(completion, **others):
+    return len(others["row"]["tags"]) + 10 * len(others["answer"]) + len(completion) / 10
+
+
+def by_position(text, gold):
+    return float(text == gold)
+
+
+def confused(prompt, text):
+    return 0.0
+
+
+def longest_of_the_batch(completions, level, missing=None, **others):
+    """Compares the completions of a batch, as no function of one completion can."""
+    assert missing is None
+    assert sorted(others) == [
+        "answer",
+        "completion_ids",
+        "log_extra",
+        "log_metric",
+        "prompts",
+        "tags",
+        "trainer_state",
+    ]
+    others["log_metric"]("mean_level", sum(level) / len(level))
+    others["log_extra"]("level", level)
+    longest = max(map(len, completions))
+    return [len(completion) == longest for completion in completions]
+
+
+def progress(prompts, completions, trainer_state, answer):
+    return [trainer_state.global_step / trainer_state.max_steps + gold for gold in answer]
+
+
+def only_even(completions, level, **others):
+    return [1.0 if number % 2 == 0 else None for number in level]
+
+
+def only_odd(completions, level, **others):
+    return [0.5 if number % 2 == 1 else None for number in level]
+
+
+def too_few(completions, **others):
+    return [1.0]
+
+
+async def waits(completion, answer):
+    global at_once, most_at_once
+    at_once += 1
+    most_at_once = max(most_at_once, at_once)
+    await asyncio.sleep(float(answer) / 1000)
+    at_once -= 1
+    return float(completion)
+
+
+async def never(completion, answer):
+    if completion == "hang":
+        await asyncio.sleep(600)
+    return 1.0
+
+
+async def of_a_batch(completions, answer, **others):
+    await asyncio.sleep(0)
+    return [len(completion) + gold for completion, gold in zip(completions, answer, strict=True)]
+
+
+def _ask(completion):
+    """Ask the server that the completion names, such as `8080/score`."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{completion}", timeout=10) as answer:
+        return json.load(answer)["score"]
+
+
+def asks_a_server(completion, answer):
+    return _ask(completion)
+
+
+async def asks_a_server_async(completion, answer):
+    return await asyncio.to_thread(_ask, completion)
+
+
+def asks_for_a_batch(completions, **others):
+    return [_ask(completion) for completion in completions]
+
+
+def slow_batch(completions, **others):
+    time.sleep(600 if "hang" in completions else 0)
+    return [1.0] * len(completions)

@@ -1,0 +1,284 @@
+"""Reward functions of the user's own, called as their parameters ask: those of TRL unchanged, and those of servers."""
+
+import contextlib
+import http.server
+import json
+import logging
+import threading
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pgtoolkit.completion import Completion
+from pgtoolkit.config.keys import option_values
+from pgtoolkit.config.schema_tasks import PromptsTaskConfig
+from pgtoolkit.errors import ConfigError, DataError
+from pgtoolkit.model.setup import character_tokenizer
+from pgtoolkit.tasks import reward_functions
+from pgtoolkit.tasks.chat_template import ChatTemplate
+from pgtoolkit.tasks.from_config import make_task
+from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.verifiers import Response
+
+MINE = "tasks.rewards_for_tests."
+ROWS = [
+    {"prompt": "ab?", "answer": 1, "level": 3, "tags": ["x"]},
+    {"prompt": [{"role": "user", "content": "abcd?"}], "answer": 22, "level": 4, "tags": ["x", "y"]},
+]
+
+
+@pytest.fixture
+def task_of(tmp_path):
+    """Make the task of a file with these rows, scored by these verifiers; all are closed in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*names, rows=ROWS, **changes):
+            path = tmp_path / "rows.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            values = option_values("task", "prompts") | {"path": str(path)}
+            values["verifiers"] = {f"v{number}": {"verifier": name} for number, name in enumerate(names)}
+            if len(names) == 1:
+                values |= {"verifier": names[0], "verifiers": {}}
+            task = make_task(PromptsTaskConfig(**(values | changes)), 0)
+            stack.callback(task.close)
+            return task
+
+        yield make
+
+
+def scores_of(task, texts):
+    """Score a text for each row, in the order of the file."""
+    prompts = list(task.rows())
+    return task.scores([Response(prompt, text, True) for prompt, text in zip(prompts, texts, strict=True)])
+
+
+def rewards_of(task, texts):
+    return [score.reward for score in scores_of(task, texts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("in_another_order", [3 - 10, 4 - 20]),
+        ("of_prompt_and_row", [30 + 3, 100 + 50 + 4]),
+        ("takes_anything", [1 + 10 + 0.3, 2 + 20 + 0.4]),
+        ("by_position", [0, 0]),
+        ("longest_of_the_batch", [0, 1]),
+        ("of_a_batch", [3 + 1, 4 + 22]),
+        ("progress", [1, 22]),
+    ],
+)
+@pytest.mark.parametrize("processes", [0, 1])
+def test_parameters_say_by_name_what_a_function_gets(task_of, name, expected, processes):
+    limits = {"verifier_processes": processes, "verifier_seconds": 60 if processes else None}
+    task = task_of(MINE + name, **limits)
+    prompts = list(task.rows())
+    state = reward_functions.TrainerState(global_step=0, max_steps=7)
+    responses = [
+        Response(prompt, text, True, trainer_state=state) for prompt, text in zip(prompts, ["xyz", "wxyz"], strict=True)
+    ]
+    assert [score.reward for score in task.scores(responses)] == pytest.approx(expected)
+
+
+def test_progress_is_that_of_the_weights_that_wrote_the_completions(task_of):
+    task = task_of(MINE + "progress", rows=[{"prompt": "?", "answer": 1}])
+    tokenized = TokenizedTask(task, character_tokenizer(None), [95], max_steps=8)
+    completion = Completion(torch.tensor([0, 1]), torch.zeros(2), "length", model_version=6)
+    (score,) = tokenized.scores([task.prompt(0)], [completion])
+    assert score.reward == 6 / 8 + 1
+
+
+def test_what_a_function_cannot_ask_for_is_refused(task_of):
+    with pytest.raises(ConfigError, match=r"parameters among completion, answer, prompt, row.*got confused\(prompt"):
+        task_of(MINE + "confused")
+    rows = [ROWS[0], {"prompt": "?", "answer": 1}]
+    with pytest.raises(DataError, match=r"needs a column level in every row.*\(got prompt, answer at rows\.jsonl:2\)"):
+        task_of(MINE + "only_even", rows=rows)
+
+
+def test_a_list_has_a_score_for_each_completion(task_of):
+    with pytest.raises(DataError, match=r"too_few must return a list of 2 scores.*\(got 1 of them\)"):
+        scores_of(task_of(MINE + "too_few"), ["", ""])
+
+
+def test_what_is_logged(task_of, caplog):
+    task = task_of("exact_match", MINE + "longest_of_the_batch")
+    with caplog.at_level(logging.WARNING, "pgtoolkit"):
+        found = scores_of(task, ["1", "x"]) + scores_of(task, ["1", "xx"])
+    assert [score.measures["verifier/v1/mean_level"] for score in found] == [3.5] * 4
+    notes = [record.message for record in caplog.records]
+    assert len(notes) == 1
+    assert "rewards_for_tests.longest_of_the_batch logs the columns level by log_extra, which are not kept" in notes[0]
+
+
+def test_none_is_not_scored_and_the_others_count(task_of):
+    """TRL adds up what is not None; a completion that nobody scores is left out."""
+    rows = [{"prompt": f"{level}?", "answer": 1, "level": level} for level in range(3)]
+    found = scores_of(task_of(MINE + "only_odd", MINE + "only_even", rows=rows), ["a", "b", "c"])
+    assert [(score.reward, score.exact_match) for score in found] == [(1.0, True), (0.5, False), (1.0, True)]
+    assert [sorted(score.measures) for score in found] == [["reward/v1"], ["reward/v0"], ["reward/v1"]]
+    alone = scores_of(task_of(MINE + "only_even", rows=rows), ["a", "b", "c"])
+    assert [(score.reward, score.failed) for score in alone] == [(1.0, False), (None, True), (1.0, False)]
+
+
+def test_columns_of_parquet_are_plain_lists(task_of, tmp_path):
+    columns = {"prompt": ["a?", "bc?"], "answer": [1, 2], "level": [5, 6], "tags": [["x"], ["y", "z"]]}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    task = task_of(MINE + "takes_anything", path=str(tmp_path / "rows.parquet"))
+    assert [prompt.row for prompt in task.rows()] == [
+        {"prompt": "a?", "answer": 1, "level": 5, "tags": ["x"]},
+        {"prompt": "bc?", "answer": 2, "level": 6, "tags": ["y", "z"]},
+    ]
+    assert rewards_of(task, ["", ""]) == [1 + 10, 2 + 10]
+
+
+CHAT = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}{{ '[assistant]' }}"
+
+
+def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
+    """Under a chat template, on completions as a sampler writes them; compared with calls as TRL's trainer makes."""
+    pytest.importorskip("math_verify")
+    rewards = pytest.importorskip("trl.rewards")
+    (tmp_path / "trl_rewards.py").write_text(
+        "from trl.rewards import get_cosine_scaled_reward\n"
+        "from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment\n"
+        "cosine = get_cosine_scaled_reward(max_len=40)\n"
+        "repetition = get_repetition_penalty_reward(ngram_size=2, max_penalty=-0.5)\n"
+        "overlong = get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=20)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["trl.rewards.accuracy_reward", "trl.rewards.reasoning_accuracy_reward", "trl.rewards.think_format_reward"]
+    names += [f"trl_rewards.{name}" for name in ("cosine", "repetition", "overlong")]
+    rows = [
+        {"prompt": "Half of one?", "answer": "x", "solution": r"$\frac{1}{2}$"},
+        {"prompt": "Two?", "answer": "x", "solution": "$2$"},
+        {"prompt": "Unreadable?", "answer": "x", "solution": ""},
+    ]
+    tokenizer = character_tokenizer(None)
+    tokenizer.chat_template = CHAT
+    (end,) = [tokenizer.eos_token_id]
+    task = task_of(*names, rows=rows)
+    tokenized = TokenizedTask(task, tokenizer, [end], ChatTemplate(tokenizer, "Be brief."))
+    texts = [r"<think>a half</think> \boxed{\frac{1}{2}}", "so so so so so $3$", "<think>what?</think>"]
+    tokens = [[*tokenizer(text, add_special_tokens=False).input_ids, end] for text in texts]
+    completions = [Completion(torch.tensor(ids), torch.zeros(len(ids)), "stop", 0) for ids in tokens]
+    found = tokenized.scores(list(task.rows()), completions)
+
+    as_in_trl = {
+        "prompts": [
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["prompt"]}] for row in rows
+        ],
+        "completions": [[{"role": "assistant", "content": text}] for text in texts],
+        "completion_ids": tokens,
+        "solution": [row["solution"] for row in rows],
+        "answer": ["x"] * 3,
+    }
+    functions = [
+        rewards.accuracy_reward,
+        rewards.reasoning_accuracy_reward,
+        rewards.think_format_reward,
+        rewards.get_cosine_scaled_reward(max_len=40),
+        rewards.get_repetition_penalty_reward(ngram_size=2, max_penalty=-0.5),
+        rewards.get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=20),
+    ]
+    for number, function in enumerate(functions):
+        expected = function(**as_in_trl)
+        assert [score.measures.get(f"reward/v{number}") for score in found] == expected, names[number]
+    assert [score.measures.get("reward/v0") for score in found] == [1.0, 0.0, None]  # they do tell texts apart
+    totals = [sum(value for value in score.measures.values()) for score in found]
+    assert [score.reward for score in found] == pytest.approx(totals)
+
+
+def test_calls_of_an_async_function_wait_at_the_same_time(task_of):
+    from tasks import rewards_for_tests
+
+    rows = [{"prompt": f"{number}?", "answer": 40 - number} for number in range(8)]
+    for limit in (3, 100):
+        rewards_for_tests.most_at_once = 0
+        task = task_of(MINE + "waits", rows=rows, verifier_concurrency=limit)
+        assert rewards_of(task, "01234567") == list(range(8))
+        assert rewards_for_tests.most_at_once == min(limit, 8)
+
+
+def test_what_hangs_has_failed_and_the_rest_goes_on(task_of):
+    limits = {"verifier_processes": 1, "verifier_seconds": 0.5}
+    found = scores_of(task_of(MINE + "never", **limits), ["hang", "x"])
+    assert [(score.reward, score.failed) for score in found] == [(None, True), (1.0, False)]
+    assert [score.measures["verifier_timeout_fraction"] for score in found] == [1.0, 0.0]
+    task = task_of(MINE + "slow_batch", **limits)
+    assert rewards_of(task, ["x", "x"]) == [1.0, 1.0]  # the first call of a process has more time
+    found = scores_of(task, ["hang", "x"])
+    assert [score.measures["verifier_timeout_fraction"] for score in found] == [1.0, 1.0]
+
+
+@pytest.fixture
+def server():
+    """A server that fails as often as its `failures` say before each answer; `calls` counts all."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.calls += 1
+            failure = self.server.failures.pop(0) if self.server.failures else None
+            if failure == "drop":
+                self.connection.close()
+                return
+            self.send_response(failure or 200)
+            self.end_headers()
+            self.wfile.write(b'{"score": 0.75}')
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as made:
+        made.calls = 0
+        made.failures = []
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+ASKING = ["asks_a_server", "asks_a_server_async", "asks_for_a_batch"]
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_server_is_asked_again_a_few_times(task_of, server, name, monkeypatch):
+    monkeypatch.setattr(reward_functions, "WAITS", (0.01, 0.01, 0.01))
+    rows = ROWS[:1]
+    text = f"{server.server_port}/score"
+    server.failures = ["drop", 503, 429]
+    assert rewards_of(task_of(MINE + name, rows=rows), [text]) == [0.75]
+    assert server.calls == 4
+    server.failures = [500] * 4
+    (score,) = scores_of(task_of(MINE + name, rows=rows), [text])
+    assert (score.reward, score.failed) == (None, True)
+    assert server.calls == 8
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_server_that_refuses_is_asked_once_and_named_in_one_line(task_of, server, name):
+    server.failures = [401]
+    with pytest.raises(DataError) as caught:
+        scores_of(task_of(MINE + name, rows=ROWS[:1]), [f"{server.server_port}/score"])
+    problem = str(caught.value)
+    assert f"task.verifier={MINE}{name} is refused by the server that it asks: HTTPError: HTTP Error 401" in problem
+    assert "\n" not in problem
+    assert server.calls == 1
+
+
+@pytest.mark.parametrize("name", ASKING[:2])
+def test_of_a_server_that_is_down_there_is_one_line(task_of, server, name, monkeypatch, caplog):
+    monkeypatch.setattr(reward_functions, "WAITS", (0.01, 0.01, 0.01))
+    server.shutdown()
+    server.server_close()
+    texts = [f"{server.server_port}/score"] * 6
+    rows = [{"prompt": f"{number}?", "answer": 1} for number in range(6)]
+    task = task_of(MINE + name, rows=rows, verifier_concurrency=1)
+    with caplog.at_level(logging.WARNING, "pgtoolkit"):
+        found = scores_of(task, texts)
+    assert all(score.failed for score in found)
+    (note,) = [record.message for record in caplog.records]
+    assert "could not reach the server that it asks: URLError: <urlopen error [Errno 111] Connection refused>" in note
+    assert "6 of 6 completions are out of training" in note
+    assert "\n" not in note
