@@ -45,7 +45,7 @@ def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
         for file in (REPOSITORY / folder).rglob("*")
         if file.is_file() and file.parent.name != "__pycache__"
     }
-    for page in ("adapters", "data", "evaluation", "losses", "metrics"):  # which `pgtk explain` reads
+    for page in ("adapters", "data", "evaluation", "losses", "metrics", "trl_and_verl"):  # which `pgtk explain` reads
         files[f"docs/{page}.md"] = (REPOSITORY / f"docs/{page}.md").read_bytes()
     moved = ("conf/", "sweeps/", "docs/")
     expected = {f"pgtoolkit/{name}" if name.startswith(moved) else name: files[name] for name in files}

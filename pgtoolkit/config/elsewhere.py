@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pgtoolkit.config.files import docs_page
 
 _CODE = "`([^`]+)`"
+
+NONE = "–"  # noqa: RUF001
+"""What stands in a table's cell where there is nothing."""
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A row of docs/trl_and_verl.md: keys of another trainer that are one thing here.
+
+    names: theirs, as far as sections are needed to tell them apart. defaults: theirs, as YAML, one for all names or
+    one for each, or none. here: our keys with words between them, or NONE. remark: what differs, or why there is none.
+    """
+
+    trainer: str
+    names: tuple[str, ...]
+    defaults: tuple[str, ...]
+    here: str
+    remark: str
+
+    @property
+    def keys(self) -> list[str]:
+        """Return our keys where their value may be typed as it is, which is where no word stands beside the keys."""
+        parts = [re.fullmatch(_CODE, part) for part in self.here.split(", ")]
+        return [part[1] for part in parts if part and "=" not in part[1]] if all(parts) else []
+
+    def sentence(self, name: str) -> str:
+        """Say what a key of theirs is here."""
+        if self.here == NONE:
+            return f"{self.trainer}'s {name} has no equal here: {self.remark}."
+        remark = "" if not self.remark else f" ({self.remark})"
+        return f"{self.trainer}'s {name} is here {self.here}{remark}."
 
 
 def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
@@ -24,35 +57,49 @@ def table_rows(page: str) -> Iterator[tuple[list[str], list[str]]]:
         before = line
 
 
-def keys_called(name: str) -> list[str]:
-    """Return our keys for another trainer's key, if its value may be typed there as it is.
+@functools.cache
+def rows_of_trainers() -> tuple[Theirs, ...]:
+    """Return every row of docs/trl_and_verl.md."""
+    return tuple(
+        Theirs(
+            trainer=heads[0],
+            names=tuple(re.findall(_CODE, row[0])),
+            defaults=tuple(re.findall(_CODE, row[1])),
+            here=row[2],
+            remark=row[3],
+        )
+        for heads, row in table_rows("trl_and_verl.md")
+    )
 
-    name: with or without the groups of that trainer: `beta`, `actor_rollout_ref.rollout.n`.
+
+def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
+    """Return (their name, row) for another trainer's key, with or without its sections; of a section for its keys.
+
+    Of several rows those with the longest of the sections that were given: `val_kwargs.top_k` is not `rollout.top_k`.
     """
-    leaf = name.rpartition(".")[2]
-    for heads, row in table_rows("losses.md"):
-        if heads[0] == "here" and heads[1].startswith("TRL"):
-            keys = [code for code in re.findall(_CODE, row[0]) if "." in code]
-            theirs = {code.rpartition(".")[2] for cell in row[1:] for code in _names_alone(cell)}
-            if leaf in theirs:
-                ending = leaf.rpartition("_")[2]  # clip_ratio_low is one of two, epsilon both
-                return [key for key in keys if key.endswith(f"_{ending}")] or keys
+    while name:
+        matching = [
+            (theirs, row)
+            for row in rows_of_trainers()
+            if trainer in (None, row.trainer)
+            for theirs in row.names
+            if name == theirs or name.endswith(f".{theirs}") or theirs.endswith(f".{name}")
+        ]
+        if matching:
+            longest = max(min(len(theirs), len(name)) for theirs, _ in matching)
+            return [(theirs, row) for theirs, row in matching if min(len(theirs), len(name)) == longest]
+        name = name.rpartition(".")[0]
     return []
 
 
-def is_known_elsewhere(name: str) -> bool:
-    """Return whether the tables of other trainers' keys have this one, such as `num_generations`."""
-    leaf = name.rpartition(".")[2]
-    rows = [row for heads, row in table_rows("losses.md") if heads[0] == "here"]
-    codes = [code for row in rows for cell in row[1:] for code in re.findall(_CODE, cell)]
-    return leaf in {code.rpartition(".")[2] for code in codes}
+def keys_called(name: str) -> list[str]:
+    """Return our keys for another trainer's key, if its value may be typed there as it is.
 
-
-def _names_alone(cell: str) -> list[str]:
-    """Return the names in a cell such as "`a`, `b` with `c`" that mean the same as our key: a and b."""
-    parts = cell.partition(" with ")[0].split(", ")
-    names = [re.fullmatch(_CODE, part) for part in parts]
-    return [name[1] for name in names if name] if all(names) else []
+    name: with or without the sections of that trainer: `beta`, `actor_rollout_ref.rollout.n`.
+    """
+    keys = list(dict.fromkeys(key for _, row in known_as(name) for key in row.keys))
+    ending = name.rpartition(".")[2].rpartition("_")[2]  # clip_ratio_low is one of two, epsilon both
+    return [key for key in keys if key.endswith(f"_{ending}")] or keys
 
 
 def _cells(line: str) -> list[str]:

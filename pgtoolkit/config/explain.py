@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pgtoolkit.config.defaults import REQUIRED, Computed
-from pgtoolkit.config.elsewhere import keys_called, table_rows
+from pgtoolkit.config.elsewhere import NONE, keys_called, known_as, table_rows
 from pgtoolkit.config.files import docs_page, options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import (
@@ -125,16 +125,18 @@ def explain(words: str) -> str:
     general = re.sub(r"@\d+", "@k", re.sub(r"^(reward|environment)/.*", r"\1/NAME", word))
     keys = keys_called(word)
     names_ours = all(key.endswith(f".{word}") for key in keys)
-    elsewhere = [] if names_ours else [row for row in _rows_with(word) if "\n  here:" in row]
+    elsewhere = [] if names_ours else _of_trainers(word)
     if pages := known.get(general) or known.get(word.partition("=")[0] if "." in word else ""):
         if all(f"{_OF_WORD}\n" in page for page in pages):
-            elsewhere = _rows_with(word)
+            elsewhere = [*_of_trainers(word), *_rows_with(word)]
         return "\n\n".join([*pages, *elsewhere])
     inside = [part.strip(".") for part in re.findall(r"[\w./@=]+", words)] if " " in words.strip() else []
     # Of a sentence what stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`.
     names = [name for part in inside for name in (part, part.partition("=")[0]) if re.search("[=._]", name)]
     if pages := [page for name in dict.fromkeys(names) for page in known.get(name, ())]:
         return "\n\n".join(pages)
+    if rows := _of_trainers(words):
+        return "\n\n".join([*rows, *_rows_with(words)])
     if rows := sorted(_rows_with(words), key=lambda row: f": `{words}`\n" not in row):  # first where it stands alone
         return "\n\n".join(rows)
     saying = [page for pages in known.values() for page in pages if re.search(rf"\b{re.escape(words)}", page, re.I)]
@@ -214,6 +216,16 @@ def _rows_with(word: str) -> Iterator[str]:
             if any(re.search(rf"\b{re.escape(word)}\b", code) for code in codes):
                 shown = {head or "here": cell for head, cell in zip(heads, row, strict=False) if cell}
                 yield _page(f"{word}: see docs/{page}", shown)
+
+
+def _of_trainers(word: str) -> list[str]:
+    """Return a page for each row on keys of other trainers that have this name."""
+    pages = []
+    for name, row in known_as(word):
+        here = "there is none" if row.here == NONE else row.here
+        shown = {"default there": ", ".join(row.defaults), "here": here, "": row.remark}
+        pages.append(_page(f"{name}: a key of {row.trainer}, see docs/trl_and_verl.md", shown))
+    return pages
 
 
 def _page(title: str, shown: dict[str, str]) -> str:

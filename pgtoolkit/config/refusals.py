@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf, ValueNode
 
-from pgtoolkit.config.elsewhere import is_known_elsewhere, keys_called
+from pgtoolkit.config.elsewhere import keys_called, known_as
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, default, describe, fits, keys_of
@@ -218,6 +218,10 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
     use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
     keys = [name for name in keys_called(key) if group not in groups or name.startswith(f"{group}.")]
     near = _nearest_key(config, key, groups)
+    elsewhere = [] if group in groups and leaf else known_as(key)
+    if elsewhere and not keys:
+        name, row = elsewhere[0]
+        return f"Unknown key {key!r}. {row.sentence(name)} Use pgtk explain {leaf or key}."
     if keys:
         use = " ".join(f"{name}={text(value)}" for name in keys)
         if near and near not in keys and near.rpartition(".")[2] == key:
@@ -226,8 +230,6 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
         use = f"{near}={text(value)}"
     elif leaf and isinstance(config.get(group), DictConfig):
         use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
-    elif is_known_elsewhere(key):
-        use = f"pgtk explain {key.rpartition('.')[2]}, which says what another trainer's key is here"
     return f"Unknown key {key!r}. Use {use}."
 
 

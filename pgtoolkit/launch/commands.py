@@ -205,6 +205,17 @@ def _explain(parser: _Parser, argv: list[str]) -> None:
     say(explain(" ".join(args.words)))
 
 
+def _translate(parser: _Parser, argv: list[str]) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON of TRL's GRPOTrainer or of verl")
+    count = "that TRL trains on, which its file does not say (default: 1)"
+    parser.add_argument("--processes", type=_positive, default=1, metavar="N", help=count)
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.config.translate import translate
+
+    say(translate(args.file, args.processes))
+
+
 REPORTS = {
     "compare": ("RUN_DIR...", "what runs reached over seeds: better, equal, unknown; --html FILE", _compare),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
@@ -214,6 +225,7 @@ REPORTS = {
     "solutions": ("OUT [OVERRIDES]", "a task's prompts with their answers, for experiment=sft", _solutions),
     "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
     "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
+    "translate": ("FILE", "a configuration of TRL or verl as a command here", _translate),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
 """Name -> what follows it, what it does, the function that does it, with its parser and the words after its name.

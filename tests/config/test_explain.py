@@ -67,7 +67,7 @@ def test_every_word_of_the_line_of_a_step_is_explained():
         ("trajectory", "trajectory: see docs/data.md field: `trajectory`"),
         ("exit status 75", "stopped by a signal after saving a checkpoint; it can be resumed"),
         ("loss_agg_mode", "aggregation=: `token_mean` TRL loss_type: `dapo`"),
-        ("epsilon", "TRL GRPOConfig: `epsilon`, `epsilon_high`"),
+        ("epsilon", "epsilon: a key of TRL, see docs/trl_and_verl.md"),
         ("epsilon", "optimizer.epsilon: a key"),
         ("clip", "clipped_ratio_fraction: a metric"),
         ("ratio", "ratio_new_old: a metric"),
