@@ -191,6 +191,7 @@ def linear_policy_loss(
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     reference = None
     if ref_hidden is not None:
+        assert ref_lm_head_weight is not None
         reference = ref_hidden, LMHead(ref_lm_head_weight, ref_bias, fp32_logits=fp32_logits)
     head = LMHead(lm_head_weight, bias, weight_gradient, fp32_logits, reference)
     method = Computation(impl, check_finite, num_splits, logits_memory_mb)

@@ -92,6 +92,7 @@ class Document:
 
     def as_the_reference_reads_it(self) -> Document:
         """With `reference_tokens` in the place of its tokens; what is trained stands at the end of both."""
+        assert self.reference_tokens is not None
         mask = functional.pad(self.loss_mask, (len(self.reference_tokens) - len(self.tokens), 0))
         return replace(self, tokens=self.reference_tokens, loss_mask=mask, reference_tokens=None)
 
@@ -258,8 +259,8 @@ def pack(documents: list[Document], known: tuple[str, ...] | None = None, has_tr
         # Zeros where nobody knows them: the loss then does not read them, and no metric of them is given.
         old = [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents]
         vectors["old_log_probs"] = labelled(_concatenate(old, torch.float32), 0.0)
-    known = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
-    for name in ("advantages", *known):
+    others = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
+    for name in ("advantages", *others):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
     excluded = None

@@ -253,7 +253,9 @@ class _Subject:
         tensors = step.tensors | {self.leaf: leaf, "group_index": step.groups}
         total = torch.zeros((), dtype=torch.float64)
         for piece in pieces:
-            arguments = {name: tensors[name][piece] for name in self.names & tensors.keys()}
+            arguments: dict[str, Tensor | StepTotals | float | None] = {
+                name: tensors[name][piece] for name in self.names & tensors.keys()
+            }
             if "totals" in self.names:
                 arguments["totals"] = step.totals()
             if "divisor" in self.names:

@@ -13,7 +13,7 @@ import torch
 
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
-from pgtoolkit.losses.checks import check_name
+from pgtoolkit.losses.checks import check_name, check_positive
 from pgtoolkit.losses.families import family_of
 from pgtoolkit.losses.kl import KL
 
@@ -45,6 +45,11 @@ def policy_loss(
     check_name("kl_reference", kl_reference, references)
     if kl is None and (kl_coefficient is not None or kl_reference != "sampler"):
         raise ValueError("kl_coefficient and kl_reference have no effect without kl. Use kl=k3, or leave them out.")
+    penalty = None
+    if kl is not None:
+        check_positive("kl_coefficient", kl_coefficient)
+        assert kl_coefficient is not None
+        penalty = KL(kl, kl_coefficient)
     mask, weights = inputs.loss_mask, inputs.loss_weights
     out = log_prob_loss(
         inputs.trainer_logprobs,
@@ -56,7 +61,7 @@ def policy_loss(
         reducer=lambda totals, **_: torch.ones_like(inputs.advantages) if weights is None else weights,
         num_documents=1,
         totals=StepTotals(num_documents=1, num_tokens=mask.sum(), num_empty_documents=0),
-        kl=None if kl is None else KL(kl, kl_coefficient),
+        kl=penalty,
         ref_log_probs=None if kl is None else references[kl_reference],
         metrics="basic",
     )

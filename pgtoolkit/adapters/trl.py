@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import math
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,12 @@ from pgtoolkit.losses.families import Family, Grpo, Gspo, family_of
 from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.metrics import MetricSums
 
-if importlib.util.find_spec("trl") is not None:
+if TYPE_CHECKING:  # TRL's annotations lack much of what its trainer has
+    GRPOConfig: Any
+    GRPOTrainer: Any
+    nanmax: Any
+    nanmin: Any
+elif importlib.util.find_spec("trl") is not None:
     from trl import GRPOConfig, GRPOTrainer
     from trl.trainer.utils import nanmax, nanmin
 else:
@@ -142,7 +147,8 @@ class PolicyGradientTrainer(GRPOTrainer):
             return None
         high, low = self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min
         high = 1e9 if high is None else high  # no bound: ratios stop at e^20
-        return CORRECTIONS[self.vllm_importance_sampling_mode](low=low, high=high)  # whose names are TRL's
+        kind = CORRECTIONS[self.vllm_importance_sampling_mode]  # whose names are TRL's
+        return kind(**{"low": low, "high": high})
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
@@ -222,6 +228,7 @@ class PolicyGradientTrainer(GRPOTrainer):
         self._sums = out.metric_sums if self._sums is None else self._sums.merge(out.metric_sums)
         if last:
             group = dist.group.WORLD if self.accelerator.num_processes > 1 else None
+            assert self._totals is not None
             _, sums = self._sums.all_reduce(out.loss, group)
             for name, value in sums.finalize(self._totals).items():
                 if math.isfinite(value):

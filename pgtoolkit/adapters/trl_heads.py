@@ -74,13 +74,19 @@ def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
         elif torch.is_autocast_enabled(hidden.device.type):  # as TRL's head: a half-precision product
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         # Of these only the labels are read.
-        vectors = dict.fromkeys(("labels", "old_log_probs", "advantages", "document_index"), labels)
-        tokens = Tokens(**vectors, num_documents=len(mask))
+        tokens = Tokens(
+            labels=labels,
+            old_log_probs=labels,
+            advantages=labels,
+            document_index=labels,
+            num_documents=len(mask),
+        )
         own = LMHead(head.weight, head.bias)
         log_probs, entropies = log_probs_of_hidden(hidden, own, tokens, Loss(*how), Ranks(), Computation(), True)
         vectors, options = trainer.loss_arguments(inputs, mask, log_probs.view_as(mask))
         options |= {"temperature": trainer.temperature, "entropy_coefficient": trainer.entropy_coef}
         out = linear_policy_loss(hidden, head.weight, labels, *vectors, bias=head.bias, **options)
+        assert entropies is not None
         return Computed(out.loss, out, vectors[0].view_as(mask), entropies.view_as(mask))
 
     ids, attention = _whole(inputs)
@@ -134,4 +140,5 @@ def obstacles(trainer: Any) -> list[str]:
 
 def _whole(inputs: dict) -> tuple[Tensor, Tensor]:
     """Tokens of prompts and completions, and their mask."""
-    return tuple(torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask

@@ -151,7 +151,7 @@ def _value(config: Any, key: str) -> Any:
 
 def register() -> None:
     """Give verl a policy loss for each family and aggregation; those that it cannot compute say why when used."""
-    from verl.trainer.ppo.core_algos import register_policy_loss
+    from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]  (an extra)
 
     for family in FAMILIES:
         for aggregation in AGGREGATIONS:

@@ -43,7 +43,8 @@ def picture(compared: Compared, kind: str) -> bytes:
     from matplotlib.figure import Figure
 
     # Without formulas: a path may hold two dollar signs. The salt makes equal curves equal files.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "pgtk", "text.parse_math": False, **_PLAIN}):
+    settings: dict[str, object] = {"svg.fonttype": "none", "svg.hashsalt": "pgtk", "text.parse_math": False}
+    with rc_context(settings | _PLAIN):  # pyright: ignore[reportArgumentType]  (keys are a Literal of all settings)
         panels, file = 3 if compared.best_of else 2, io.BytesIO()
         figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained", dpi=100)
         longest = max((run.last("seconds") for group in compared.groups for run in group.runs), default=0)

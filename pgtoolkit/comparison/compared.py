@@ -106,6 +106,8 @@ class Compared:
     @property
     def tried(self) -> list[str]:
         """All values of the key of which each group has its best: numbers by their size, then the others."""
+        if self.best_of is None:
+            return []
         values = {name: group.values[self.best_of] for best in self.groups for name, group in best.tried.items()}
         return sorted(values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name))
 
@@ -117,7 +119,9 @@ class Compared:
         """What the tests are of, of each counted run: documents to the threshold, area or final value."""
         if self.by_documents:
             return self.spent(group, DOCUMENTS)
-        return [one.mean if self.goal.measure == "area" else one.final for one in group.reached]
+        if self.goal.measure == "area":
+            return [run.mean for run in group.reached if run.mean is not None]
+        return [run.final for run in group.reached]
 
     def spent(self, group: Group, axis: str) -> list[float]:
         """What each counted run spent until it reached the threshold, the limit where it did not within it."""

@@ -99,7 +99,10 @@ def _keys(option: str, named: Sequence[str], keys: list[str], besides: Collectio
 
 def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     """The pairs of a base with each group that differs from it in the keys of `against` alone, the bases first."""
-    base = dict(pair.partition("=")[::2] for pair in against.split(","))
+    base: dict[str, str] = {}
+    for pair in against.split(","):
+        key, _, value = pair.partition("=")
+        base[key] = value
     _keys("--against", [*base], compared.keys)
     bases = [group for group in compared.groups if all(text(group.values[key]) == base[key] for key in base)]
     if not bases:
@@ -318,7 +321,8 @@ def _scale_notes(groups):
             norms[group.label] = float(np.median(np.concatenate(values)))
     if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
         return []
-    low, high = min(norms, key=norms.get), max(norms, key=norms.get)
+    low = min(norms, key=lambda label: norms[label])
+    high = max(norms, key=lambda label: norms[label])
     times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
     return [
         f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "

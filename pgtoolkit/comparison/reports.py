@@ -52,7 +52,18 @@ def run_rows(compared: Compared) -> list[list[object]]:
             rows.append(row)
     unread = [run for run, _ in compared.left_out if not run.config]
     rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unread]
-    columns = ["run", *compared.keys, *compared.over, "seed", "state", "counted", "step", *to.values(), *values, *AXES]
+    columns: list[object] = [
+        "run",
+        *compared.keys,
+        *compared.over,
+        "seed",
+        "state",
+        "counted",
+        "step",
+        *to.values(),
+        *values,
+        *AXES,
+    ]
     return [columns, *([row.get(column) for column in columns] for row in rows)]
 
 
@@ -81,7 +92,7 @@ def _render_html(compared: Compared, command: str) -> str:
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
     ]
-    page = Template(files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    page = Template(files("pgtoolkit.comparison").joinpath("report.html").read_text(encoding="utf-8"))
     told = {"title": escaped(title), "lead": "\n".join(lead), "chart": svg[svg.index("<svg ") :]}
     return page.substitute(told, parts="\n".join(parts), command=escaped(command))
 

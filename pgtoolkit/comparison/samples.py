@@ -118,16 +118,23 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
             rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
     again = {name: steps for name, steps in rewards.items() if len(steps) > 1}
     rises = {name: mean(steps[max(steps)]) - mean(steps[min(steps)]) for name, steps in again.items()}
-    counts = [sum((rise > 0) - (rise < 0) == sign for rise in rises.values()) for sign in (1, -1, 0)]
+    rising = sum(rise > 0 for rise in rises.values())
+    falling = sum(rise < 0 for rise in rises.values())
+    counts = (rising, falling, len(rises) - rising - falling)
     rows, changes = functools.cache(kept.rows), []
     for name in sorted(filter(rises.get, rises), key=lambda name: -abs(rises[name]))[:count]:
-        means, nearest = [], []
-        for at in (min(again[name]), max(again[name])):
-            means.append(middle := mean(again[name][at]))
-            own = [row for row in rows(at) if row.name == name and row.reward is not None]
-            nearest.append(min(own, key=lambda row: abs(row.reward - middle)))
-        changes.append(Change(tuple(means), *nearest))
-    return Samples(kept.set, step, rows(step), since, tuple(counts), changes)
+        first, last = min(again[name]), max(again[name])
+        before, after = mean(again[name][first]), mean(again[name][last])
+        changes.append(
+            Change((before, after), _nearest(rows(first), name, before), _nearest(rows(last), name, after)),
+        )
+    return Samples(kept.set, step, rows(step), since, counts, changes)
+
+
+def _nearest(rows: list[CompletionRow], name: str, reward: float) -> CompletionRow:
+    """Return the row of a prompt whose reward is nearest to a number; of equal ones the first."""
+    distances = [(row, abs(row.reward - reward)) for row in rows if row.name == name and row.reward is not None]
+    return min(distances, key=lambda pair: pair[1])[0]
 
 
 def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
@@ -173,7 +180,8 @@ def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[Completi
 
     No reward is the lowest among the best, or the highest among the worst; where all are alike there is no worst.
     """
-    low, high = min((row.reward for row in rows), default=0), max((row.reward for row in rows), default=0)
+    rewards = [row.reward for row in rows if row.reward is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     times: Counter[tuple] = Counter()
     unlike = {}  # each with its place among those of its prompt with this reward
     for row in rows:
@@ -205,7 +213,7 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     data = {"about": legible(f"{run}: {count}"), "rows": rows}
     # Whatever a model has written, nothing in it ends the script's element.
     written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = files(__package__).joinpath("samples.html").read_text(encoding="utf-8")
+    page = files("pgtoolkit.comparison").joinpath("samples.html").read_text(encoding="utf-8")
     return re.sub("@(COMMAND|DATA)@", lambda mark: written if mark[1] == "DATA" else escape(legible(command)), page)
 
 

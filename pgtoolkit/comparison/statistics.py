@@ -161,7 +161,8 @@ def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
         return None
     again = [values[draw.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata]
     means = interquartile_mean(np.concatenate(again, axis=1))
-    return tuple(map(float, np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])))
+    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+    return float(low), float(high)
 
 
 def holm(p: np.ndarray) -> np.ndarray:
@@ -204,7 +205,8 @@ def _p_values(
 
     found = np.full((2, len(pairings), len(pairings)), np.nan)
     tested = np.array([place for place, x in samples.items() if x.size > 1], int)
-    facts = [[x.size, x.mean(), x.var(ddof=1) / x.size, np.ptp(x), abs(x).max()] for x in map(samples.get, tested)]
+    values = [samples[place] for place in tested.tolist()]
+    facts = [[x.size, x.mean(), x.var(ddof=1) / x.size, np.ptp(x), abs(x).max()] for x in values]
     size, mean, share, spread, largest = np.array(facts).reshape(-1, 5).T
     for i, place in enumerate(tested):
         later = slice(i + 1, None)
@@ -236,7 +238,7 @@ def _p_values(
 def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[float, float]:
     """Bootstrap interval of the difference of means: BCa (Efron, JASA 82, 1987) from five seeds on, else percentiles.
 
-    The same values give the same interval. What an interval of few seeds is worth: `worth` in terminal.py.
+    The same values give the same interval. What an interval of few seeds is worth: `worth` in text_report.py.
     """
     from scipy.stats import bootstrap
 
@@ -250,7 +252,8 @@ def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[floa
         method="BCa" if min(first.size, second.size) >= _BCA_FROM else "percentile",
         rng=np.random.default_rng(0),
     )
-    return tuple(map(float, resampled.confidence_interval))
+    low, high = resampled.confidence_interval
+    return float(low), float(high)
 
 
 def seeds_needed(difference: float, variances: list[float]) -> int:

@@ -161,9 +161,9 @@ def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
     if pair.p is None:
         return "no noise to test by"
     found = "unknown"
-    if margin is not None and pair.equal_p < LEVEL:
+    if margin is not None and pair.equal_p is not None and pair.equal_p < LEVEL:
         found = f"equal within {margin}"
-    elif pair.adjusted_p < LEVEL:
+    elif pair.adjusted_p is not None and pair.adjusted_p < LEVEL:
         up = pair.difference * (sign or 1) > 0
         found = ("better" if up else "worse") if sign else ("higher" if up else "lower")
     return f"exploratory: {found}" if pair.exploratory else found

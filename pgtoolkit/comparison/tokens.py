@@ -198,7 +198,7 @@ def _proof(made: MadeStep, row: dict[str, float], number: int) -> str:
 def summary(inspected: Inspected, page: Path) -> str:
     """What `pgtk tokens` prints."""
     totals = inspected.made.step.totals
-    size = f"{plural(totals.num_documents, 'document')}, {plural(totals.num_tokens, 'trained token')}"
+    size = f"{plural(int(totals.num_documents), 'document')}, {plural(int(totals.num_tokens), 'trained token')}"
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [["", "loss", "cut below", "cut above", "capped"]]
     for one in inspected.columns:

@@ -72,11 +72,13 @@ def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:
 def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
     tokens, trained = piece.micro_batch, piece.micro_batch.labels >= 0
     vectors = {"advantage": tokens.advantages, "new_log_prob": piece.log_probs}
+    old = tokens.old_log_probs  # known of every piece: see `_Watch`
+    assert old is not None
     if with_old:
-        vectors["old_log_prob"] = tokens.old_log_probs
+        vectors["old_log_prob"] = old
     if tokens.sampling_log_probs is not None:
         vectors["sampling_log_prob"] = tokens.sampling_log_probs
-        vectors["difference"] = tokens.old_log_probs - tokens.sampling_log_probs
+        vectors["difference"] = old - tokens.sampling_log_probs
     if tokens.ref_log_probs is not None:
         vectors["ref_log_prob"] = tokens.ref_log_probs
     vectors["entropy"] = piece.entropy
@@ -124,7 +126,7 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
     """ConfigError where the loss reads what the step's documents do not have, or is not of single tokens."""
-    if loss.full_kl:
+    if loss.kl is not None and loss.full_kl:
         raise ConfigError(
             f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the tokens that were "
             "written). Its part of the loss is no number of one token. Use kl=k3_ratio, or kl=none."

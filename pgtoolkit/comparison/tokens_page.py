@@ -54,7 +54,7 @@ def html(inspected: Inspected, command: str) -> str:
         f'<script type="text/plain" id="document-{number}">{_packed(document, part, inspected)}</script>'
         for number, (document, part) in enumerate(zip(documents, parts, strict=True))
     ]
-    page = files(__package__).joinpath("tokens.html").read_text(encoding="utf-8")
+    page = files("pgtoolkit.comparison").joinpath("tokens.html").read_text(encoding="utf-8")
     head, end = page.split("@DATA@")
     # Within a script element nothing but "<" could end it.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")

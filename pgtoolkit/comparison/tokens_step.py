@@ -73,6 +73,8 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     is_recorded = folder is not None and Path(folder).is_dir() and config.kl.reference_prompt is None
     try:
         if is_recorded:
+            assert folder is not None
+            assert isinstance(config.rollout, PolicyRolloutConfig)
             loader.source.close()
             source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
             loader = loader_of(source, config)
@@ -132,8 +134,9 @@ class RecordedBatches(Source):
                 f"rollout.save_path={self._folder} needs the file of batch {number} (got none). The documents of the "
                 "step are in it. Restore it, or use another --step."
             )
-        rows = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
-        if len(rows) != self.batch_size or not all(isinstance(row, Row) for row in rows):
+        parsed = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
+        rows = [row for row in parsed if isinstance(row, Row)]
+        if len(rows) != self.batch_size or len(rows) < len(parsed):
             raise DataError(f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it.")
         return [row.document(None, row.group_id, row.id, row.trajectory) for row in rows]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from pgtoolkit.system.report import text
 
@@ -107,6 +107,28 @@ class Group:
     """What the group decides, as a sentence or the end of one."""
 
 
+class Needs(TypedDict, total=False):
+    """The condition of a key, which others share with it; see `Key`."""
+
+    only_if: str
+    use: str
+
+
+class Refusal(Needs, total=False):
+    """The same with the reason why the key is refused without it."""
+
+    why: str
+
+
+class Declared(Refusal, total=False):
+    """Whatever several keys declare alike, see `Key`."""
+
+    learns: bool | str
+    fixed: str
+    fixed_if: str
+    evaluate: Literal["run", "model", "kept"]
+
+
 def key(*, least: float | None = None, most: float | None = None, **declared: Any) -> Any:
     """Declare the field of a key in a schema.
 
@@ -144,7 +166,10 @@ def singles(condition: str) -> list[str]:
 
 def parts(condition: str) -> tuple[str, str, str]:
     """Return (key, operator, value) of a condition that names one key."""
-    return re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition).groups()
+    match = re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition)
+    if match is None:
+        raise ValueError(f"{condition!r} is no condition")
+    return match[1], match[2], match[3]
 
 
 def value_of(config: object, name: str) -> Any:

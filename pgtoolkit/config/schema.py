@@ -8,6 +8,7 @@ schema_rollouts.py and schema_samplers.py, each with its type, default, meaning,
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config import (
     schema_loss,
@@ -26,11 +27,49 @@ from pgtoolkit.config.schema_loss import (
     KLConfig,
     LossConfig,
 )
-from pgtoolkit.config.schema_rollouts import POSITION, RolloutConfig
-from pgtoolkit.config.schema_run import ModelConfig, OptimizerConfig, TrackingConfig, TrainerConfig
-from pgtoolkit.config.schema_samplers import EvaluationConfig, SamplerConfig
+from pgtoolkit.config.schema_rollouts import POSITION, PolicyRolloutConfig, RecordedRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema_run import (
+    HuggingFaceModelConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TinyModelConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from pgtoolkit.config.schema_samplers import (
+    EvaluationConfig,
+    SamplerConfig,
+    TransformersSamplerConfig,
+    VllmSamplerConfig,
+)
 from pgtoolkit.config.schema_step import AccumulationConfig, KernelConfig, MetricsConfig, ParallelismConfig
-from pgtoolkit.config.schema_tasks import ASKED, TaskConfig
+from pgtoolkit.config.schema_tasks import (
+    ASKED,
+    ChainSumTaskConfig,
+    ConversationTaskConfig,
+    GuessTaskConfig,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    ReverseTaskConfig,
+    ShortestPathTaskConfig,
+    TaskConfig,
+)
+
+if TYPE_CHECKING:
+    Model = TinyModelConfig | HuggingFaceModelConfig
+    Rollout = PolicyRolloutConfig | RecordedRolloutConfig
+    Sampler = TransformersSamplerConfig | VllmSamplerConfig
+    Task = (
+        ReverseTaskConfig
+        | ChainSumTaskConfig
+        | ShortestPathTaskConfig
+        | GuessTaskConfig
+        | ReasoningGymTaskConfig
+        | PromptsTaskConfig
+        | ConversationTaskConfig
+    )
+else:  # OmegaConf, which checks types while a configuration is composed, takes no union of classes
+    Model, Rollout, Sampler, Task = ModelConfig, RolloutConfig, SamplerConfig, TaskConfig
 
 
 @dataclass
@@ -62,16 +101,16 @@ class Config:
     accumulation: AccumulationConfig = group(
         default="dynamic", help="How documents form an optimizer step.", evaluate="kept"
     )
-    model: ModelConfig = group(default="tiny", help="The policy.", evaluate="model")
-    task: TaskConfig = group(
+    model: Model = group(default="tiny", help="The policy.", evaluate="model")
+    task: Task = group(
         default="reverse",
         help="Prompts and their verifier.",
         fixed=POSITION,
         evaluate="run",
         only_if=f"{ASKED} or model.name=tiny",
     )
-    rollout: RolloutConfig = group(default="policy", help="Where completions come from.", evaluate="kept")
-    sampler: SamplerConfig = group(
+    rollout: Rollout = group(default="policy", help="Where completions come from.", evaluate="kept")
+    sampler: Sampler = group(
         default="transformers",
         help="Who writes the completions of rollout=policy.",
         learns="rollout.name=policy",

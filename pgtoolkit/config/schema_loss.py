@@ -4,29 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgtoolkit.config.defaults import REQUIRED, SameAs
-from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.key import Needs, Option, Refusal, key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES
-from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 
-_NEEDS_KL = {"only_if": "kl.kind!=none", "use": "kl=k3"}
-_NEEDS_REFERENCE_MODEL = {
+_NEEDS_KL: Needs = {"only_if": "kl.kind!=none", "use": "kl=k3"}
+_NEEDS_REFERENCE_MODEL: Refusal = {
     "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
     "parallelism.sequence_data_parallel=1",
     "use": "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1",
     "why": "A reference reads it before completions that are sampled, on the ranks of the policy's tokens.",
 }
 
-AggregationMode = StrEnum("AggregationMode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
-KLKind = StrEnum("KLKind", ["none", *KINDS, *FULL_KINDS])
-AdvantageEstimator = StrEnum(
-    "AdvantageEstimator",
-    "grpo dr_grpo rloo max_rl batch_std pass_at_k opo gdpo reinforce_plus_plus reinforce_plus_plus_baseline "
-    "none given custom",
-)
+
+class AggregationMode(StrEnum):
+    sample_mean = "sample_mean"
+    prompt_mean = "prompt_mean"
+    token_mean = "token_mean"
+    constant = "constant"
+
+
+class KLKind(StrEnum):
+    none = "none"
+    k1 = "k1"
+    k2 = "k2"
+    k3 = "k3"
+    k3_ratio = "k3_ratio"
+    full_reverse = "full_reverse"
+    full_forward = "full_forward"
+
+
+class AdvantageEstimator(StrEnum):
+    grpo = "grpo"
+    dr_grpo = "dr_grpo"
+    rloo = "rloo"
+    max_rl = "max_rl"
+    batch_std = "batch_std"
+    pass_at_k = "pass_at_k"
+    opo = "opo"
+    gdpo = "gdpo"
+    reinforce_plus_plus = "reinforce_plus_plus"
+    reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
+    none = "none"
+    given = "given"
+    custom = "custom"
 
 
 @dataclass
@@ -58,6 +82,9 @@ class CustomLossConfig(LossConfig):
         help="Values of its fields, by name: loss.options.NAME=VALUE.",
         free=True,
     )
+
+    if TYPE_CHECKING:
+        name: Literal["custom"] = "custom"
 
 
 @dataclass
@@ -153,7 +180,7 @@ def _schema_of(kind: type, base: type) -> type:
 
 def _option_of(kind: type, base: type) -> Option:
     """Return the option of a family or correction; the first paragraph of its docstring says what it is."""
-    paragraph = kind.__doc__.partition("\n\n")[0]
+    paragraph = (kind.__doc__ or "").partition("\n\n")[0]
     return Option(_schema_of(kind, base), help=" ".join(paragraph.split()))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
 
 from pgtoolkit.config.defaults import REQUIRED, ByWeights
-from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.key import Needs, Option, Refusal, key
 from pgtoolkit.config.schema_tasks import Chat, TooLong
 
 POSITION = "the position in the data belongs to it"
@@ -14,37 +15,53 @@ POSITION = "the position in the data belongs to it"
 AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 """Why a resumed run cannot change the keys that decide which batches were sampled early."""
 _BATCH = "the position in the data is counted in batches of this size"
-_NEEDS_COUNTED_STEPS = {
+_NEEDS_COUNTED_STEPS: Needs = {
     "only_if": "rollout.max_staleness=null and accumulation.docs_per_step!=0",
     "use": "rollout.max_staleness=null and accumulation=dynamic",
 }
-_NEEDS_ASYNC = {
+_NEEDS_ASYNC: Needs = {
     "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and accumulation.last_step!=carry",
     "use": "accumulation=dynamic and rollout.old_log_probs=sampling and accumulation.last_step=short",
 }
 _WEIGHTS_ARE_GONE = "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
 _NOT_REPEATABLE = "Further rounds would be sampled by weights that depend on when checkpoints are made."
-_NOT_MAX_RL = {
+_NOT_MAX_RL: Refusal = {
     "only_if": "advantage.estimator!=max_rl",
     "use": "advantage=grpo",
     "why": "Rewards become negative, by whose mean max_rl would divide.",
 }
-_NEEDS_TOKENIZER = {"only_if": "model.name=huggingface", "why": "The tiny model has no chat template."}
+_NEEDS_TOKENIZER: Refusal = {"only_if": "model.name=huggingface", "why": "The tiny model has no chat template."}
 _INCOMPLETE_GROUP = "A group without one of its completions has other advantages."
 
-OldLogProbs = StrEnum("OldLogProbs", ["training", "sampling", "proximal"])
-Mixed = StrEnum("Mixed", ["reward", "exact_match"])
-Truncated = StrEnum("Truncated", ["train", "mask"])
-TrainedTurns = StrEnum("TrainedTurns", ["all", "last"])
+
+class OldLogProbs(StrEnum):
+    training = "training"
+    sampling = "sampling"
+    proximal = "proximal"
+
+
+class Mixed(StrEnum):
+    reward = "reward"
+    exact_match = "exact_match"
+
+
+class Truncated(StrEnum):
+    train = "train"
+    mask = "mask"
+
+
+class TrainedTurns(StrEnum):
+    all = "all"
+    last = "last"
 
 
 @dataclass
 class RolloutConfig:
     name: str = key(option=True, fixed=POSITION)
-    group_size: int | None
-    max_completion_length: int | None
-    temperature: float
-    truncated: Truncated
+    group_size: int | None = key()
+    max_completion_length: int | None = key()
+    temperature: float = key()
+    truncated: Truncated = key()
 
 
 @dataclass
@@ -172,6 +189,9 @@ class PolicyRolloutConfig(RolloutConfig):
         learns=False,
     )
 
+    if TYPE_CHECKING:
+        name: Literal["policy"] = "policy"
+
 
 @dataclass
 class RecordedRolloutConfig(RolloutConfig):
@@ -241,6 +261,9 @@ class RecordedRolloutConfig(RolloutConfig):
         only_if="advantage.estimator=given",
         why=_INCOMPLETE_GROUP,
     )
+
+    if TYPE_CHECKING:
+        name: Literal["recorded"] = "recorded"
 
 
 OPTIONS = {

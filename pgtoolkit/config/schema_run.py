@@ -4,31 +4,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgtoolkit.config.defaults import REQUIRED, ByWeights
-from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.key import Declared, Needs, Option, key
 
 _WEIGHTS = "the checkpoint holds the weights of this model"
 _HAS_BEST = "evaluation.every>0 and evaluation.best!=null"
-_NEEDS_LORA = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
+_NEEDS_LORA: Declared = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
 _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
 _WHOLE_MATRICES = "LoRA adds adapters to the undivided matrices of a pretrained model, and stores the adapters alone."
-_NEEDS_MLFLOW = {"only_if": "tracking.name=mlflow"}
-_CUT = {"learns": False}
+_NEEDS_MLFLOW: Needs = {"only_if": "tracking.name=mlflow"}
+_CUT: Declared = {"learns": False}
 """Rounding does not change which experiment a run is."""
 
-NumberType = StrEnum("NumberType", ["auto", "float32", "bfloat16"])
-Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
-Device = StrEnum("Device", ["auto", "cpu", "cuda"])
+
+class NumberType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 AutoOrBool = Any  # in YAML, true and false are no texts
 
 
 @dataclass
 class ModelConfig:
     name: str = key(option=True, fixed=_WEIGHTS)
-    fp32_lm_head: bool
-    compile: AutoOrBool
+    fp32_lm_head: bool = key()
+    compile: AutoOrBool = key()
 
 
 @dataclass
@@ -74,6 +90,9 @@ class TinyModelConfig(ModelConfig):
     )
     # What other models choose; none of these is a key.
     dtype, lora_rank, gradient_checkpointing, random_weights = "float32", None, False, True
+
+    if TYPE_CHECKING:
+        name: Literal["tiny"] = "tiny"
 
 
 @dataclass
@@ -133,6 +152,9 @@ class HuggingFaceModelConfig(ModelConfig):
         "or ends of names: [q_proj,v_proj].",
         **_NEEDS_LORA,
     )
+
+    if TYPE_CHECKING:
+        name: Literal["huggingface"] = "huggingface"
 
 
 @dataclass

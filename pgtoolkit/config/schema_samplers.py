@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgtoolkit.config.defaults import SameAs
-from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.key import Declared, Needs, Option, key
 
-_STARTS_SERVERS = {"only_if": "sampler.urls=[]"}
-_HAS_OWN_GPUS = {"only_if": "sampler.urls=[] and sampler.gpus!=null", "use": "sampler.urls=[] and sampler.gpus=[1,2]"}
-_NEEDS_EVALUATION = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
-_MEASURE = _NEEDS_EVALUATION | {
+_STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
+_HAS_OWN_GPUS: Needs = {
+    "only_if": "sampler.urls=[] and sampler.gpus!=null",
+    "use": "sampler.urls=[] and sampler.gpus=[1,2]",
+}
+_NEEDS_EVALUATION: Needs = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
+_MEASURE: Declared = {
+    **_NEEDS_EVALUATION,
     "fixed": "its evaluations so far would not compare with those to come",
     "fixed_if": "evaluation.every>0",
     "evaluate": "run",
 }
 """What is true of every key that decides which number an evaluation gives."""
-_NEEDS_TEMPERATURE = {
+_NEEDS_TEMPERATURE: Needs = {
     "only_if": "evaluation.every>0 and evaluation.temperature!=0",
     "use": "evaluation.every=20 and evaluation.temperature=1",
 }
@@ -26,7 +30,7 @@ _NEEDS_TEMPERATURE = {
 @dataclass
 class SamplerConfig:
     name: str = key(option=True)
-    max_sequences: int | None
+    max_sequences: int | None = key()
 
 
 @dataclass
@@ -43,6 +47,9 @@ class TransformersSamplerConfig(SamplerConfig):
         "CUDA graph: several times as fast; null: on a GPU, for models of type gpt2, llama, "
         "mistral, qwen2 and qwen3.",
     )
+
+    if TYPE_CHECKING:
+        name: Literal["transformers"] = "transformers"
 
 
 @dataclass
@@ -140,6 +147,9 @@ class VllmSamplerConfig(SamplerConfig):
         most=604800,
         learns=False,
     )
+
+    if TYPE_CHECKING:
+        name: Literal["vllm"] = "vllm"
 
 
 @dataclass

@@ -7,16 +7,31 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pgtoolkit.config.defaults import ByWeights
-from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.key import Declared, Option, key
 from pgtoolkit.config.schema_rollouts import AHEAD
 
 _SAMPLES_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
-_CUT = {"learns": False}
+_CUT: Declared = {"learns": False}
 """How a step is cut, or over how many ranks, changes nothing of its result."""
 
-MetricsLevel = StrEnum("MetricsLevel", ["none", "basic", "with_entropy"])
-KernelImplementation = StrEnum("KernelImplementation", ["auto", "torch", "triton", "fused_linear"])
-LastStep = StrEnum("LastStep", ["short", "drop", "carry"])
+
+class MetricsLevel(StrEnum):
+    none = "none"
+    basic = "basic"
+    with_entropy = "with_entropy"
+
+
+class KernelImplementation(StrEnum):
+    auto = "auto"
+    torch = "torch"
+    triton = "triton"
+    fused_linear = "fused_linear"
+
+
+class LastStep(StrEnum):
+    short = "short"
+    drop = "drop"
+    carry = "carry"
 
 
 @dataclass

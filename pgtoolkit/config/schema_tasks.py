@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from string import ascii_lowercase
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pgtoolkit.config.defaults import REQUIRED
-from pgtoolkit.config.key import Option, key
+from pgtoolkit.config.key import Needs, Option, Refusal, key
 
 _FAILURES_SCORE = "task.verifier_failure=score"
 ASKED = "rollout.name=policy or evaluation.every>0"
@@ -17,35 +17,46 @@ ASKED = "rollout.name=policy or evaluation.every>0"
 VERIFIERS = ("exact_match", "regular_expression", "math_verify")
 """Those that come with pgtoolkit; others are functions of the user's."""
 
-_NEEDS_TEMPLATE = {
+_NEEDS_TEMPLATE: Needs = {
     "only_if": "model.name=huggingface and task.chat!=never",
     "use": "model=huggingface and task.chat=auto",
 }
-_NEEDS_ROWS = {"only_if": "task.path!=null", "use": "task.path=prompts.jsonl"}
-_NEEDS_VERIFIER_TIMEOUT = {
+_NEEDS_ROWS: Needs = {"only_if": "task.path!=null", "use": "task.path=prompts.jsonl"}
+_NEEDS_VERIFIER_TIMEOUT: Refusal = {
     "only_if": "task.verifier_seconds!=null",
     "use": "task.verifier_seconds=10",
     "why": "A process of its own has a time limit.",
 }
-_NEEDS_VERIFIER_PROCESSES = {
+_NEEDS_VERIFIER_PROCESSES: Refusal = {
     "only_if": "task.verifier_processes>0",
     "use": "task.verifier_processes=4",
     "why": "Only a process of its own can be ended.",
 }
-_NEEDS_ENVIRONMENT_TIMEOUT = {
+_NEEDS_ENVIRONMENT_TIMEOUT: Refusal = {
     "only_if": "task.environment_seconds!=null",
     "use": "task.environment_seconds=10",
     "why": "A process of its own has a time limit.",
 }
-_NEEDS_ENVIRONMENT_PROCESSES = {
+_NEEDS_ENVIRONMENT_PROCESSES: Refusal = {
     "only_if": "task.environment_processes>0",
     "use": "task.environment_processes=4",
     "why": "Only a process of its own can be ended.",
 }
 
-Chat = StrEnum("Chat", ["auto", "never"])
-TooLong = StrEnum("TooLong", ["refuse", "skip"])
-VerifierFailure = StrEnum("VerifierFailure", ["exclude", "score"])
+
+class Chat(StrEnum):
+    auto = "auto"
+    never = "never"
+
+
+class TooLong(StrEnum):
+    refuse = "refuse"
+    skip = "skip"
+
+
+class VerifierFailure(StrEnum):
+    exclude = "exclude"
+    score = "score"
 
 
 @dataclass
@@ -76,6 +87,9 @@ class ReverseTaskConfig(GeneratedTaskConfig):
     alphabet, size = "0123456789=", "num_digits"
     longest = property(lambda self: (self.num_digits + 1, self.num_digits + 1))
 
+    if TYPE_CHECKING:
+        name: Literal["reverse"] = "reverse"
+
 
 @dataclass
 class ChainSumTaskConfig(GeneratedTaskConfig):
@@ -96,6 +110,9 @@ class ChainSumTaskConfig(GeneratedTaskConfig):
     alphabet, size = "0123456789+=;", "max_terms"
     longest = property(lambda self: (3 * self.max_terms, 9 * self.max_terms - 6))
 
+    if TYPE_CHECKING:
+        name: Literal["chain_sum"] = "chain_sum"
+
 
 @dataclass
 class ShortestPathTaskConfig(GeneratedTaskConfig):
@@ -115,6 +132,9 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
     )
     alphabet, size = f"{ascii_lowercase} :=", "max_nodes"
     longest = property(lambda self: (6 * self.max_nodes - 6, self.max_nodes + 1))
+
+    if TYPE_CHECKING:
+        name: Literal["shortest_path"] = "shortest_path"
 
 
 @dataclass
@@ -143,6 +163,9 @@ class GuessTaskConfig(GeneratedTaskConfig):
     def longest(self) -> tuple[int, int]:
         guess = len(str(self.numbers - 1)) + 1
         return 2 + guess, self.max_turns * guess + (self.max_turns - 1) * len("higher")
+
+    if TYPE_CHECKING:
+        name: Literal["guess"] = "guess"
 
 
 @dataclass
@@ -244,6 +267,9 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
         free=True,
     )
 
+    if TYPE_CHECKING:
+        name: Literal["reasoning_gym"] = "reasoning_gym"
+
 
 @dataclass
 class PromptsTaskConfig(ScoredTaskConfig):
@@ -299,6 +325,9 @@ class PromptsTaskConfig(ScoredTaskConfig):
         fixed="",
         added=True,
     )
+
+    if TYPE_CHECKING:
+        name: Literal["prompts"] = "prompts"
 
 
 @dataclass
@@ -361,6 +390,9 @@ class ConversationTaskConfig(WrittenTaskConfig):
         fixed="",
         **_NEEDS_ENVIRONMENT_PROCESSES,
     )
+
+    if TYPE_CHECKING:
+        name: Literal["conversation"] = "conversation"
 
 
 OPTIONS = {

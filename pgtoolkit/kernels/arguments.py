@@ -38,20 +38,22 @@ def tokens_of(
     num_documents: None for the largest index + 1, read on the host. ValueError for what does not fit.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
-    given = zip(VECTORS, vectors, strict=False)
-    vectors = {key: x for key, x in given if x is not None or key in _NEEDED}
-    for key, vector in vectors.items():
+    named: dict[str, Tensor] = {}
+    for key, vector in zip(VECTORS, vectors, strict=False):
+        if vector is None and key not in _NEEDED:
+            continue
         check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
-    vectors = {key: x.contiguous() if x.is_floating_point() else x.long().contiguous() for key, x in vectors.items()}
+        assert vector is not None
+        named[key] = vector.contiguous() if vector.is_floating_point() else vector.long().contiguous()
     if num_documents is None:
-        num_documents = count_documents(vectors["document_index"], is_whole_step=totals is None)
+        num_documents = count_documents(named["document_index"], is_whole_step=totals is None)
     check_whole("num_documents", num_documents, 0)
     given = {key: x for key, x in zip(OF_DOCUMENTS, of_documents, strict=True) if x is not None}
     check_totals(totals, num_documents, given, like=rows)
     if counts is not None:
         check_counts(counts, num_documents)
-    given = {key: x.long() for key, x in given.items()}
-    return Tokens(**vectors, num_documents=num_documents, **given, counts=counts)
+    indices = {key: index.long() for key, index in given.items()}
+    return Tokens(**named, num_documents=num_documents, **indices, counts=counts)
 
 
 def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None) -> None:
@@ -61,9 +63,10 @@ def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, *
     """
     if kl is not None and not isinstance(kl, KL):
         raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
-    given, full = [name for name, tensor in of_rows.items() if tensor is not None], kl is not None and kl.full
+    given = [name for name, tensor in of_rows.items() if tensor is not None]
+    full = kl is not None and kl.full
     needed = [name for name in of_rows if name != "ref_bias"]
-    if full and (not {*needed} <= {*given} or ref_log_probs is not None):
+    if kl is not None and kl.full and (not {*needed} <= {*given} or ref_log_probs is not None):
         others = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
         raise ValueError(f"kl={kl.kind!r} needs {others} (got {', '.join(given) or None})")
     if given and not full:

@@ -81,17 +81,21 @@ def make_plan(
     """
     documents, mask = objective.documents, objective.mask
     by_document = with_gradient and objective.by_document
-    is_known = known is not None and documents.group is None and not check_finite
-    if not by_document or not is_known:
+    if documents.group is not None or check_finite:
+        known = None
+    num_trained = num_informative = 0
+    if not by_document or known is None:
         informative = objective.informative() if with_gradient else torch.zeros_like(mask)
     if not by_document:
         # All rows, those that need no gradient first, and the untrained ones after all others.
         key = torch.where(mask, torch.where(informative, 1, 0), 2)
         rows = torch.sort(key.int(), stable=True).indices
-    if is_known:
+    if known is not None:
         with_slope = known.informative if objective.silent_without_advantage else known.trained
-        lengths, has_gradient = ([[number] for number in numbers] for numbers in (known.trained, with_slope))
-        num_trained, num_informative = sum(known.trained), sum(with_slope) if with_gradient else 0
+        lengths = [[number] for number in known.trained]
+        has_gradient = [[number] for number in with_slope]
+        num_trained = sum(known.trained)
+        num_informative = sum(with_slope) if with_gradient else 0
     else:
         num_bad = objective.refused().sum(0, keepdim=True)
         if by_document:
@@ -99,8 +103,10 @@ def make_plan(
             here = here.index_add_(0, documents.index, informative.long())[:-1]
             room = torch.full_like(num_bad, max_rows)
             table = gather_stacked(torch.cat([num_bad, room, documents.counts_here, here]), documents.group).T.tolist()
-            bad, max_rows = sum(table[0]), min(table[1])
-            lengths, has_gradient = table[2 : 2 + documents.num_documents], table[2 + documents.num_documents :]
+            bad = sum(table[0])
+            max_rows = min(table[1])
+            lengths = table[2 : 2 + documents.num_documents]
+            has_gradient = table[2 + documents.num_documents :]
         else:
             read = torch.cat([num_bad, informative.sum(0, keepdim=True), mask.sum(0, keepdim=True)])
             bad, num_informative, num_trained = read.tolist()

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.chunks import Chunk, make_plan
-from pgtoolkit.kernels.given_logits import GradientsFromForward, compared
+from pgtoolkit.kernels.given_logits import GradientsFromForward, Passes, compared
 from pgtoolkit.kernels.products import BesideOthers, LMHead, Projection, accumulate_matmul, accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.exchange import all_reduce_
@@ -47,7 +47,7 @@ class HeadOptions:
     vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
     """
 
-    implementation: object
+    implementation: Passes
     max_rows: int
     loss: Loss
     check_finite: bool = True
@@ -94,13 +94,13 @@ def linear_loss(
     inputs = (hidden, head.weight if can_scale else head.weight.detach(), head.bias)
     wanted = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        run = _FusedPass(hidden, head, labels, options, wanted)
-        run.divergence = objective.penalties.divergence
+        run = _FusedPass(hidden, head, labels, options, wanted, objective.penalties.divergence)
         run.all_chunks(objective)
         loss, _, sums = evaluate(objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level)
     if any(wanted):
         gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
         loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)
+    assert run.any_not_finite is not None
     return loss, run.log_probs, sums, run.any_not_finite
 
 
@@ -143,7 +143,18 @@ class AnyOnHost:
 class _FusedPass:
     """One evaluation of the head: buffers, results, and the steps that fill them."""
 
-    def __init__(self, hidden, head, labels, options, wanted):
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: LMHead,
+        labels: Tensor,
+        options: HeadOptions,
+        wanted: list[bool],
+        divergence: Tensor | None = None,
+    ):
+        """wanted: gradients by hidden states, weight and bias. divergence: (T,), filled in with the full KL."""
+        self.divergence = divergence
+        self.any_not_finite: AnyOnHost | None = None
         self.own, self.reference = Projection(hidden, head), head.reference and Projection(*head.reference)
         self.labels, self.options, self.temperature = labels, options, options.loss.temperature
         self.hidden, weight, bias, wide = self.own.hidden, head.weight, head.bias, accumulation_dtype(hidden)
@@ -155,7 +166,7 @@ class _FusedPass:
         kept = wide if hidden.dtype == torch.float16 else hidden.dtype
         self.hidden_gradient = torch.zeros_like(hidden, dtype=kept) if wanted[0] else None
         self.weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        self.bias_gradient = torch.zeros_like(bias, dtype=wide) if wanted[2] else None
+        self.bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
         self.weight_total = self.weight_gradient
         if self.with_gradient and head.weight_gradient is not None:
             self.weight_total = head.weight_gradient
@@ -168,7 +179,8 @@ class _FusedPass:
         self.scale = float(2 ** len(plan.rows).bit_length())
         self.scale_rows = options.implementation.scale_rows
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
-        self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask)) if not plan.chunks else None
+        if not plan.chunks:
+            self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask))
         # Where a whole document may turn out to have no gradient; the weight of a family without one is never 0, every
         # ratio to log-probs of this pass is 1, and penalties give every token a gradient.
         family, old_log_probs = objective.family, objective.old_log_probs
@@ -193,7 +205,9 @@ class _FusedPass:
             coefficients = share.at(log_probs).coefficients(log_probs)
             if options.keeps_logits:
                 coefficients = torch.stack([coefficients, *share.penalties.of_rows])
-            *earlier, last = coefficients.split([len(part) for part in parts], -1) if parts else [None]
+            if not parts:
+                continue
+            *earlier, last = coefficients.split([len(part) for part in parts], -1)
             for rows in kept:
                 self.products(rows, last_piece, last, clips_documents and not earlier)
             for rows, c in zip(pieces, earlier, strict=True):
@@ -217,10 +231,14 @@ class _FusedPass:
         log_probs, normalizer, entropy = implementation.forward(logits, *self._arguments(rows))
         if self.reference is not None:
             ref_logits = self.reference.logits(self.reference.hidden[rows])
+            assert self.options.loss.kl is not None
+            assert self.divergence is not None
             given = self.options.loss.kl.kind, ref_logits, self.labels[rows], self.temperature
             teacher = compared(implementation, logits, normalizer, *given)
+            assert teacher.divergence is not None
             self.divergence[rows] = teacher.divergence
         if self.options.bonus:
+            assert entropy is not None
             normalizer = torch.cat([normalizer, entropy[None]])
         return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
 
@@ -270,7 +288,7 @@ class _FusedPass:
 
     def _record(self, rows, log_probs, entropy):
         self.log_probs[rows] = log_probs
-        if entropy is not None:
+        if entropy is not None and self.entropy is not None:
             self.entropy[rows] = entropy
         return log_probs
 

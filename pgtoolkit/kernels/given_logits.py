@@ -33,7 +33,11 @@ def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGrou
     `VocabularyShard`.
     """
     if vocabulary is not None:
-        return VocabularyShard(choose_implementation(impl, like), *vocabulary)
+        return VocabularyShard(_passes(impl, like), *vocabulary)
+    return _passes(impl, like)
+
+
+def _passes(impl: str, like: Tensor) -> ModuleType:
     if impl == "auto":
         gpu = like.device.type == "cuda" and like.dtype != torch.float64
         impl = "triton" if gpu and importlib.util.find_spec("triton") else "torch"
@@ -65,7 +69,8 @@ def logits_loss(
     values, results = logits.detach(), None
     with torch.no_grad():
         known = objective.old_log_probs is not None and ref_logits is None
-        if wanted and known and not objective.by_document and implementation.one_pass:
+        by_token = wanted and known and not objective.by_document
+        if by_token and not isinstance(implementation, VocabularyShard) and implementation.one_pass:
             # A token's coefficient follows from its own log-prob: the gradient comes with the same read.
             gradient = values if overwrite else torch.empty_like(values)
             results = implementation.forward_gradient(values, labels, temperature, with_entropy, objective, gradient)
@@ -74,13 +79,18 @@ def logits_loss(
         else:
             log_probs, normalizer, entropy = implementation.forward(values, labels, temperature, with_entropy)
             if ref_logits is not None:
+                assert loss.kl is not None
+                assert objective.penalties.divergence is not None
                 given = loss.kl.kind, ref_logits.detach(), labels, temperature
                 teacher = compared(implementation, values, normalizer, *given)
+                assert teacher.divergence is not None
                 objective.penalties.divergence.copy_(teacher.divergence)
         value, coefficients, sums = evaluate(objective.at(log_probs), log_probs, entropy, loss.level)
         if wanted and results is None and (of_rows := objective.penalties.of_rows):
             coefficients = torch.stack([coefficients, *of_rows])
-            normalizer = torch.cat([normalizer, entropy[None]]) if bonus else normalizer
+            if bonus:
+                assert entropy is not None
+                normalizer = torch.cat([normalizer, entropy[None]])
     if results is not None:
         value = GradientsFromForward.apply(value, [gradient], implementation.scale_, True, logits)
     elif wanted:
@@ -89,10 +99,19 @@ def logits_loss(
     return value, log_probs, sums
 
 
-def compared(passes: Passes, logits: Tensor, normalizer: Tensor, kind: str, ref_logits: Tensor, *how) -> Teacher:
-    """The reference at rows whose logits (T, V) have this normalizer; how: labels and temperature."""
-    teacher = Teacher(kind, ref_logits, passes.forward(ref_logits, *how, False)[1])
-    return teacher._replace(divergence=passes.divergence(logits, normalizer, teacher, *how))
+def compared(
+    passes: Passes,
+    logits: Tensor,
+    normalizer: Tensor,
+    kind: str,
+    ref_logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+) -> Teacher:
+    """Return the reference at rows whose logits (T, V) have this normalizer, with its full KL."""
+    ref_normalizer = passes.forward(ref_logits, labels, temperature, False)[1]
+    teacher = Teacher(kind, ref_logits, ref_normalizer)
+    return teacher._replace(divergence=passes.divergence(logits, normalizer, teacher, labels, temperature))
 
 
 class _GradientInBackward(torch.autograd.Function):
@@ -137,7 +156,9 @@ class GradientsFromForward(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients are handed out by the first backward; call the loss again")
         if not ctx.can_scale:
-            torch._assert_async(upstream == 1, "weight_gradient holds the gradient of the loss as it was returned")
+            is_one = upstream == 1
+            message = "weight_gradient holds the gradient of the loss as it was returned"
+            torch._assert_async(is_one, message)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
         # In place: nothing else holds them, and the weight's is the largest tensor there is.
         pairs = zip(ctx.gradients, ctx.dtypes, strict=True)
         gradients = [
@@ -183,9 +204,11 @@ class VocabularyShard:
         """As `torch_passes.divergence`, over all columns; one collective of (T,)."""
         return gather_stacked(self.implementation.divergence(logits, *others), self.group).sum(0)
 
-    def forward_score_(self, *given) -> tuple[Tensor, Tensor | None, Tensor]:
+    def forward_score_(
+        self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """As `torch_passes.forward_score_`, of this rank's columns."""
-        return forward_score_(*given, self.forward, self.backward)
+        return forward_score_(logits, labels, temperature, with_entropy, dtype, self.forward, self.backward)
 
     def backward(self, logits: Tensor, *others, out: Tensor | None = None, teacher: Teacher | None = None) -> Tensor:
         """As `torch_passes.backward`, of this rank's columns."""

@@ -70,18 +70,19 @@ def loss_of_logits(
 ) -> PolicyLoss:
     """logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference, for a full KL."""
     by_reference = method.impl == "reference"
-    implementation = None if by_reference else choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks)
     if by_reference:
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
         value, log_probs, entropy, divergence = _by_reference(logits, tokens, loss, ref_logits)
         if ref_logits is not None:
+            assert objective.penalties.divergence is not None
             objective.penalties.divergence.copy_(divergence)
         # The loops' bounds make numbers of what is none.
         value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
+        implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
         how = implementation, method.overwrite_logits, ref_logits
         value, log_probs, sums = logits_loss(logits, tokens.labels, objective, loss, *how)
     if method.check_finite:
@@ -139,7 +140,7 @@ def loss_of_log_probs(
     log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
 ) -> PolicyLoss:
     """log_probs: (T,) floating, of the policy in training; labels say only what is trained."""
-    if loss.full_kl:
+    if loss.kl is not None and loss.full_kl:
         kinds = ", ".join(KINDS)
         raise ValueError(f"kl={loss.kl.kind!r} needs logits, since it is over the whole vocabulary. Use one of {kinds}")
     objective = make_objective(tokens, totals, loss, accumulation_dtype(log_probs), ranks)
@@ -175,6 +176,7 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
 
 def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None) -> tuple[Tensor, ...]:
     """(loss, log_probs, entropy, full KL) by the specification, differentiable with respect to the logits."""
+    assert tokens.old_log_probs is not None
     specified = reference.policy_loss(
         logits.detach(),
         tokens.labels,

@@ -133,6 +133,7 @@ def backward(
             if teacher.kind == "full_forward":
                 terms.append(probabilities - its.exp())
             else:
+                assert teacher.divergence is not None
                 more = probabilities * (own - its - teacher.divergence[rows].unsqueeze(-1))
                 terms.append(torch.where(own > -torch.inf, more, 0.0))
         block = -scale * probabilities

@@ -24,6 +24,8 @@ Reducer = Callable[..., "Tensor"]
 It is given trajectory_index= as well where documents are parts of trajectories, which it must then count by itself.
 """
 
+_NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
+
 
 @dataclass(frozen=True)
 class Aggregation:
@@ -51,9 +53,14 @@ class Aggregation:
         group_index, trajectory_index = indices
         counts = documents.counts
         if trajectory_index is not None:
+            assert totals.tokens_per_trajectory is not None
             counts = totals.tokens_per_trajectory.to(counts.device)[trajectory_index]
         denominator = documents.broadcast(self.denominators(totals, counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
+
+    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+        """See the class."""
+        raise NotImplementedError
 
     def weight_sum(self, totals: StepTotals) -> float | None:
         """The sum of the weights of a step with a trained token, whose counts are ints; None for a custom reducer."""
@@ -72,7 +79,7 @@ class SampleMean(Aggregation):
         return counts * totals.num_trajectories
 
     def weight_sum(self, totals: StepTotals) -> float:
-        return 1 - totals.num_empty_trajectories / totals.num_trajectories
+        return float(1 - totals.num_empty_trajectories / totals.num_trajectories)
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,15 @@ class PromptMean(Aggregation):
     needs_groups: ClassVar[bool] = True
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+        assert totals.tokens_per_group is not None
+        assert totals.num_groups is not None
+        assert group_index is not None
         return totals.tokens_per_group.to(group_index.device)[group_index] * totals.num_groups
 
     def weight_sum(self, totals: StepTotals) -> float:
-        return int((totals.tokens_per_group > 0).sum()) / totals.num_groups
+        assert totals.tokens_per_group is not None
+        assert totals.num_groups is not None
+        return float(int((totals.tokens_per_group > 0).sum()) / totals.num_groups)
 
 
 @dataclass(frozen=True)
@@ -118,13 +130,13 @@ class Constant(Aggregation):
     total: ClassVar[str] = "trained tokens of a document on average / {divisor}"
 
     def __post_init__(self):
-        check_positive("divisor", self.divisor, "aggregation='constant' needs a finite divisor > 0")
+        check_positive("divisor", self.divisor, _NEEDS_DIVISOR)
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
         return (counts.double() * 0 + self.divisor) * totals.num_trajectories
 
     def weight_sum(self, totals: StepTotals) -> float:
-        return totals.num_tokens / (totals.num_trajectories * self.divisor)
+        return float(totals.num_tokens / (totals.num_trajectories * self.divisor))
 
 
 @dataclass(frozen=True)
@@ -137,18 +149,25 @@ class Custom(Aggregation):
     equal_within_documents: ClassVar[bool] = False
 
     def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None) -> Tensor:
-        options = {"document_index": documents.index, "tokens_per_document": documents.counts}
-        options |= zip(("group_index", "trajectory_index"), indices, strict=True)
-        if options["trajectory_index"] is None:
-            del options["trajectory_index"]
-        weights = self.reducer(totals, mask=mask, **options)
+        group_index, trajectory_index = indices
+        options = {
+            "mask": mask,
+            "document_index": documents.index,
+            "tokens_per_document": documents.counts,
+            "group_index": group_index,
+        }
+        if trajectory_index is not None:
+            options["trajectory_index"] = trajectory_index
+        weights = self.reducer(totals, **options)
         if getattr(weights, "shape", None) != mask.shape:
             got = tuple(weights.shape) if hasattr(weights, "shape") else type(weights).__name__
             raise ValueError(f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got {got})")
         return weights.double().where(mask, 0.0)
 
 
-AGGREGATIONS = {aggregation.name: aggregation for aggregation in (SampleMean, PromptMean, TokenMean, Constant)}
+AGGREGATIONS: dict[str, type[Aggregation]] = {
+    aggregation.name: aggregation for aggregation in (SampleMean, PromptMean, TokenMean, Constant)
+}
 """Name -> aggregation, as `aggregation=` has them."""
 
 
@@ -164,5 +183,8 @@ def aggregation_of(mode: str, divisor: float | None = None, reducer: Reducer | N
         raise ValueError(f"divisor={shown(divisor)} has no effect with aggregation={mode!r}; it belongs to 'constant'")
     if reducer is not None and divisor is None:
         return Custom(reducer)
-    named = Constant(divisor) if mode == "constant" else AGGREGATIONS[mode]()
-    return named if reducer is None else Custom(reducer)
+    if mode != "constant":
+        return AGGREGATIONS[mode]()
+    check_positive("divisor", divisor, _NEEDS_DIVISOR)
+    assert divisor is not None
+    return Constant(divisor) if reducer is None else Custom(reducer)

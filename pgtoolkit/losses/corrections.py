@@ -21,8 +21,17 @@ if TYPE_CHECKING:
 
     from pgtoolkit.losses.documents import DocumentSums
 
-Mean = StrEnum("Mean", ["product", "geometric"])
-Factor = StrEnum("Factor", ["document", "token", "one"])
+
+class Mean(StrEnum):
+    product = "product"
+    geometric = "geometric"
+
+
+class Factor(StrEnum):
+    document = "document"
+    token = "token"
+    one = "one"
+
 
 _TOKEN = "v_t = exp(old - sampling log-prob of token t)"
 
@@ -100,6 +109,10 @@ class _Bounded(Correction):
 
     What is kept within the bounds, themselves included, is v_t, V_d or 1, as `kept` names it.
     """
+
+    if TYPE_CHECKING:  # each subclass declares them, with its own default and meaning
+        low: float | None
+        high: float
 
     masks: ClassVar[bool] = False
     kept: ClassVar[str] = "v_t"
@@ -181,6 +194,9 @@ class TokenMask(_Bounded):
 @dataclass(frozen=True)
 class _Sequence(_Bounded):
     """A bound on V_d, the product or the geometric mean of a document's v_t."""
+
+    if TYPE_CHECKING:
+        mean: Mean
 
     @property
     def scope(self) -> str:

@@ -111,7 +111,7 @@ def whole_step_totals(
         num_documents = documents.num_documents
     groups, tokens_per_group = _renumbered(group_index, counts, data_group)
     trajectories, tokens_per_trajectory = _renumbered(trajectory_index, counts, data_group)
-    num_groups = None if group_index is None else len(tokens_per_group)
+    num_groups = None if tokens_per_group is None else len(tokens_per_group)
     totals = StepTotals(num_documents, num_tokens, num_empty, num_groups, tokens_per_group, tokens_per_trajectory)
     return totals, groups, trajectories
 
@@ -124,7 +124,7 @@ def _renumbered(
         return None, None
     numbers = index.unique()
     if group is not None:
-        of_all = [None] * group.size()
+        of_all: list[list[int]] = [[]] * group.size()
         dist.all_gather_object(of_all, numbers.tolist(), group)
         numbers = numbers.new_tensor(sorted(set().union(*of_all)))
     index = torch.searchsorted(numbers, index)

@@ -118,12 +118,16 @@ class Penalties:
     @property
     def of_rows(self) -> list[Tensor]:
         """(T,) each: the derivatives of the loss by what of a row is not its log-prob, its entropy and its full KL."""
-        by_divergence = [self.kl.coefficient * self.weights] if self.divergence is not None else []
+        by_divergence = []
+        if self.divergence is not None:
+            assert self.kl is not None
+            by_divergence.append(self.kl.coefficient * self.weights)
         return [self.by_entropy, *by_divergence] if self.bonus else by_divergence
 
     def with_rows(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
         """The loss with what the entropies (T,) and the full KL of the rows add to it."""
         if self.bonus:
+            assert entropy is not None
             loss = loss + (self.by_entropy * entropy).sum()
         if self.divergence is not None:
             loss = loss + (self.of_rows[-1] * self.divergence.where(self.divergence.isfinite(), math.nan)).sum()
@@ -133,6 +137,7 @@ class Penalties:
         """(losses, their derivatives by each log-prob) of the surrogate, (T,) each, with those of the penalty added."""
         if self.kl is None or self.kl.full:
             return losses, coefficients
+        assert self.old_log_probs is not None
         log_ratio = (log_probs - self.old_log_probs).where(self.mask, 0.0)
         values, slopes = self.kl.terms(self._distance(log_probs), log_ratio)
         weights = self.kl.coefficient * self.weights
@@ -151,5 +156,6 @@ class Penalties:
 
     def _distance(self, log_probs: Tensor) -> Tensor:
         """New log-prob less the reference's, 0 where masked; NaN for infinity, of which a clamp makes a number."""
+        assert self.ref_log_probs is not None
         distance = (log_probs - self.ref_log_probs).where(self.mask, 0.0)
         return distance.where(distance.isfinite(), math.nan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
     family, terms = objective.family, objective.token_terms(log_probs)
     ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
     low, high, *cuts = clips(objective, log_probs)
+    assert objective.old_log_probs is not None
     values = [
         log_probs,
         objective.old_log_probs,
@@ -43,6 +46,7 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
         terms.clamped,
     ]
     if level == "with_entropy":
+        assert entropy is not None
         values.append(entropy)
     v = objective.shares if family.by_document else objective.mask.double()
     weighted = v * ratio
@@ -89,11 +93,12 @@ def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
     family = objective.family
     own, _ = family.token(log_ratio, objective.scope_advantages)
     ratio = clamped(over_scope(family.scope, own, objective.documents)).exp()
+    assert objective.old_log_probs is not None
     low, high = family.outside(ratio, log_ratio, objective.old_log_probs)
     return low | high
 
 
-def _sums(objective: Objective, means: list[Tensor], others: list[Tensor] = ()) -> Tensor:
+def _sums(objective: Objective, means: list[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
     """The sum of each over trained tokens, of means times the tokens' shares of their documents."""
     # All at once: on a GPU each operation on a vector costs the same, however little it does.
     values = torch.where(objective.mask, torch.stack([x.double() for x in (*means, *others)]), 0.0)
@@ -102,7 +107,7 @@ def _sums(objective: Objective, means: list[Tensor], others: list[Tensor] = ()) 
 
 
 def _maxima(objective: Objective, values: list[Tensor]) -> Tensor:
-    values = torch.stack([x.double() for x in values])
+    stacked = torch.stack([x.double() for x in values])
     if not len(objective.mask):  # no maximum to take
-        return values.new_full((len(values),), -torch.inf)
-    return torch.where(objective.mask, values, -torch.inf).amax(1)
+        return stacked.new_full((len(values),), -torch.inf)
+    return torch.where(objective.mask, stacked, -torch.inf).amax(1)

@@ -251,6 +251,7 @@ class Objective:
         if kept and self._last_terms and self._last_terms[0] is log_probs:
             return self._last_terms[1]
         family, advantages = self.family, self.scope_advantages
+        assert self.old_log_probs is not None
         # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
         terms, derivative = family.token(token_log_ratio, advantages)
@@ -270,6 +271,7 @@ class Objective:
             moved = token_log_ratio.detach()
             if self.sampling_log_probs is not None:  # else o stands for it
                 moved = torch.where(self.mask, log_probs.detach() - self.sampling_log_probs, 0.0)
+            assert self.document_advantages is not None
             factors = Factors.of(correction, moved, self.document_advantages, self.documents)
             losses, slope = factors.values * losses, factors.values * slope
         terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)

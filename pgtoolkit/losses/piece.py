@@ -23,9 +23,11 @@ def make_objective(
     """
     family, aggregation = loss.family, loss.aggregation
     off_policy = loss.correction if loss.correction is not None and loss.correction.of_policy else None
-    given = tokens.old_log_probs, tokens.advantages, tokens.sampling_log_probs, tokens.ref_log_probs
-    given = (x if x is None else x.to(dtype).contiguous() for x in given)
-    old_log_probs, advantages, sampling_log_probs, ref_log_probs = given
+    advantages = tokens.advantages.to(dtype).contiguous()
+    optional = tokens.old_log_probs, tokens.sampling_log_probs, tokens.ref_log_probs
+    old_log_probs, sampling_log_probs, ref_log_probs = (
+        vector if vector is None else vector.to(dtype).contiguous() for vector in optional
+    )
     has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
     if aggregation.needs_groups and not has_groups:
         raise ValueError(

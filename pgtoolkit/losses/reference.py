@@ -111,10 +111,12 @@ def policy_loss(
             total.append(weight[t] * surrogate)
             total.append(-entropy_coefficient * plain[t] * entropy[t])
             if kl in OF_ROW:
+                assert ref_logits is not None
                 its = [float(x) / temperature for x in ref_logits[t].double().tolist()]
                 divergence[t], by_logit[t] = OF_ROW[kl](log_softmax(z[t]), log_softmax(its))
                 total.append(kl_coefficient * plain[t] * divergence[t])
             elif kl is not None:
+                assert f is not None
                 value, slope = OF_TOKEN[kl](p[t], o[t], f[t])
                 total.append(kl_coefficient * plain[t] * value)
                 penalty[t] = kl_coefficient * plain[t] * slope
@@ -154,8 +156,10 @@ def policy_loss(
     if metrics != "none":
         results |= _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage)
         results |= metrics_of_sampling(corrected, measured, document_mean, [t for tokens in trained for t in tokens])
-    if metrics != "none" and (kl in OF_ROW or f is not None):
-        results["kl_ref"] = document_mean(lambda t: divergence[t] if kl in OF_ROW else k3(p[t], o[t], f[t])[0])
+    if metrics != "none" and kl in OF_ROW:
+        results["kl_ref"] = document_mean(lambda t: divergence[t])
+    elif metrics != "none" and f is not None:
+        results["kl_ref"] = document_mean(lambda t: k3(p[t], o[t], f[t])[0])
     if metrics == "with_entropy":
         results["entropy"] = document_mean(lambda t: entropy[t])
     return Reference(math.fsum(total), p, entropy, divergence, results, gradient)
@@ -249,10 +253,15 @@ def _clips(loss, r, p, x, A, epsilon_low=None, epsilon_high=None, delta_low=None
     """(outside the bounds, the lower bound changes the coefficient, the upper one does); x: of the token alone."""
     below = above = False
     if loss in ("grpo", "gspo", "cispo"):
+        assert epsilon_high is not None
         below, above = r < (0.0 if epsilon_low is None else 1 - epsilon_low), r > 1 + epsilon_high
     if loss == "gmpo":
+        assert epsilon_low is not None
+        assert epsilon_high is not None
         below, above = x < -epsilon_low, x > epsilon_high
     if loss == "dppo":
+        assert delta_low is not None
+        assert delta_high is not None
         moved = math.exp(p) - math.exp(p - min(20.0, max(-20.0, x)))
         below, above = moved < -delta_low, moved > delta_high
     # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.

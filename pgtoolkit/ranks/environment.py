@@ -68,8 +68,10 @@ def visible(gpus: list[int]) -> str:
 
 def first_host(nodes: str) -> str:
     """The first name of a SLURM list of nodes, such as `gpu[03-05,7],login`."""
-    name, bracket, rest = re.match(r"([^,\[]*)(\[?)(.*)", nodes).groups()
-    return name + re.match(r"\d+", rest).group() if bracket else name
+    name, bracket, rest = nodes.partition("[")
+    if not bracket or "," in name:
+        return name.partition(",")[0]
+    return name + rest[: len(rest) - len(rest.lstrip("0123456789"))]
 
 
 def _number(variable: str, default: int) -> int:

@@ -54,7 +54,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
     if layout.world_size == 1:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
     # By what they are divided over: nothing, the ranks of the loss, those of the tensors, or both.
-    parts = {kind: [] for kind in itertools.product((0, 1), (0, 1))}
+    parts: dict[tuple[int, int], list[Tensor]] = {kind: [] for kind in itertools.product((0, 1), (0, 1))}
     for parameter in parameters:
         if parameter.grad is not None:
             axes = _divided_over(parameter.grad)
@@ -62,7 +62,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
     squares = torch.zeros(2, 2, dtype=torch.float64, device=parameters[0].device)
     for kind, gradients in parts.items():
         if gradients:
-            squares[kind] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+            norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
+            squares[kind] = torch.stack(norms).double().square().sum()
     for group, part in ((layout.group("tensor_parallel"), squares[:, 1]), (layout.loss_group, squares[1])):
         if group is not None:
             total = part.contiguous()
@@ -75,7 +76,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for gradients in parts.values():
         if gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            factor = scale.to(gradients[0].dtype)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
     return norm
 
 
@@ -83,5 +85,5 @@ def _divided_over(gradient: Tensor) -> set[str]:
     """The axes of the mesh over which a gradient is sharded."""
     if not isinstance(gradient, DTensor):
         return set()
-    names = gradient.device_mesh.mesh_dim_names
+    names = gradient.device_mesh.mesh_dim_names or ()
     return {name for name, how in zip(names, gradient.placements, strict=True) if not how.is_replicate()}

@@ -57,6 +57,8 @@ class Layout:
         whole = len(nodes) == 1
         groups = {name: dist.group.WORLD if whole else dist.new_group(nodes[name], timeout) for name in nodes}
         here = nodes[names[dist.get_rank()]]
+        node_group = groups[node()] if len(here) > 1 else None
+        assert not isinstance(node_group, int)  # as it is of a process outside of it
         # Groups made from the default one start with a timeout of their own, which is not its.
         for group in (*mesh.get_all_groups(), loss_mesh.get_group()):
             _set_timeout(timeout, group)
@@ -67,7 +69,7 @@ class Layout:
             loss_group=loss_mesh.get_group() if loss_mesh.size() > 1 else None,
             loss_mesh=loss_mesh,
             world_group=dist.group.WORLD,
-            node_group=groups[node()] if len(here) > 1 else None,
+            node_group=node_group,
             readers=tuple(ranks[0] for ranks in nodes.values()),
             reader=here[0],
         )
@@ -82,7 +84,9 @@ class Layout:
 
     def group(self, axis: str) -> ProcessGroup | None:
         """The ranks that differ from this one in nothing but `axis`; None where that is this one alone."""
-        return self.mesh.get_group(axis) if self.size(axis) > 1 else None
+        if self.mesh is None or self.size(axis) == 1:
+            return None
+        return self.mesh.get_group(axis)
 
 
 ONE_PROCESS = Layout()

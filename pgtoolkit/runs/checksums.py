@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from math import inf
 from pathlib import Path
 
 from pgtoolkit.errors import StorageError
@@ -14,12 +13,12 @@ from pgtoolkit.system.report import shell_path
 _BLOCK_BYTES = 2**22
 
 
-def checksum(path: Path, most: float = inf) -> dict[str, int]:
+def checksum(path: Path, most: int | None = None) -> dict[str, int]:
     """Return the size and CRC-32 of a file, or of its first `most` bytes."""
     size = 0
     value = 0
     with path.open("rb") as file:
-        while block := file.read(min(_BLOCK_BYTES, most - size) if most < inf else _BLOCK_BYTES):
+        while block := file.read(_BLOCK_BYTES if most is None else min(_BLOCK_BYTES, most - size)):
             value = zlib.crc32(block, value)
             size += len(block)
     return {"bytes": size, "crc32": value}

@@ -107,8 +107,13 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
 
     with path.open("rb") as file, reading(path):
         # Without threads, which a process that ends at once, such as before `head`, leaves behind.
-        options = {"use_threads": False, "pre_buffer": False, "page_checksum_verification": True}
-        table = pq.read_table(file, columns=columns and list(columns), **options)
+        table = pq.read_table(
+            file,
+            columns=columns and list(columns),
+            use_threads=False,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
         scores = [name for name in table.column_names if name.startswith(_REWARD_OF)]
         return [
             CompletionRow(
@@ -156,8 +161,9 @@ def completion_files(run_dir: Path) -> list[CompletionFile]:
     files = []
     for path in (run_dir / FOLDER).glob("*.parquet"):
         if named := _NAME.fullmatch(path.name):
-            steps = (int(named["step"]),) * 2 if named["set"] else (int(named["first"]), int(named["last"]))
-            files.append(CompletionFile(named["set"] or TRAINING, *steps, path))
+            first = int(named["step"] or named["first"])
+            last = int(named["step"] or named["last"])
+            files.append(CompletionFile(named["set"] or TRAINING, first, last, path))
     return sorted(files)
 
 

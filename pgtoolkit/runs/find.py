@@ -83,8 +83,8 @@ class Run:
 
     def last(self, name: str) -> float:
         """What the last row has of a column; 0 where that has none."""
-        column = self.columns.get(name, ())
-        return float(np.nan_to_num(column[-1])) if len(column) else 0.0
+        column = self.columns.get(name)
+        return 0.0 if column is None or not len(column) else float(np.nan_to_num(column[-1]))
 
     def why_not_counted(self, metric: str = "") -> str:
         """Why the run is excluded from averages, with what it has reached of the metric so far."""
@@ -230,7 +230,7 @@ def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) 
 def _add_evaluations(columns: Columns, evaluations: list[dict], metrics: Collection[str] | None) -> set[str]:
     """Add what evaluations measured to the rows of their steps; returns the names of all their metrics."""
     if any(row["step"] == 0 for row in evaluations) and 0 not in columns["step"]:
-        at_start = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0.0)
+        at_start: dict[str, float] = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0.0)
         rows = columns["step"].size
         for name in at_start | columns:
             first = np.array([at_start.get(name, np.nan)])

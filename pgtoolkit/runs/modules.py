@@ -86,10 +86,9 @@ def _imported(tree: ast.AST, package: str) -> Iterator[str]:
 
 def _digest(tree: ast.Module) -> str:
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             and ast.get_docstring(node, clean=False) is not None
         ):
-            node.body = body[1:] or [ast.Pass()]
+            node.body = node.body[1:] or [ast.Pass()]
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:8]

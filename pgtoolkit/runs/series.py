@@ -124,7 +124,7 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if (several := -(-len(x) // _MOST_POINTS)) < 2:
         return x, y
     starts = np.arange(0, len(x), several)
-    counts = np.diff([*starts, len(x)])
+    counts = np.diff(starts, append=len(x))
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
 
 

@@ -65,7 +65,7 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 env=environment,
-                stdin=other_end,
+                stdin=other_end.fileno(),
                 stdout=subprocess.DEVNULL if is_quiet else output,
                 stderr=output,
                 start_new_session=True,

@@ -95,6 +95,7 @@ def _module(name: str) -> ModuleType:
     if spec is not None and top not in sys.modules and top not in sys.stdlib_module_names:
         module = importlib.util.module_from_spec(spec)
         sys.modules[top] = module
+        assert spec.loader is not None
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -128,7 +129,7 @@ def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
         raise type(error)(f"{error}. It was called on {on}.") from error
     except (Exception, SystemExit) as error:
         own = error.__traceback__
-        while own.tb_next and Path(own.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        while own is not None and own.tb_next and Path(own.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
             own = own.tb_next
         lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
         text = shortened(lines, MOST_CHARACTERS)

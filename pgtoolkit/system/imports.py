@@ -51,7 +51,7 @@ def _stand_in(package: str, names: tuple[str, ...]) -> types.ModuleType | None:
     if not names:
         return None  # Python's own sign for a module that must not be found
     module = types.ModuleType(package)
-    module.__version__ = "99"
+    vars(module)["__version__"] = "99"
     for name in names:
         setattr(module, name, type(name, (), {"__module__": package}))
     return module

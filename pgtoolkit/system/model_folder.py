@@ -65,12 +65,14 @@ def load_generation_config(path: str) -> Any:
     """What its generation_config.json says of sampling or, as transformers does, its config.json. Raises OSError."""
     from transformers import GenerationConfig
 
-    place, only_here = os.path.expanduser(path), {"local_files_only": how_to_load(path)["local_files_only"]}
+    place = os.path.expanduser(path)
+    only_here = how_to_load(path)["local_files_only"]
     try:
-        return GenerationConfig.from_pretrained(place, **only_here)
+        return GenerationConfig.from_pretrained(place, local_files_only=only_here)
     except OSError:
-        others = {"config_file_name": "config.json", "_from_model_config": True}
-        return GenerationConfig.from_pretrained(place, **others, **only_here)
+        return GenerationConfig.from_pretrained(
+            place, config_file_name="config.json", local_files_only=only_here, _from_model_config=True
+        )
 
 
 def how_to_load(path: str) -> dict[str, bool]:

@@ -31,7 +31,8 @@ def prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     warnings.formatwarning = _legible_warning
-    logging.lastResort.setFormatter(LegibleFormatter())
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(LegibleFormatter())
 
 
 def _open_closed_streams() -> None:

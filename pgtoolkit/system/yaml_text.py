@@ -82,7 +82,7 @@ def _libyaml_loader() -> type:
     """OmegaConf's reader of YAML, with its numbers and its refusal of equal keys, on libyaml's parser."""
     from omegaconf._utils import get_yaml_loader
     from yaml.constructor import SafeConstructor
-    from yaml.cyaml import CParser
+    from yaml.cyaml import CParser  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without types)
     from yaml.resolver import Resolver
 
     class Loader(CParser, get_yaml_loader()):

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,7 +90,7 @@ def in_order(files: list[Path]) -> list[Path]:
     return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))])
 
 
-def open_files(paths: Sequence[Path], columns: Sequence[str] | None) -> list[RowFile]:
+def open_files(paths: Sequence[Path], columns: Collection[str] | None) -> list[RowFile]:
     """The files, ready to read `columns` (None: all); labelled by their paths below the folder that holds them all."""
     common = os.path.commonpath([file.absolute().parent for file in paths])
     kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile, ".arrow": ArrowFile}
@@ -108,7 +108,7 @@ class RowFile:
 
     names: list[str] | None = None
 
-    def __init__(self, path: Path, label: str, columns: Sequence[str] | None = ()):
+    def __init__(self, path: Path, label: str, columns: Collection[str] | None = ()):
         self.path = path
         self.label = label
         self.digest = hashlib.sha256()
@@ -116,6 +116,12 @@ class RowFile:
 
     def _is_wanted(self, column: str) -> bool:
         return self._columns is None or column in self._columns
+
+    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+        raise NotImplementedError
+
+    def _row(self, place: int) -> dict | str:
+        raise NotImplementedError
 
     def row(self, place: int) -> dict | str:
         try:
@@ -161,7 +167,7 @@ class JsonlFile(RowFile):
 class ParquetFile(RowFile):
     """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some."""
 
-    def __init__(self, path: Path, label: str, columns: Sequence[str] | None):
+    def __init__(self, path: Path, label: str, columns: Collection[str] | None):
         super().__init__(path, label, columns)
         self._row_group = functools.lru_cache(maxsize=2)(self._read_row_group)
 
@@ -206,8 +212,8 @@ class ParquetFile(RowFile):
 
     def _wanted(self, file: pq.ParquetFile, group: int) -> list[str]:
         """The wanted columns that the file has. DataError where those of a row group are too large."""
-        group = file.metadata.row_group(group)
-        columns = [group.column(place) for place in range(group.num_columns)]
+        metadata = file.metadata.row_group(group)
+        columns = [metadata.column(place) for place in range(metadata.num_columns)]
         wanted = [column for column in columns if self._is_wanted(column.path_in_schema.partition(".")[0])]
         if (size := sum(column.total_uncompressed_size for column in wanted)) > MAX_ROW_GROUP_BYTES:
             raise DataError(
@@ -233,8 +239,9 @@ class ArrowFile(RowFile):
                 raise pa.ArrowInvalid("its end is missing")
             file.seek(0)
             with pa.ipc.open_stream(file) as stream:
-                self.names = stream.schema.names
-                wanted = [name for name in self.names if self._is_wanted(name)]
+                names = stream.schema.names
+                self.names = names
+                wanted = [name for name in names if self._is_wanted(name)]
                 yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
 
 

@@ -77,7 +77,7 @@ class MlflowTracker:
             run = store.patiently(self.uri, lambda: self._open(described, status))
         self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}
         steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        delivered = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
+        delivered: dict[str | None, int] = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
         of_set = re.compile(description.EVALUATION.format("(.*)", "avg"))
         evaluated = {named[1]: step for name, step in steps.items() if (named := of_set.fullmatch(name))}
         self._metrics = RowFile(self._run_dir / "metrics.jsonl", delivered, metrics_of)

@@ -78,7 +78,9 @@ def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
 
 def sync_command(run_dir: str | Path, uri: str | None) -> str:
     """Return the command that delivers to MLflow what it lacks of a run; a server's address is typed."""
-    return _pgtk("sync", shortest_path(run_dir), *([f"--uri={redact(uri)}"] if is_server(uri) else []))
+    return _pgtk(
+        "sync", shortest_path(run_dir), *([f"--uri={redact(uri)}"] if uri is not None and is_server(uri) else [])
+    )
 
 
 def _only_typed(run_dir):

@@ -92,6 +92,8 @@ def _read(path: Path, experiment: str) -> tuple[str | None, int | None]:
 def _revisions() -> dict[str, str | None]:
     """Return the revisions of the tables that the installed MLflow knows, each with the one before it."""
     package = importlib.util.find_spec("mlflow")
+    if package is None or package.origin is None:
+        return {}
     folder = Path(package.origin).parent / "store" / "db_migrations" / "versions"
     pattern = re.compile(r"^(revision|down_revision)\s*=\s*['\"](\w+)['\"]", re.MULTILINE)
     scripts = [dict(pattern.findall(file.read_text(encoding="utf-8"))) for file in folder.glob("*.py")]

@@ -15,7 +15,10 @@ from pgtoolkit.config.paths import make_absolute
 from pgtoolkit.config.rules.executed import named_commands, named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import AggregationMode, KLKind
 from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.losses.aggregation import AGGREGATIONS
+from pgtoolkit.losses.kl import FULL_KINDS, KINDS
 from pgtoolkit.system.report import Report
 
 NEEDED = {
@@ -179,3 +182,8 @@ def test_every_declaration_is_one_of_the_key_and_names_keys_that_there_are():
             for single in singles(condition):
                 assert single.replace("!=", "=").replace(">", "=").partition("=")[0] in names
     assert len(KEYS) == len({(key.name, key.schema) for key in KEYS})
+
+
+def test_options_that_are_spelled_out_for_types_are_those_of_the_losses():
+    assert tuple(KLKind) == ("none", *KINDS, *FULL_KINDS)
+    assert tuple(AggregationMode) == tuple(AGGREGATIONS)
