@@ -157,10 +157,10 @@ def under_guard(command: Sequence[str], seconds: float) -> list[str]:
 def stay_under_guard(seconds: float = 0) -> socket.socket:
     """Go on in a new process, and stay behind as its guard in this one. Return the channel, for the new process.
 
-    The guard waits for two things. When the parent ends, or closes the channel, it sends SIGTERM to the new process
-    and everything that has come of it, in whatever session, and SIGKILL after so many seconds. When the new process
-    ends, it does the same with what that has left behind, and then ends in the same way, by the same signal. Nothing
-    else may run in this process: no thread, and no code of the user's.
+    When the parent ends or closes the channel, and when the new process ends, the guard sends SIGTERM to everything
+    that has come of the new process, in whatever session, and SIGKILL after so many seconds. It ends when nothing is
+    left, with the status of the new process, or by the signal that has ended that. Nothing else may run in this
+    process: no thread, and no code of the user's.
     """
     channel = channel_to_parent()
     guard = os.getpid()
@@ -178,24 +178,24 @@ def stay_under_guard(seconds: float = 0) -> socket.socket:
 
 
 def _guard(process: int, channel: socket.socket, seconds: float) -> NoReturn:
-    ending = threading.Lock()
+    """Wait until nothing is left of a process and of what has come of it; then end as it has ended."""
 
-    def follow() -> None:
-        # No event is asked for: data, which is for the other process, wakes nobody here, the end of the parent does.
+    def end_all_that_is_left() -> None:
+        # No event is asked for: data, which is for the other process, wakes nobody here, the end of the channel does.
         hung_up = select.poll()
         hung_up.register(channel, 0)
         hung_up.poll()
-        with ending:
-            _end_descendants(seconds)
-            os._exit(0)
-
-    threading.Thread(target=follow, daemon=True).start()
-    ended = 0
-    while ended != process:  # others are those whose parents have ended
-        ended, wait_status = os.wait()
-    with ending:
         _end_descendants(seconds)
-        _end_as(os.waitstatus_to_exitcode(wait_status))
+
+    threading.Thread(target=end_all_that_is_left, daemon=True).start()
+    status = 0
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while True:
+            ended, wait_status = os.wait()
+            if ended == process:  # others have lost their parents
+                status = os.waitstatus_to_exitcode(wait_status)
+                channel.shutdown(socket.SHUT_RDWR)
+    _end_as(status)
 
 
 def _end_as(status: int) -> NoReturn:
