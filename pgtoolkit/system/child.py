@@ -76,31 +76,46 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for the signal that ended the process; None until `poll` or `wait` tells it."""
+        return self._process.returncode
+
     def poll(self) -> int | None:
         """Return the exit status, negative for the signal that ended the process; None while it runs."""
-        return self._process.poll()
+        return self.wait(0)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until the process has ended, or for so many seconds; then as `poll`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.returncode
+        if self.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            if self.returncode is not None:
+                # What it has left in its group: the program of a guard that was killed. Now, for the number of a
+                # process that has ended is given to another one after a while.
+                self._kill_group()
+        return self.returncode
 
     def stop(self, number: int) -> None:
         """Send a signal to the process, which may save and end then. A guard does not heed those of a job."""
-        self._process.send_signal(number)
+        if self.poll() is None:
+            self._process.send_signal(number)
 
     def end(self, seconds: float = 0) -> int | None:
         """End the process and all that has come of it; see `end_all`. Return its exit status."""
         end_all([self], seconds)
-        return self.poll()
+        return self.returncode
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def end_all(children: Iterable[Child], seconds: float = 0) -> None:
     """Close the channels of these processes, as the end of this process would, and wait until they have ended.
 
-    What a guard does not guard, and still runs after `seconds`, is killed. For a guard this is the time that it needs
-    beyond the one that it gives its program.
+    What still runs after `seconds` is killed with its process group. For a guard, which gives its program a time of
+    its own and ends all that has come of it, they should be more than that time.
     """
     children = list(children)
     for child in children:
@@ -109,10 +124,8 @@ def end_all(children: Iterable[Child], seconds: float = 0) -> None:
             child.channel.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + seconds
     for child in children:
-        child.wait(max(0, deadline - time.monotonic()))
-        # Also where it has ended: a guard that was killed has left its program, which has the guard's group.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+        if child.wait(max(0, deadline - time.monotonic())) is None:
+            child._kill_group()
     for child in children:
         child.wait(_SECONDS_TO_DIE)
         child.channel.close()
