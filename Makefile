@@ -1,13 +1,13 @@
 # make demo: set up .venv and run the main job. make test: add what the tests need, and run them but for those that take
 # long and rarely fail, which make test-all runs as well. make mutants: tests of the tests, about half an hour.
-# make lint: style checks.
+# make lint: style checks. make types: pyright, about a minute.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-all mutants lint format clean
+.PHONY: demo test test-all mutants lint types format clean
 
 demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
@@ -24,6 +24,9 @@ mutants: $(FOR_TESTS)
 lint: $(FOR_TESTS)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+types: $(FOR_TESTS)
+	.venv/bin/pyright
 
 format: $(FOR_TESTS)
 	.venv/bin/ruff check --fix .

@@ -27,7 +27,7 @@ from pgtoolkit.losses.metrics import MetricSums
 
 if TYPE_CHECKING:  # TRL's annotations lack much of what its trainer has
     GRPOConfig: Any
-    GRPOTrainer: Any
+    GRPOTrainer: Any = object
     nanmax: Any
     nanmin: Any
 elif importlib.util.find_spec("trl") is not None:
