@@ -60,7 +60,8 @@ def _dispatch(argv: list[str]) -> int:
 
 def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
     """file: of a sweep. typed: the words after pgtk, where they are others than argv."""
-    from pgtoolkit.launch.start import hydra_answers, start
+    from pgtoolkit.config.hydra_command import hydra_answers
+    from pgtoolkit.launch.start import start
 
     if "-sc" in argv or "--shell-completion" in argv:
         return complete(argv, list(COMMANDS), hydra_answers)
@@ -72,8 +73,8 @@ def _sweep(argv: list[str]) -> int:
 
 
 def _check(argv: list[str]) -> int:
+    from pgtoolkit.config.hydra_command import hydra_arguments
     from pgtoolkit.launch.check import check, problems, render_plan
-    from pgtoolkit.launch.start import hydra_arguments
 
     file = None
     if argv and argv[0] == "sweep":

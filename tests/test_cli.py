@@ -8,16 +8,18 @@ import sys
 
 import pytest
 from hydra._internal.utils import get_args_parser
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from pgtoolkit.cli import COMMANDS, main
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.files import options
 from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import hydra_form
-from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.help import help_page
+from pgtoolkit.runs.records import read_resolved
+from pgtoolkit.system.yaml_text import to_yaml
 
 
 def pgtk(*arguments, cwd, **more):
@@ -241,29 +243,26 @@ def test_plus_signs_are_put_where_hydra_wants_them():
 
 @pytest.fixture
 def run_dir(tmp_path):
-    config = compose(["loss=grpo", "seed=5"]).config
-    with open_dict(config):
-        del config["hydra"]
-    config = OmegaConf.create(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
-    OmegaConf.save(config, tmp_path / "config.yaml")
+    config = plain_config(compose(["loss=grpo", "seed=5"]).config)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
     return tmp_path
 
 
 @pytest.mark.parametrize("lacks", ["rollout.lag", "parallelism.shard", "correction", "kl"])
 def test_a_saved_configuration_that_does_not_fit_is_refused_in_one_sentence(run_dir, lacks):
-    saved = OmegaConf.load(run_dir / "config.yaml")
+    saved = read_resolved(run_dir)
     group, _, name = lacks.partition(".")
     del (saved[group] if name else saved)[name or group]
-    OmegaConf.save(saved, run_dir / "config.yaml")
+    (run_dir / "config.yaml").write_text(to_yaml(saved))
     with pytest.raises(ConfigError, match="does not fit this version of pgtoolkit: it has no '" + lacks):
         compose([], run_dir=run_dir)
 
 
 def test_a_run_from_before_a_key_was_added_gets_its_default(run_dir, capsys):
     config = compose(["task=prompts", "task.path=p.jsonl", "task.verifier_failure=score"]).config
-    saved = {group: OmegaConf.to_container(config[group]) for group in config if group not in ("hydra", "seed")}
+    saved = plain_config(config) | {"seed": 5}
     del saved["task"]["verifier_failure"], saved["task"]["failure_score"]
-    OmegaConf.save(OmegaConf.create({"seed": 5} | saved), run_dir / "config.yaml")
+    (run_dir / "config.yaml").write_text(to_yaml(saved))
     task = compose([], run_dir=run_dir).config.task
     assert (task.verifier_failure, task.failure_score) == ("exclude", 0)
     note = "is older than these keys, whose defaults hold: task.failure_score=0, task.verifier_failure=exclude\n"
@@ -287,7 +286,7 @@ def test_the_predicted_vocabulary_is_the_tokenizers(task):
     from pgtoolkit.tasks.tasks import ReverseTask
 
     alphabet = {"reverse": ReverseTask.alphabet, "reasoning_gym": None}[task]
-    config = resolve_and_validate(compose([f"task={task}"]).config)[0]
+    config = compose([f"task={task}"]).config
     predicted = vocabulary_size(config.model, config.task)
     assert predicted == len(character_tokenizer(alphabet))
 

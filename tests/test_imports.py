@@ -215,6 +215,34 @@ def test_losses_and_kernels_know_only_torch():
         assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}, file
 
 
+DOOR = {
+    "config/compose.py": "lets Hydra compose, and gives a Config",
+    "config/sweeps.py": "does the same for the jobs of a sweep",
+    "config/hydra_files.py": "tells Hydra of the schema and of files",
+    "config/hydra_keys.py": "reads the node `hydra`",
+    "config/hydra_command.py": "has Hydra answer --cfg, --info and the Tab key",
+    "config/composable.py": "makes of the schema what OmegaConf can change",
+    "config/resolve.py": "resolves what was composed",
+    "config/overrides.py": "reads overrides in Hydra's grammar",
+    "config/refusals.py": "says what is wrong with them",
+}
+"""Files that know Hydra or OmegaConf, and why: what they hand on is a frozen Config, or plain values."""
+
+
+def test_hydra_ends_where_the_configuration_is_composed():
+    users = [file for file in FILES if roots(imports(file)) & {"hydra", "omegaconf"}]
+    assert {str(file.relative_to(PACKAGE)) for file in users} == DOOR.keys()
+
+
+def test_a_run_and_a_job_of_a_sweep_load_no_hydra():
+    code = (
+        "import sys, pgtoolkit.training.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, pgtoolkit.launch.forks;"
+        "print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_only_the_kernels_named_for_it_import_triton():
     users = [file for file in FILES if "triton" in roots(imports(file))]
     assert {file.parent.name for file in users} == {"kernels"}

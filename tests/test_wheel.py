@@ -41,7 +41,7 @@ def wheel(dist):
 def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
     files = {
         str(file.relative_to(REPOSITORY)): file.read_bytes()
-        for folder in ("pgtoolkit", "hydra_plugins", "conf", "sweeps")
+        for folder in ("pgtoolkit", "conf", "sweeps")
         for file in (REPOSITORY / folder).rglob("*")
         if file.is_file() and file.parent.name != "__pycache__"
     }
@@ -50,7 +50,7 @@ def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
     moved = ("conf/", "sweeps/", "docs/")
     expected = {f"pgtoolkit/{name}" if name.startswith(moved) else name: files[name] for name in files}
     data = {"pgtoolkit/conf/config.yaml", "pgtoolkit/conf/experiment/dapo.yaml", "pgtoolkit/sweeps/clip_range.yaml"}
-    assert data | {"hydra_plugins/pgtk_launcher.py"} < expected.keys()
+    assert data < expected.keys()
     assert {name: data for name, data in wheel.items() if ".dist-info/" not in name} == expected
 
 
@@ -71,7 +71,7 @@ def test_the_wheel_by_way_of_the_source_archive_is_the_same(wheel, tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         tops = {Path(name).parts[1] for name in source.getnames()}
-    assert {"pgtoolkit", "hydra_plugins", "conf", "sweeps", "tests", "pyproject.toml", "LICENSE", "README.md"} <= tops
+    assert {"pgtoolkit", "conf", "sweeps", "tests", "pyproject.toml", "LICENSE", "README.md"} <= tops
     assert not tops & {"outputs", "multirun", "dist", "build", ".venv", ".git"}
 
 

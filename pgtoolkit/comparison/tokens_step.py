@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, Step, have_old_log_probs
+from pgtoolkit.config.key import with_values
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
@@ -106,9 +107,9 @@ def _in_this_process(config: Config) -> Config:
     alone: ParallelismConfig = replace(config.parallelism, **sizes, shard=False, sequence_parallel=False)
     config = replace(config, parallelism=alone, evaluation=replace(config.evaluation, every=0))
     if isinstance(config.rollout, PolicyRolloutConfig):
-        config.rollout = replace(config.rollout, save_path=None)
+        config = with_values(config, {"rollout.save_path": None})
         if not isinstance(config.sampler, TransformersSamplerConfig):
-            config.sampler = TransformersSamplerConfig("transformers", None, None)
+            config = replace(config, sampler=TransformersSamplerConfig("transformers", None, None))
     return config
 
 

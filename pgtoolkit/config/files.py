@@ -8,7 +8,7 @@ from typing import Any
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import nearest, refusal
-from pgtoolkit.system.yaml_text import parse_yaml
+from pgtoolkit.system.yaml_text import plain_yaml
 
 OPTIONAL = ("experiment", "debug")
 """Groups that change others, of which none is chosen by default, and perhaps several."""
@@ -41,9 +41,9 @@ def sweep_file(name: str = "") -> Path:
 
 
 def read_options(file: Path) -> Any:
-    """The keys in a file of a sweep or of an option, as OmegaConf has them. Raises ConfigError for what is no YAML."""
+    """Return the keys in a file of a sweep or of an option; raises ConfigError for what is no YAML."""
     try:
-        return parse_yaml(file.read_bytes())
+        return plain_yaml(file.read_bytes())
     except ValueError as error:
         reason = "A file of a sweep or of an option holds keys and their values."
         use = "the files in sweeps/ and conf/ as examples"
@@ -93,9 +93,3 @@ def leading_comment(file: Path) -> str:
         if not sentence.startswith(("@package", "pgtk ")):
             sentences.append(sentence)
     return " ".join(sentences)
-
-
-def plugins(kind: str) -> dict[str, str]:
-    """What the options of hydra/KIND in conf/ have Hydra instantiate -> the option; kind: launcher or sweeper."""
-    files = (config_directory() / "hydra" / kind).glob("*.yaml")
-    return {read_options(file)["_target_"]: file.stem for file in files}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict, TypeVar
 
 from pgtoolkit.system.report import text
+
+Values = TypeVar("Values")
+"""A configuration that is an object of dataclasses."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,21 @@ def value_of(config: object, name: str) -> Any:
     for part in [name] if is_flat else name.split("."):
         config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
     return config
+
+
+def with_values(config: Values, values: Mapping[str, Any]) -> Values:
+    """Return a configuration that is an object, with other values of some keys or whole groups, by their names."""
+    groups: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for name, value in values.items():
+        group_name, _, leaf = name.partition(".")
+        if leaf:
+            groups.setdefault(group_name, {})[leaf] = value
+        else:
+            top[name] = value
+    config = replace(config, **top)
+    changed = {name: replace(getattr(config, name), **leaves) for name, leaves in groups.items()}
+    return replace(config, **changed)
 
 
 def _holds(single: str, config: object) -> bool:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import EnumMeta
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
-
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.defaults import REQUIRED, Computed
 from pgtoolkit.config.files import config_directory, leading_comment
@@ -78,13 +76,9 @@ def key_named(name: str, config: object) -> Key | None:
     return next(_of_chosen(_NAMED.get(name, ()), config), None)
 
 
-def resolved(config: object, name: str) -> Any:
-    """Return the value of a key in plain types; None where it does not resolve, which `validate` refuses."""
-    try:
-        value = value_of(config, name)
-        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-    except OmegaConfBaseException:
-        return None
+def plain_value(config: object, name: str) -> Any:
+    """Return the value of a key in the types that JSON and YAML know."""
+    return plain(value_of(config, name))
 
 
 def is_inside(name: str, place: str) -> bool:
@@ -141,14 +135,19 @@ def describe(key: Key) -> str:
     return words + limits + (" or null" if optional else "")
 
 
-def fits(key: Key, value: Any) -> bool:
-    """Return whether a key takes a value."""
+def has_type(key: Key, value: Any) -> bool:
+    """Return whether a value is of the type of a key."""
     kind, _, optional = key.type.partition(" | ")
     if value is None:
         return bool(optional)
-    if key.names:
-        return value in key.names
-    return _TYPES[kind][1](value) and (not key.range or key.range[0] <= value <= key.range[1])
+    return value in key.names if key.names else _TYPES[kind][1](value)
+
+
+def fits(key: Key, value: Any) -> bool:
+    """Return whether a key takes a value."""
+    if not has_type(key, value):
+        return False
+    return value is None or not key.range or key.range[0] <= value <= key.range[1]
 
 
 def shown(name: str) -> str:
@@ -166,27 +165,22 @@ def in_words(condition: str) -> str:
     return condition
 
 
-def default(config: object, key: str) -> Any:
-    """Return the value that the chosen option gives a key in this configuration; None without one."""
-    declared = declared_default(config, key)
+def default(config: object, key: str, choices: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """Return the value that the chosen option gives a key in this configuration; None without one.
+
+    choices: the option of each group that was chosen by name, which not all values tell.
+    """
+    group, _, leaf = key.rpartition(".")
+    declared = option_values(group, _chosen(config, group, choices)).get(leaf)
     if isinstance(declared, Computed):
-        try:
-            return declared.resolve(config)
-        except OmegaConfBaseException:  # a value that it depends on does not resolve
-            return None
+        return declared.resolve(config)
     return None if declared == REQUIRED else copy.deepcopy(declared)
 
 
-def declared_default(config: object, key: str) -> Any:
-    """Return the same as the option declares it: plain, computed, or REQUIRED."""
-    group, _, leaf = key.rpartition(".")
-    return option_values(group, _chosen(config, group)).get(leaf)
-
-
-def help_of(config: object, key: str) -> str:
+def help_of(config: object, key: str, choices: Mapping[str, str]) -> str:
     """Return what a key of the chosen option means; empty without one."""
     group = key.rpartition(".")[0]
-    option = _chosen(config, group)
+    option = _chosen(config, group, choices)
     return next((known.help for known in _NAMED.get(key, ()) if _belongs(known, option)), "")
 
 
@@ -226,15 +220,13 @@ def option_help(group: str, name: str) -> str:
     return leading_comment(config_directory() / group / f"{name}.yaml")
 
 
-def _chosen(config: object, group: str) -> str | None:
+def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | None:
     """Return the chosen option of a group. For an option of the user, the one that its values name, or the default."""
     if group not in OPTIONS:
         return None
-    names = []
-    if isinstance(config, DictConfig):
-        names.append(OmegaConf.select(config, f"hydra.runtime.choices.{group}"))
+    names = [choices.get(group)]
     if group in OPTION_KEYS:
-        names.append(resolved(config, OPTION_KEYS[group]))
+        names.append(plain_value(config, OPTION_KEYS[group]))
     names.append(default_options()[group])
     return next(name for name in names if isinstance(name, str) and name in OPTIONS[group])
 

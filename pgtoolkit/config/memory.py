@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pgtoolkit.config.evaluation_sets import samples
+from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import Sizes, sizes, tiny_sizes
 from pgtoolkit.config.plan import longest_document, samples_beside
 from pgtoolkit.config.schema import Config
@@ -126,10 +126,7 @@ def refuse_overflow(c: Config, gpu: float) -> None:
 def _remedy(c: Config, gpu: float) -> str:
     """The cheapest change after which a GPU of so many bytes is enough."""
     for change in _changes(c):
-        other = copy.deepcopy(c)
-        for key, value in change.items():
-            setattr(getattr(other, key.partition(".")[0]), key.partition(".")[2], value)
-        if (most := plan(other, gpu).most) <= gpu:
+        if (most := plan(with_values(c, change), gpu).most) <= gpu:
             settings = " ".join(f"{key}={text(value)}" for key, value in change.items())
             return f"{settings}, which takes {most / 1e9:.3g} GB"
     return "more GPUs or a smaller model"

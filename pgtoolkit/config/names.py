@@ -8,28 +8,16 @@ import re
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from pgtoolkit.config.keys import changes_learning
-from pgtoolkit.config.schema import Config, default_options
+from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import key_of
 
 
-def plain_config(config: DictConfig) -> dict:
-    """The resolved configuration in plain types, without Hydra's own node."""
-    return {
-        str(group): plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-        for group, value in config.items()
-        if group != "hydra"
-    }
-
-
-def plain_values(values: Config) -> dict:
-    """The same of a configuration that is an object."""
-    groups = {name: vars(group) if is_dataclass(group) else group for name, group in vars(values).items()}
+def plain_config(config: Config) -> dict:
+    """Return the configuration in plain types."""
+    groups = {name: vars(group) if is_dataclass(group) else group for name, group in vars(config).items()}
     return plain(groups)
 
 
@@ -43,17 +31,6 @@ def changed(before: dict, now: dict) -> dict[str, list]:
     """The keys on which two configurations learn differently: {key: [value before, value now]}."""
     drift = config_drift(before, now)
     return {key: values for key, values in drift.items() if changes_learning(key, now) or changes_learning(key, before)}
-
-
-def name_in(hydra: DictConfig, chosen: str | None) -> str:
-    """A run's name by the node `hydra` of its configuration: `chosen`, or what its overrides change.
-
-    In a sweep also options that are the default, for comparison.
-    """
-    unnamed = hydra.job.config.override_dirname.exclude_keys
-    typed = OmegaConf.to_container(hydra.overrides.task)  # as it was typed: a ${KEY} need not resolve
-    overrides = [override for override in typed if key_of(override) not in unnamed]
-    return chosen or name_from(overrides, default_options() if OmegaConf.is_missing(hydra.job, "num") else {})
 
 
 def name_from(overrides: list[str], defaults: dict[str, str]) -> str:

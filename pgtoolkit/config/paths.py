@@ -5,13 +5,12 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from pathlib import Path, PurePath
+from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from pgtoolkit.config.keys import keys_of, resolved
-from pgtoolkit.errors import first_line
+from pgtoolkit.config.key import value_of, with_values
+from pgtoolkit.config.keys import keys_of
+from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.report import refusal
 
@@ -19,16 +18,21 @@ NO_FOLDER = ("initial", "recorded")
 """Values of kl.reference that name no model: the run's first weights, and log-probs recorded with the rollouts."""
 
 
-def make_absolute(config: DictConfig | dict) -> None:
-    """Let a run's configuration mean the same files from every directory; its relative paths are seen from this one."""
+def absolute_paths(config: Config) -> Config:
+    """Return a run's configuration that means the same files from every directory; its paths are seen from this one."""
+    values: dict[str, Any] = {}
     for key in keys_of(config):
-        if (key.reads or key.writes) and isinstance(value := resolved(config, key.name), str):
-            config[key.group][key.leaf] = absolute(value, key.reads)
-    for given in config["evaluation"]["sets"].values():
-        if (OmegaConf.is_dict(given) or isinstance(given, dict)) and isinstance(value := given.get("path"), str):
-            given["path"] = absolute(value, "data")
-    if config["tracking"]["name"] == "mlflow":
-        config["tracking"]["uri"] = absolute_uri(config["tracking"]["uri"])
+        value = value_of(config, key.name)
+        if (key.reads or key.writes) and isinstance(value, str):
+            values[key.name] = absolute(value, key.reads)
+    sets = {}
+    for name, given in config.evaluation.sets.items():
+        has_path = isinstance(given, dict) and isinstance(given.get("path"), str)
+        sets[name] = given | {"path": absolute(given["path"], "data")} if has_path else given
+    values["evaluation.sets"] = sets
+    if config.tracking.name == "mlflow":
+        values["tracking.uri"] = absolute_uri(config.tracking.uri)
+    return with_values(config, values)
 
 
 def absolute(value: str, reads: str | None) -> str:
@@ -57,24 +61,14 @@ def sqlite_path(uri: str) -> Path | None:
     return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
 
 
-def problems_of_folder(config: DictConfig, key: str, more: tuple[str, ...] = ()) -> list[str]:
-    """Problems with the folder of a run, or of a sweep: it leads nowhere else, no run or any of `more` is in it, and it
-    can be made.
+def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list[str]:
+    """Return the problem with the folder of a run, or of a sweep: no run or any of `more` is in it, and it can be made.
 
-    config: with its node `hydra`. key: hydra.run.dir or hydra.sweep.dir.
+    key: hydra.run.dir or hydra.sweep.dir.
     """
-    for name in ("hydra.output_subdir", key):
-        try:
-            path = str(OmegaConf.select(config, name, throw_on_missing=True))
-        except OmegaConfBaseException as error:
-            return [refusal(name, "a value that resolves", first_line(error), _NAMES_A_FOLDER, f"{name}=FOLDER")]
-        leads_out = ".." in PurePath(path).parts or (name != key and os.path.isabs(path))
-        if leads_out or not path.isprintable():  # it also stands in the scripts of SLURM's jobs
-            needs = "a path of printable characters without '..'"
-            return [refusal(name, needs, repr(path), _NAMES_A_FOLDER, f"{name}=FOLDER")]
-    if by := occupied_by(Path(path), more):
-        return [occupied(f"{key}={path}", Path(path), by)]
-    if why := cannot_hold_files(Path(path)):
+    if by := occupied_by(path, more):
+        return [occupied(f"{key}={path}", path, by)]
+    if why := cannot_hold_files(path):
         needs = "a place where folders can be made"
         return [refusal(f"{key}={path}", needs, why, "It names a folder.", f"{key}=outputs/FOLDER")]
     return []
@@ -90,17 +84,6 @@ def cannot_hold_files(folder: Path) -> str | None:
     except OSError as error:
         return f"{nearest}: {error.strerror}"
     return None
-
-
-def problems_of_job(directory: str) -> list[str]:
-    """Problems with the folder of a job, which lies in that of its sweep."""
-    if (parts := PurePath(directory).parts) and ".." not in parts and not os.path.isabs(directory):
-        return []
-    needs, use = "a folder inside hydra.sweep.dir", "the default"
-    return [refusal(f"hydra.sweep.subdir={directory}", needs, directory, _NAMES_A_FOLDER, use)]
-
-
-_NAMES_A_FOLDER = "It names a folder; a value in it could otherwise write anywhere."
 
 
 def occupied_by_rollouts(save_path: str | None) -> str | None:

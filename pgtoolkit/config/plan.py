@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pgtoolkit.config.evaluation_sets import held_out_sets, how_sampled, is_on, watched
 from pgtoolkit.config.keys import option_help
 from pgtoolkit.config.models import sizes, vocabulary_size
-from pgtoolkit.config.names import plain_values
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.config.schema_step import AccumulationConfig
@@ -197,8 +197,8 @@ def logits_memory(config: Config) -> str:
 
 def differences(config: Config, defaults: Config) -> Iterator[str]:
     """One line for each key whose value is not the default's."""
-    now = plain_values(config)
-    drift = config_drift(plain_values(defaults), now)
+    now = plain_config(config)
+    drift = config_drift(plain_config(defaults), now)
     for name in [name for name, _ in leaves(now) if name in drift]:
         usual, value = map(text, drift[name])
         yield f"{name} = {value}" + ("" if usual == "null" else f" (default {usual})")

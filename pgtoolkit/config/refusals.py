@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, OmegaConf, ValueNode
+from omegaconf import DictConfig, OmegaConf
 
+from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, known_as
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, default, describe, fits, keys_of
+from pgtoolkit.config.keys import KEYS, describe, fits, keys_of
 from pgtoolkit.config.schema import SCHEMAS, default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
@@ -29,7 +30,7 @@ SEARCH_PATH = refusal(
 )
 """Hydra imports the packages in a search path, before anything can be seen."""
 
-_NAMES_OF_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+_NAMES_OF_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 ALSO_CALLED = {"ppo": "loss=grpo"}
 """What the field calls an option, where that name is none of ours."""
@@ -175,8 +176,8 @@ def _as_value(group: str, word: str, names: list[str]) -> str | None:
 
 def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
     """The problem with a file on the whole configuration that sets groups where it has to choose their options."""
-    nodes = {group: values._get_node(group) for group in groups} if isinstance(values, DictConfig) else {}
-    lines = [f"{group}: {text(node._value())}" for group, node in nodes.items() if isinstance(node, ValueNode)]
+    chosen = {group: values[group] for group in groups if group in values} if isinstance(values, dict) else {}
+    lines = [f"{group}: {text(value)}" for group, value in chosen.items() if not isinstance(value, dict | list)]
     if not lines:
         return None
     reason, use = "A group's option is a file.", ", ".join(f"- override /{line}" for line in lines)
@@ -185,7 +186,8 @@ def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
 
 def incomplete(config: DictConfig) -> list[str]:
     """The problem with files of the user's that leave out a group, or make it something else than an option of it."""
-    places, wrong = {schema: name for name, schema in SCHEMAS.items()}, []
+    places = {changeable(schema): name for name, schema in SCHEMAS.items()}
+    wrong = []
     for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
         kind = OmegaConf.get_type(config, group) if group in config else None
         of, _, option = places.get(kind, "").partition("/")
@@ -245,9 +247,9 @@ def unresolvable(key: str, value: Any, error: Exception) -> str:
     return f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use {key}=VALUE."
 
 
-def wrong_type(config: DictConfig, key: Key, value: Any) -> str:
-    """A value that the type of its key does not allow."""
-    use = nearest(text(value), key.names) or default(config, key.name)
+def wrong_type(key: Key, value: Any, usual: Any) -> str:
+    """Refuse a value that the type of its key does not allow; usual: the key's default."""
+    use = nearest(text(value), key.names) or usual
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):  # as 1e3, which is 1000.0
         use = int(value)
     use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"

@@ -4,64 +4,102 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from pgtoolkit.config.key import Key, holds, parts, value_of
-from pgtoolkit.config.keys import default, key_named, keys_of, resolved, shown
-from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.key import Key, holds, parts, value_of, with_values
+from pgtoolkit.config.keys import default, describe, has_type, key_named, keys_of, plain_value, shown
+from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.runs.records import leaves, plain, read_resolved
 from pgtoolkit.system.report import say, text
 
 
-def saved_config(run_dir: Path) -> DictConfig:
-    """The configuration that a run was started with. Raises ConfigError where there is none, or an unknown one."""
+def saved_config(run_dir: Path) -> Config:
+    """Return the configuration that a run was started with.
+
+    Raises ConfigError where there is none, or an unknown one.
+    """
     if not os.path.lexists(run_dir / "config.yaml"):
         from pgtoolkit.runs.find import not_a_run  # which loads NumPy
 
         raise not_a_run(f"pgtk resume {run_dir}", run_dir, "a run directory")
     config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
-    make_absolute(config)  # so that a path means the same file as one that is typed now
-    config.trainer.accept_changed_data = False
-    return config
+    # With absolute paths a path means the same file as one that is typed now.
+    return with_values(absolute_paths(config), {"trainer.accept_changed_data": False})
 
 
-def typed(values: dict, file: str) -> DictConfig:
-    """Return the values saved in a file, in the schema of their options, so that they are checked as at the start.
+def typed(values: dict, file: str) -> Config:
+    """Return the configuration whose values were saved in a file, as `plain_config` made them.
 
-    Keys that were added after the file was written get their defaults, with a note.
+    Keys that were added after the file was written get their defaults, with a note. Raises ConfigError for values that
+    the schema does not have.
     """
-    config = OmegaConf.structured(Config)
     try:
-        for group in {schema.partition("/")[0] for schema in SCHEMAS}:
-            schema = group if group in SCHEMAS else f"{group}/{values[group]['name']}"
-            config[group] = OmegaConf.structured(SCHEMAS[schema])
-        OmegaConf.set_struct(config, True)
-        for key in keys_of(values):
-            if key.free:
-                OmegaConf.update(config, key.name, {})
-                OmegaConf.set_struct(OmegaConf.select(config, key.name), False)
-        config = OmegaConf.merge(config, values)
-        lacking = sorted(OmegaConf.missing_keys(config))
-        for name in lacking:
-            if not key_named(name, values).added:
-                raise KeyError(name)
-            OmegaConf.update(config, name, default(config, name))
-        if lacking:
-            holds_now = ", ".join(f"{name}={text(OmegaConf.select(config, name))}" for name in lacking)
-            say(f"note: {file} is older than these keys, whose defaults hold: {holds_now}", error=True)
-        return config
-    except (KeyError, TypeError, OmegaConfBaseException) as error:
-        reason = first_line(error) if isinstance(error, OmegaConfBaseException) else f"it has no {error}"
+        values = _completed(values, file)
+        groups: dict[str, Any] = {}
+        for field in fields(Config):
+            if field.name in {schema.partition("/")[0] for schema in SCHEMAS}:
+                groups[field.name] = _schema_of(field.name, values)(**_leaves_of_group(field.name, values))
+            else:
+                groups[field.name] = _with_type(key_named(field.name, values), values[field.name])
+        return Config(**groups)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
         raise ConfigError(
             f"{file} does not fit this version of pgtoolkit: {reason}. Use the version that "
             "provenance.json names, or start a new run."
         ) from error
+
+
+def _schema_of(group: str, values: dict) -> type:
+    """Return the class of a group's keys. Raises KeyError for an unknown option, or a group that is not there."""
+    return SCHEMAS[group] if group in SCHEMAS else SCHEMAS[f"{group}/{values[group]['name']}"]
+
+
+def _completed(values: dict, file: str) -> dict:
+    """Return the values with the defaults of keys that were added since; raises KeyError for another that lacks."""
+    groups = dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS)
+    complete = values | {group: dict(values[group]) for group in groups}
+    lacking = []
+    for group in groups:
+        lacking += [
+            f"{group}.{field.name}" for field in fields(_schema_of(group, values)) if field.name not in complete[group]
+        ]
+    for name in sorted(lacking):
+        if not key_named(name, complete).added:
+            raise KeyError(name)
+        group, _, leaf = name.partition(".")
+        complete[group][leaf] = default(complete, name)
+    if lacking:
+        holds_now = ", ".join(f"{name}={text(value_of(complete, name))}" for name in sorted(lacking))
+        say(f"note: {file} is older than these keys, whose defaults hold: {holds_now}", error=True)
+    return complete
+
+
+def _leaves_of_group(group: str, values: dict) -> dict[str, Any]:
+    """Return the values of a group by their keys; raises ValueError for a key that its schema does not have."""
+    known = {field.name for field in fields(_schema_of(group, values))}
+    if unknown := [leaf for leaf in values[group] if leaf not in known]:
+        raise ValueError(f"it has the unknown key '{group}.{unknown[0]}'")
+    names = {leaf: key_named(f"{group}.{leaf}", values) for leaf in known}
+    return {leaf: _with_type(names[leaf], value) for leaf, value in values[group].items()}
+
+
+def _with_type(key: Key, value: Any) -> Any:
+    """Return a value in the type of its key; raises ValueError where it has another one."""
+    kind = key.type.partition(" | ")[0]
+    if key.names and value in key.names:
+        return key.names[key.names.index(value)]
+    if kind == "float" and isinstance(value, int | str) and not isinstance(value, bool):
+        value = float(value)
+    elif kind == "str" and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not has_type(key, value):
+        raise ValueError(f"{key.name}={text(value)} is not {describe(key)}")
+    return value
 
 
 def fixed_keys(config: object) -> Iterator[Key]:
@@ -101,7 +139,7 @@ def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tu
 
 def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
     """The key with its value, or the entries of a free-form one with theirs."""
-    value = resolved(config, key.name)
+    value = plain_value(config, key.name)
     if key.free:
         return leaves({key.name: value}) if value else []
     return [(key.name, value)]

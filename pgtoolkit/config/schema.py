@@ -72,7 +72,7 @@ else:  # OmegaConf, which checks types while a configuration is composed, takes 
     Model, Rollout, Sampler, Task = ModelConfig, RolloutConfig, SamplerConfig, TaskConfig
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """The whole experiment. What a group declares holds for all of its keys that do not declare it themselves.
 

@@ -53,7 +53,7 @@ class AdvantageEstimator(StrEnum):
     custom = "custom"
 
 
-@dataclass
+@dataclass(frozen=True)
 class LossConfig:
     name: str = key(option=True)
     num_splits: int = key(
@@ -69,7 +69,7 @@ class LossConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class CustomLossConfig(LossConfig):
     path: str = key(
         default=REQUIRED,
@@ -87,7 +87,7 @@ class CustomLossConfig(LossConfig):
         name: Literal["custom"] = "custom"
 
 
-@dataclass
+@dataclass(frozen=True)
 class AggregationConfig:
     mode: AggregationMode = key(option=True)
     divisor: float | None = key(
@@ -106,12 +106,12 @@ class AggregationConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class CorrectionConfig:
     name: str = key(option=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class KLConfig:
     kind: KLKind = key(option=True)
     coefficient: float | None = key(
@@ -144,7 +144,7 @@ class KLConfig:
         return self.kind != "none" and self.reference != "recorded"
 
 
-@dataclass
+@dataclass(frozen=True)
 class EntropyConfig:
     coefficient: float = key(
         default=0.0,
@@ -155,7 +155,7 @@ class EntropyConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdvantageConfig:
     estimator: AdvantageEstimator = key(option=True)
     path: str | None = key(
@@ -173,7 +173,7 @@ def _schema_of(kind: type, base: type) -> type:
     """Return the class of the keys of a family or correction: its parameters after the keys of `base`."""
     parameters = [(given.name, given.type, field(metadata=given.metadata)) for given in fields(kind)]
     name = kind.__name__ + base.__name__
-    schema = make_dataclass(name, parameters, bases=(base,), namespace={"__module__": __name__})
+    schema = make_dataclass(name, parameters, bases=(base,), namespace={"__module__": __name__}, frozen=True)
     globals()[name] = schema  # where pickle looks for it: workers get the configuration as an object
     return schema
 

@@ -55,7 +55,7 @@ class TrainedTurns(StrEnum):
     last = "last"
 
 
-@dataclass
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = key(option=True, fixed=POSITION)
     group_size: int | None = key()
@@ -64,7 +64,7 @@ class RolloutConfig:
     truncated: Truncated = key()
 
 
-@dataclass
+@dataclass(frozen=True)
 class PolicyRolloutConfig(RolloutConfig):
     prompts_per_batch: int = key(
         default=32,
@@ -193,7 +193,7 @@ class PolicyRolloutConfig(RolloutConfig):
         name: Literal["policy"] = "policy"
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordedRolloutConfig(RolloutConfig):
     path: str = key(
         default=REQUIRED,

@@ -40,14 +40,14 @@ class Device(StrEnum):
 AutoOrBool = Any  # in YAML, true and false are no texts
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelConfig:
     name: str = key(option=True, fixed=_WEIGHTS)
     fp32_lm_head: bool = key()
     compile: AutoOrBool = key()
 
 
-@dataclass
+@dataclass(frozen=True)
 class TinyModelConfig(ModelConfig):
     fp32_lm_head: bool = key(
         default=False,
@@ -95,7 +95,7 @@ class TinyModelConfig(ModelConfig):
         name: Literal["tiny"] = "tiny"
 
 
-@dataclass
+@dataclass(frozen=True)
 class HuggingFaceModelConfig(ModelConfig):
     fp32_lm_head: bool = key(
         default=True,
@@ -157,7 +157,7 @@ class HuggingFaceModelConfig(ModelConfig):
         name: Literal["huggingface"] = "huggingface"
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimizerConfig:
     learning_rate: float = key(
         default=ByWeights(random=1e-3, trained=1e-6, adapters=1e-5),
@@ -207,7 +207,7 @@ class OptimizerConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainerConfig:
     max_steps: int = key(
         default=300,
@@ -277,7 +277,7 @@ class TrainerConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingConfig:
     name: str = key(option=True)
     uri: str | None = key(

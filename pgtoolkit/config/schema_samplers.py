@@ -27,13 +27,13 @@ _NEEDS_TEMPERATURE: Needs = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class SamplerConfig:
     name: str = key(option=True)
     max_sequences: int | None = key()
 
 
-@dataclass
+@dataclass(frozen=True)
 class TransformersSamplerConfig(SamplerConfig):
     max_sequences: int | None = key(
         default=None,
@@ -52,7 +52,7 @@ class TransformersSamplerConfig(SamplerConfig):
         name: Literal["transformers"] = "transformers"
 
 
-@dataclass
+@dataclass(frozen=True)
 class VllmSamplerConfig(SamplerConfig):
     max_sequences: int = key(
         default=256,
@@ -152,7 +152,7 @@ class VllmSamplerConfig(SamplerConfig):
         name: Literal["vllm"] = "vllm"
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationConfig:
     every: int = key(
         default=0,

@@ -34,12 +34,12 @@ class LastStep(StrEnum):
     carry = "carry"
 
 
-@dataclass
+@dataclass(frozen=True)
 class MetricsConfig:
     level: MetricsLevel = key(option=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelConfig:
     implementation: KernelImplementation = key(option=True)
     logits_memory_mb: int | None = key(
@@ -57,7 +57,7 @@ class KernelConfig:
         return self.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelismConfig:
     data_parallel: int = key(
         default=1,
@@ -107,7 +107,7 @@ class ParallelismConfig:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class AccumulationConfig:
     docs_per_step: int = key(
         default=64,

@@ -59,12 +59,12 @@ class VerifierFailure(StrEnum):
     score = "score"
 
 
-@dataclass
+@dataclass(frozen=True)
 class TaskConfig:
     name: str = key(option=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class GeneratedTaskConfig(TaskConfig):
     """Problems of a generator, which never end.
 
@@ -75,7 +75,7 @@ class GeneratedTaskConfig(TaskConfig):
     alphabet, size, longest = "", "", (0, 0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReverseTaskConfig(GeneratedTaskConfig):
     num_digits: int = key(
         default=6,
@@ -91,7 +91,7 @@ class ReverseTaskConfig(GeneratedTaskConfig):
         name: Literal["reverse"] = "reverse"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ChainSumTaskConfig(GeneratedTaskConfig):
     min_terms: int = key(
         default=3,
@@ -114,7 +114,7 @@ class ChainSumTaskConfig(GeneratedTaskConfig):
         name: Literal["chain_sum"] = "chain_sum"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShortestPathTaskConfig(GeneratedTaskConfig):
     min_nodes: int = key(
         default=12,
@@ -137,7 +137,7 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
         name: Literal["shortest_path"] = "shortest_path"
 
 
-@dataclass
+@dataclass(frozen=True)
 class GuessTaskConfig(GeneratedTaskConfig):
     numbers: int = key(
         default=10,
@@ -168,7 +168,7 @@ class GuessTaskConfig(GeneratedTaskConfig):
         name: Literal["guess"] = "guess"
 
 
-@dataclass
+@dataclass(frozen=True)
 class WrittenTaskConfig(TaskConfig):
     """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
 
@@ -224,7 +224,7 @@ class WrittenTaskConfig(TaskConfig):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScoredTaskConfig(WrittenTaskConfig):
     """Prompts whose completions are scored one by one, perhaps in processes."""
 
@@ -254,7 +254,7 @@ class ScoredTaskConfig(WrittenTaskConfig):
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReasoningGymTaskConfig(ScoredTaskConfig):
     dataset: str = key(
         default=REQUIRED,
@@ -271,7 +271,7 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
         name: Literal["reasoning_gym"] = "reasoning_gym"
 
 
-@dataclass
+@dataclass(frozen=True)
 class PromptsTaskConfig(ScoredTaskConfig):
     path: str = key(
         default=REQUIRED,
@@ -330,7 +330,7 @@ class PromptsTaskConfig(ScoredTaskConfig):
         name: Literal["prompts"] = "prompts"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ConversationTaskConfig(WrittenTaskConfig):
     environment: str = key(
         default=REQUIRED,

@@ -12,11 +12,11 @@ from pathlib import Path
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import NONE, known_as, rows_of_trainers
 from pgtoolkit.config.files import options
-from pgtoolkit.config.keys import resolved
+from pgtoolkit.config.keys import plain_value
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import ConfigError, unusable
 from pgtoolkit.system.report import refusal, text
-from pgtoolkit.system.yaml_text import parse_yaml
+from pgtoolkit.system.yaml_text import plain_yaml
 
 _LARGEST = 1 << 20
 """Most bytes of a configuration file."""
@@ -80,7 +80,7 @@ def default_of(trainer: str, name: str) -> Value:
     for row in rows_of_trainers():
         if row.trainer == trainer and name in row.names and row.defaults:
             place = row.names.index(name) if len(row.defaults) == len(row.names) else 0
-            return parse_yaml(f"value: {row.defaults[place]}".encode())["value"]
+            return plain_yaml(f"value: {row.defaults[place]}".encode())["value"]
     return None
 
 
@@ -97,7 +97,7 @@ def read(path: Path) -> Their:
     try:
         if len(data) > _LARGEST:
             raise ValueError(f"more than {_LARGEST} bytes")
-        values = dict(_flat(parse_yaml(data)))
+        values = dict(_flat(plain_yaml(data)))
     except ValueError as error:
         use = "a file of keys with their values"
         raise ConfigError(refusal(f"pgtk translate {path}", "YAML or JSON", error, "It cannot be read.", use)) from None
@@ -108,17 +108,13 @@ def read(path: Path) -> Their:
 
 def _flat(values: object, above: str = "") -> Iterator[tuple[str, Value]]:
     """Yield (dotted name, value) for each key of nested dictionaries; ValueError for what has no keys."""
-    from omegaconf import DictConfig, ListConfig, OmegaConf
-
-    if not isinstance(values, DictConfig):
-        raise ValueError(f"no keys with values, but {type(values).__name__}")
-    for name in values:
-        node = values._get_node(name)
-        value = OmegaConf.to_container(node, resolve=False) if isinstance(node, ListConfig) else node
-        if isinstance(node, DictConfig) and len(node):
-            yield from _flat(node, f"{above}{name}.")
-        elif not isinstance(node, DictConfig):
-            yield f"{above}{name}", value if isinstance(value, list) else node._value()
+    if not isinstance(values, dict):
+        raise ValueError(f"no keys with values, but a {type(values).__name__}")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def translate(path: Path, processes: int) -> str:
@@ -129,7 +125,9 @@ def translate(path: Path, processes: int) -> str:
     silent = [setting for setting in settings if setting not in said]
     chosen = {setting.key: setting.override for setting in settings if setting.key in options()}
     config = compose([*chosen.values()]).config
-    here = {key: default_options()[key] if key in chosen else resolved(config, key) for key in (s.key for s in silent)}
+    here = {
+        key: default_options()[key] if key in chosen else plain_value(config, key) for key in (s.key for s in silent)
+    }
     silent = [setting for setting in silent if not _equal(here[setting.key], setting.value)]
     command = shlex.join(["pgtk", *(setting.override for setting in settings if setting in said or setting in silent)])
     lines = [f"{path}, a configuration of {theirs.trainer}, is here", "", f"  {command}"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from pgtoolkit.config.launchers import Launcher
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
 from pgtoolkit.launch.forks import Forks, JobProcess
 from pgtoolkit.system.report import refusal, say
@@ -196,6 +197,18 @@ class _JobOfSubmitit:
             self._process.stop(signal.SIGUSR2)
             self._process.wait()
         return submitit.helpers.DelayedSubmission(_JobOfSubmitit(), file, log)
+
+
+def engine_of(launcher: Launcher) -> Engine:
+    """Start what runs the jobs of a sweep; raises ConfigError where it cannot be started."""
+    settings = {name: value for name, value in launcher.settings.items() if name not in ("kind", "fail_fast")}
+    if launcher.kind == "local":
+        return LocalEngine(**settings)
+    if launcher.kind == "ray_cluster":
+        return RayEngine(**settings["ray"])
+    of_submitit = ("cluster", "submitit_folder", "max_num_timeout")
+    parameters = {name: value for name, value in settings.items() if name not in of_submitit}
+    return SubmititEngine(*(settings[name] for name in of_submitit), parameters=parameters)
 
 
 Engine = LocalEngine | RayEngine | SubmititEngine

@@ -10,26 +10,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation_sets import are_training_prompts, held_out_sets, how_sampled
-from pgtoolkit.config.keys import ignored, resolved
-from pgtoolkit.config.names import name_from
-from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.key import with_values
+from pgtoolkit.config.keys import ignored, plain_value
+from pgtoolkit.config.names import name_from, plain_config
+from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.rules import run
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.task import evaluated
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
-from pgtoolkit.runs.records import plain
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
+from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.training.machine import check_machine
 
 FOLDER = Path("outputs/evaluations")
@@ -56,11 +55,10 @@ def evaluate(
     if not of_run:
         _refuse_flags_of_runs(source, step, best, training_prompts)
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
-    config = _configuration(command, source, of_run, overrides)
-    for note in _check(config):
+    trained = saved_config(source) if of_run else None
+    chosen = _configuration(command, source, trained, overrides)
+    for note in _check(chosen):
         say(f"note: {note}")
-    trained = OmegaConf.to_object(saved_config(source)) if of_run else None
-    chosen: Config = OmegaConf.to_object(config)
     if trained is not None and (problems := _asked_in_training(command, trained, chosen)):
         if not training_prompts:
             raise refused(problems)
@@ -73,7 +71,7 @@ def evaluate(
     quieten()
     state = saved_state(source, command, step, best) if of_run else None
     folder = _folder(name_from(overrides, {}) if source is None else source.resolve().name)
-    write_atomically(folder / "evaluation.yaml", redact(OmegaConf.to_yaml(config)))
+    write_atomically(folder / "evaluation.yaml", redact(to_yaml(plain_config(chosen))))
     try:
         rows = measured(chosen, folder, trained, state)
     except (ConfigError, DataError):
@@ -98,11 +96,13 @@ def _refuse_flags_of_runs(source: Path | None, step: int | None, best: bool, tra
             raise ConfigError(refusal(flag, "a run directory", source, reason, f"no {flag}"))
 
 
-def _configuration(command: str, source: Path | None, of_run: bool, typed: list[str]) -> DictConfig:
+def _configuration(command: str, source: Path | None, trained: Config | None, typed: list[str]) -> Config:
     """Return the configuration without what says how to train.
 
+    trained: the configuration of the run that is evaluated; None where it is a model.
     Raises ConfigError with all problems.
     """
+    of_run = trained is not None
     overrides = typed
     if source is not None and not of_run:
         if not (source / "config.json").is_file():
@@ -113,22 +113,17 @@ def _configuration(command: str, source: Path | None, of_run: bool, typed: list[
     kind, run_dir = ("run", source) if of_run else ("model", None)
     composed = compose(overrides, run_dir=run_dir, evaluate=kind)
     problems = composed.problems
-    if of_run and composed.config is not None:
-        problems = problems + _in_no_set(composed.config, saved_config(source), typed)
+    if trained is not None and composed.config is not None:
+        problems = problems + _in_no_set(composed.config, trained, typed)
     if problems:
         raise refused(problems)
-    config = composed.config
-    with open_dict(config):
-        config.pop("hydra", None)
-    make_absolute(config)
-    config.evaluation.every, config.evaluation.best, config.trainer.stop_at = 1, None, None
-    return config
+    measured_once = {"evaluation.every": 1, "evaluation.best": None, "trainer.stop_at": None}
+    return with_values(absolute_paths(composed.config), measured_once)
 
 
-def _in_no_set(config: DictConfig, saved: DictConfig, typed: list[str]) -> list[str]:
+def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
     """Return the problems with typed keys of the task that no set of the run takes from it."""
-    sets = plain(OmegaConf.to_container(config.evaluation.sets))
-    sets = {name: given for name, given in sets.items() if isinstance(given, dict)}
+    sets = {name: given for name, given in config.evaluation.sets.items() if isinstance(given, dict)}
     if not sets:
         return []  # the only set is the task, with the evaluation's seed
     names = ", ".join(sets)
@@ -140,7 +135,7 @@ def _in_no_set(config: DictConfig, saved: DictConfig, typed: list[str]) -> list[
             reason = f"The run has the sets {names}, and typing a task does not change them."
             use = f"'evaluation.sets.NAME={{task: {config.task.name}, ...}}'"
             problems.append(refusal(override, needs, config.task.name, reason, use))
-        if not key.startswith("task.") or resolved(config, key) == resolved(saved, key):
+        if not key.startswith("task.") or plain_value(config, key) == plain_value(saved, key):
             continue
         leaf = key.split(".")[1]
         if all("task" in given or leaf in _decided_by(given) for given in sets.values()):
@@ -174,14 +169,14 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
     return problems
 
 
-def _check(config: DictConfig) -> list[str]:
-    """The notes on a configuration; raises ConfigError or DataError with all problems."""
-    plain, report = resolve_and_validate(config, rules=(ignored, run.model, evaluated, run.sampler))
-    plain.rollout.name = "none"  # no rule on what is trained is to look at the prompts of the task
-    plain.tracking.name = "none"  # nothing is tracked
+def _check(config: Config) -> list[str]:
+    """Return the notes on a configuration; raises ConfigError or DataError with all problems."""
+    _, report = validate(config, rules=(ignored, run.model, evaluated, run.sampler))
+    # No rule on what is trained is to look at the prompts of the task, and nothing is tracked.
+    untrained = with_values(config, {"rollout.name": "none", "tracking.name": "none"})
     if not report.problems:
-        announce(plain)
-    check_machine(plain, report)
+        announce(untrained)
+    check_machine(untrained, report)
     if report.problems:
         raise refused(list(dict.fromkeys(report.problems)))
     return report.notes

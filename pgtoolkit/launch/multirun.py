@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydra._internal.callbacks import Callbacks
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus, configure_log
-from hydra.types import HydraContext, RunMode
-
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError
 from pgtoolkit.launch import sweep_report
 from pgtoolkit.launch.check import Checked
-from pgtoolkit.launch.engines import Engine, JobHandle
+from pgtoolkit.launch.engines import Engine, JobHandle, engine_of
+from pgtoolkit.launch.search import run_search
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
@@ -35,14 +33,19 @@ def run_sweep(checked: Checked) -> int:
     Raises Interrupted after a signal.
     """
     sweep = checked.sweep
-    if checked.searches:
-        sweep.jobs.clear()  # the sweeper makes its own, and repeats what it finds done
+    search = checked.sweep_config.search
+    if search is not None:
+        sweep.jobs.clear()  # it makes its own, and repeats what it finds done
     with sweep.held():
         sweep.save()
         say(f"{sweep_report.summary(sweep)}, in {sweep.folder}")
         begun, interrupted = time.monotonic(), None
         try:
-            _run_hydra(checked)
+            launch = _Launch(checked)
+            if search is None:
+                launch.run(list(sweep.jobs.values()))
+            else:
+                run_search(search, launch.run_drawn)
         except Interrupted as stop:
             interrupted = stop
         finally:
@@ -50,60 +53,49 @@ def run_sweep(checked: Checked) -> int:
         say(sweep_report.table(sweep) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(sweep, again=not interrupted):
             say(line)
-        _publish(sweep, checked.runs[0].values)
+        _publish(sweep, checked.runs[0].config)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
     return 0 if all(job.status == "done" for job in sweep.jobs.values()) else PgtoolkitError.exit_status
 
 
-def _run_hydra(checked: Checked) -> None:
-    """Let Hydra's sweeper choose the jobs and its launcher run them, as Hydra does; callbacks of a user are refused."""
-    master = checked.master
-    master.hydra.mode, master.hydra.sweep.dir = RunMode.MULTIRUN, str(checked.sweep.folder)
-    configure_log(master.hydra.hydra_logging, master.hydra.verbose)
-    context = HydraContext(CheckedJobs(checked), Callbacks(master))
-    # Our launchers need no function of Hydra's: each job is a process that reads its configuration from a file.
-    sweeper = Plugins.instance().instantiate_sweeper(config=master, hydra_context=context, task_function=lambda _: None)
-    sweeper.sweep(arguments=checked.arguments)
-
-
-class CheckedJobs:
-    """Stands in the place of Hydra's config loader: jobs as they were checked, where Hydra would compose them again."""
+class _Launch:
+    """Runs jobs of a sweep by its launcher, which is started once, with the first job that is not done."""
 
     def __init__(self, checked: Checked):
-        self._sweep, self._plan = checked.sweep, checked.plan
-        self._runs = {tuple(run.overrides): run for run in checked.runs}
+        self._sweep = checked.sweep
+        self._plan = checked.plan
+        self._launcher = checked.sweep_config.launcher
+        self._engine = functools.cache(self._start_engine)
 
-    def load_sweep_config(self, *_, **__) -> None:
-        """For Hydra's sweepers, which try every job first: `run` raises what is wrong with one."""
+    def _start_engine(self) -> Engine:
+        return engine_of(self._launcher)
 
-    def planned(self, overrides: Sequence[str], number: int) -> Job:
-        """The job of these overrides; raises ConfigError for values that a searching sweeper has drawn in vain."""
-        run = self._runs.get(tuple(overrides)) or self._plan(list(overrides), number)
-        if run.report.problems:
-            raise ConfigError("\n".join(run.report.problems))
-        return self._sweep.jobs.setdefault(run.job.directory, run.job)
-
-    def run(
-        self, overrides: Sequence[Sequence[str]], first: int, engine: Callable[[], Engine], fail_fast: bool
-    ) -> list[JobReturn]:
-        """Run the jobs of these overrides, but for those that are done; what each returns is its final reward.
-
-        first: number of the first job. engine: starts what runs them, if any is left to do.
-        """
-        sweep = self._sweep
-        planned = [self.planned(of_job, number) for number, of_job in enumerate(overrides, start=first)]
-        jobs = [*{job.directory: job for job in planned}.values()]  # the same configuration runs once
+    def run(self, jobs: list[Job]) -> None:
+        """Run the jobs that are not done."""
         for job in jobs:
-            job.update_from(sweep.folder)
-            job.seconds = sweep.earlier.get(job.directory, {}).get("seconds", 0.0)
+            job.update_from(self._sweep.folder)
+            job.seconds = self._sweep.earlier.get(job.directory, {}).get("seconds", 0.0)
         if any(job.status != "done" for job in jobs):
-            Jobs(sweep, jobs, fail_fast).run(engine)
-        # Failures are told by the table and the exit status; Hydra would raise the first alone.
-        rewards = {
-            job.directory: sweep_report.reached(sweep.folder / job.directory) for job in jobs if job.status == "done"
-        }
-        return [JobReturn(status=JobStatus.COMPLETED, _return_value=rewards.get(job.directory)) for job in planned]
+            Jobs(self._sweep, jobs, self._launcher.settings["fail_fast"]).run(self._engine)
+
+    def run_drawn(self, overrides: list[list[str]], first: int) -> list[float | None]:
+        """Run the jobs of values that a search has drawn, by their overrides; returns what each has reached.
+
+        first: number of the first job. Raises ConfigError for values that make no job.
+        """
+        jobs = []
+        for number, of_job in enumerate(overrides, start=first):
+            run = self._plan(of_job, number)
+            if run.report.problems:
+                raise ConfigError("\n".join(run.report.problems))
+            jobs.append(run.job)
+        self.run(list({job.directory: job for job in jobs}.values()))  # the same configuration runs once
+        rewards = []
+        for job in jobs:
+            is_done = job.status == "done"
+            rewards.append(sweep_report.reached(self._sweep.folder / job.directory) if is_done else None)
+        return rewards
 
 
 @dataclass
@@ -161,7 +153,7 @@ class Jobs:
             directory = (self._sweep.folder / job.directory).resolve()
             directory.mkdir(parents=True, exist_ok=True)
             content = {"command": self._sweep.command, "sweep": self._sweep.name, "directory": str(directory)}
-            content |= {"overrides": job.overrides, "config": job.config}
+            content |= {"overrides": job.overrides, "config": plain_config(job.config)}
             write_atomically(file := directory / ".job.json", json.dumps(content, indent=1) + "\n")
             log = str(self._sweep.folder.resolve() / job.log)
             files.append((str(file), log))

@@ -6,7 +6,6 @@ Local workers are started, watched, and ended together; a signal lets a step of 
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import pickle
@@ -17,16 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
-
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.saved import typed
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, unusable
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.launch.worker import Training, train_as_rank
@@ -57,9 +54,7 @@ def train_on_processes(training: Training) -> None:
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0, and the other
     ranks may give any. Otherwise signals are answered in an orderly way from here on, also while torch is loaded.
     """
-    config = copy.deepcopy(training.config)
-    OmegaConf.resolve(config)  # the workers know no resolvers
-    training = replace(training, config=config)
+    config = training.config
     if (rank := joined()) is not None:
         train_as_rank(training, rank)
         return
@@ -213,7 +208,7 @@ def _conclude(
         raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
 
 
-def train_job(config: DictConfig, directory: Path, overrides: list[str], sweep: str | None = None) -> None:
+def train_job(config: Config, directory: Path, overrides: list[str], sweep: str | None = None) -> None:
     """Train in the directory: from its newest checkpoint if a run was begun there before; nothing if it is done."""
     wait_until_free(directory)
     if begun := (directory / "config.yaml").is_file():

@@ -10,7 +10,6 @@ from pathlib import Path
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import default
 from pgtoolkit.config.rules.task import prompts
-from pgtoolkit.config.validate import resolve
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import Report, shell_path
@@ -25,7 +24,7 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     from pgtoolkit.tasks.prompts import scored_by_nobody
 
     composed = compose(overrides)
-    report = Report([*composed.problems], usual=functools.partial(default, composed.config))
+    report = Report([*composed.problems], usual=functools.partial(default, composed.config, choices=composed.choices))
     if out.suffix != ".jsonl" or out.exists():
         got, use = "one that exists" if out.exists() else "another kind", out.with_name(f"{out.stem}-2.jsonl")
         report.refuse(f"OUT={out}", "a new .jsonl file", got, "Nothing is written over.", use)
@@ -33,10 +32,10 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
         reason = "Prompts and answers follow from these alone."
         report.refuse(other, "to be the task, a key of it, or the seed", "another key", reason, "task=chain_sum seed=7")
     if not report.problems:
-        config = resolve(composed.config, report)
-        prompts(config.task, report)
+        prompts(composed.config.task, report)
     if report.problems:
         raise refused(report.problems)
+    config = composed.config
     task = config.task
     made = make_task(scored_by_nobody(task), config.seed)
     count, different = min(count, made.num_prompts or count), set()

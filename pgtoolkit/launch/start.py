@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import sys
-from argparse import Namespace
 from pathlib import Path
-from typing import NoReturn
 
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import run_job
-from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, open_dict
-
-from pgtoolkit.config.compose import compose
-from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.keys import resolved
-from pgtoolkit.config.names import name_in
-from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse, register
-from pgtoolkit.config.paths import make_absolute, occupied_by_rollouts
+from pgtoolkit.config.compose import compose, compose_node
+from pgtoolkit.config.hydra_command import for_hydra, hydra_answers, hydra_arguments
+from pgtoolkit.config.key import with_values
+from pgtoolkit.config.paths import occupied_by_rollouts
 from pgtoolkit.config.rules.executed import announce, written_elsewhere
-from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError, unusable
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError, StorageError
 from pgtoolkit.launch.check import PlannedRun, check, check_run, notes, problems
 from pgtoolkit.launch.multirun import run_sweep
 from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_free
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
-from pgtoolkit.system.terminal import status_of_output
 from pgtoolkit.training.machine import DataProblem, check_machine
-
-
-def hydra_arguments(argv: list[str]) -> Namespace:
-    """The arguments as Hydra reads them. ConfigError for those of its flags that would go past what is checked."""
-    parser = get_args_parser()
-    parser.error = _not_understood
-    args = parser.parse_args(argv)
-    for flag in ("config_path", "config_name", "experimental_rerun"):
-        if (value := getattr(args, flag)) is not None:
-            name = f"--{flag.replace('_', '-')}={value}"
-            reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
-            use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
-            raise ConfigError(refusal(name, "to be left out", "one", reason, use))
-    args.config_dir = args.config_dir and Path(args.config_dir)
-    if args.config_dir is not None and not args.config_dir.is_dir():
-        name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
-        raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
-    return args
-
-
-def _not_understood(message: str) -> NoReturn:
-    raise ConfigError(f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help.")
 
 
 def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
@@ -63,16 +27,15 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     anything is created if it can be known then.
     """
     args = hydra_arguments(argv)
-    for_hydra = [hydra_form(arg) if arg in args.overrides else arg for arg in argv if arg not in NO_CHOICE]
     if args.info or args.hydra_help:
-        return hydra_answers(for_hydra)
+        return hydra_answers(for_hydra(argv, args.overrides))
     if args.cfg:
         if args.multirun:
             reason, use = "It prints one configuration.", "pgtk check -m for a sweep"
             raise ConfigError(refusal("--cfg", "one run", "-m", reason, use))
-        if found := compose(args.overrides, args.config_dir).problems:
-            raise refused(found)
-        return hydra_answers(for_hydra)
+        if wrong := compose_node(args.overrides, args.config_dir).problems:
+            raise refused(list(dict.fromkeys(wrong)))
+        return hydra_answers(for_hydra(argv, args.overrides))
     rank = joined()
     if rank is not None and args.multirun:
         reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
@@ -81,7 +44,7 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         run = check_run(compose(args.overrides, args.config_dir), args.overrides)
         if run.refused_anywhere:
             return ConfigError.exit_status  # rank 0 says why
-        train_on_processes(Training(_without_hydra(run.config), Path(), overrides=args.overrides))
+        train_on_processes(Training(run.named_config, Path(), overrides=args.overrides))
         return 0
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file, command)
     if found := problems(checked):
@@ -105,39 +68,41 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         raise ConfigError(refusal(places[0], "--step N, which makes a run of its own", "none", reason, use))
     overrides = [override for override in overrides if override not in places]
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
-    run.report.problems += written_elsewhere(run.config, run_dir, parse(overrides)[0])
+    run.report.problems += written_elsewhere(run.config, run_dir, {key_of(override) for override in overrides})
     if step is not None:
         from pgtoolkit.training.export import branch, lacks_checkpoint  # which loads torch
 
-        most = run.values.trainer.max_steps
+        most = run.config.trainer.max_steps
         if problem := lacks_checkpoint(run_dir, f"pgtk resume {shell_path(run_dir)}", step, most):
             run.report.problems.insert(0, problem)
         elif step >= most:
             needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
             run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)
-        run.report.problems += (new := compose(places)).problems
-        if place := places and resolved(new.config, "hydra.run.dir"):
-            folder = Path(place)
-        else:
+        new = compose(places)
+        run.report.problems += [*new.problems, *new.problems_of_directory]
+        if places and new.directory is not None:
+            folder = Path(new.directory)
+        elif not new.problems_of_directory:
             needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
             run.report.refuse(f"--step={step}", needs, " ".join(places) or "none", reason, "hydra.run.dir=outputs/NEW")
-        if problem := occupied_by_rollouts(getattr(run.values.rollout, "save_path", None)):
+        if problem := occupied_by_rollouts(getattr(run.config.rollout, "save_path", None)):
             run.report.problems.append(problem)
     rank = joined()
     if not run.report.problems and (rank is None or rank.number == 0):
-        announce(run.values)
-    check_machine(run.values, run.report)
+        announce(run.config)
+    check_machine(run.config, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
+    config = run.config
     if step is not None:
         if not any(key_of(override) == "tracking.run_name" for override in overrides):
-            run.config.tracking.run_name = None  # that of its folder
+            config = with_values(config, {"tracking.run_name": None})  # that of its folder
         if rank is None or rank.number == 0:
             try:
                 branch(run_dir, step, folder)
             except PgtoolkitError as error:
                 raise _ending_other_ranks(error, run) from error
-    train_on_processes(Training(run.config, folder, True, overrides))
+    train_on_processes(Training(config, folder, True, overrides))
     return 0
 
 
@@ -154,14 +119,13 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
     run = check_run(compose(args.overrides, args.config_dir), args.overrides)
     if (rank := joined()) is None or rank.number == 0:
         if not run.report.problems:
-            announce(run.values)
-        check_machine(run.values, run.report)
+            announce(run.config)
+        check_machine(run.config, run.report)
     if run.report.problems:
         if rank is not None and rank.number > 0:
             return ConfigError.exit_status  # rank 0 says why
         raise _ending_other_ranks(refused(run.report.problems), run)
-    run.config.tracking.run_name = name_in(run.config.hydra, run.config.tracking.run_name)
-    train_job(_without_hydra(run.config), run_dir, args.overrides)
+    train_job(run.named_config, run_dir, args.overrides)
     return 0
 
 
@@ -173,58 +137,19 @@ def refused(problems: list[str]) -> PgtoolkitError:
     return kind(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
 
 
-def hydra_answers(argv: list[str]) -> int:
-    """What Hydra prints of its own accord, for --cfg, --info and the Tab key; returns the exit status."""
-    import hydra
-
-    register()
-    before, sys.argv = sys.argv, [sys.argv[0], *argv]
-    try:
-        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(lambda config: None)()
-    finally:
-        sys.argv = before
-    return status_of_output(0)
-
-
 def _run(run: PlannedRun) -> None:
-    """A single run, in a directory that Hydra makes; callbacks of a user are refused."""
-    config = run.config
-    config.hydra.mode = RunMode.RUN
+    """Train a single run in its directory."""
     try:
-        done = run_job(_train, config, "hydra.run.dir", None, HydraContext(None, Callbacks(config)))
+        run.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         failed = StorageError(f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=...")
         raise _ending_other_ranks(failed, run) from error
-    if error := done.return_value:
-        raise error
-
-
-def _train(config: DictConfig) -> PgtoolkitError | None:
-    """The job that Hydra runs; returns an error of the user's, of which Hydra would print something of its own."""
-    hydra = HydraConfig.get()
-    config.tracking.run_name = name_in(hydra, config.tracking.run_name)
-    make_absolute(config)
-    try:
-        run_dir, overrides = Path(hydra.runtime.output_dir), list(hydra.overrides.task)
-        train_on_processes(Training(config, run_dir, overrides=overrides))
-    except PgtoolkitError as error:
-        return error
-    except OSError as error:
-        return unusable(error)
-    return None
+    train_on_processes(Training(run.named_config, run.directory.resolve(), overrides=run.recorded))
 
 
 def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitError:
     """The error; where rank 0 alone has met it, the ranks that wait for it end with it, too."""
     if joined() is not None and not run.refused_anywhere:
         with contextlib.suppress(PgtoolkitError):
-            train_on_processes(Training(_without_hydra(run.config), Path(), refused=error))
+            train_on_processes(Training(run.config, Path(), refused=error))
     return error
-
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    config = copy.deepcopy(config)
-    with open_dict(config):
-        config.pop("hydra", None)  # a saved configuration has none
-    make_absolute(config)
-    return config

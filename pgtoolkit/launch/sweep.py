@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
-
-from pgtoolkit.config.compose import name_directories
+from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import shown
-from pgtoolkit.config.names import changed, digest, name_in, plain_values
-from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.names import changed, plain_config
+from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.saved import fixed_keys
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, StorageError
@@ -25,21 +21,18 @@ from pgtoolkit.runs.records import read_config, read_status, read_sweep, storage
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import shell_path, text
 
-LOCAL = "hydra_plugins.pgtk_launcher.LocalLauncher"
-"""The launcher whose jobs run on this machine."""
-
 
 @dataclass
 class Job:
     """One job. directory: its run directory, relative to the sweep's folder, which is its name, too.
 
-    values: the configuration as it was checked. run_name: what the run is called.
+    checked: the configuration as it was checked. run_name: what the run is called.
     status: pending, running, done, failed or interrupted. seconds: spent so far.
     """
 
     directory: str
     overrides: list[str]
-    values: Config
+    checked: Config
     run_name: str | None = None
     status: str = "pending"
     reason: str | None = None
@@ -47,17 +40,14 @@ class Job:
     seconds: float = 0.0
 
     @property
-    def config(self) -> dict:
-        """The resolved configuration in plain types, whose files are the same from every directory."""
-        config = plain_values(self.values)
-        config["tracking"]["run_name"] = self.run_name
-        make_absolute(config)
-        return config
+    def config(self) -> Config:
+        """The configuration as the run begins with it: with its name, and paths that mean the same from everywhere."""
+        return absolute_paths(with_values(self.checked, {"tracking.run_name": self.run_name}))
 
     @property
     def row(self) -> dict:
         """Its entry of sweep.json."""
-        row = {name: value for name, value in vars(self).items() if name not in ("values", "run_name")}
+        row = {name: value for name, value in vars(self).items() if name not in ("checked", "run_name")}
         return {"name": self.directory, "log": self.log} | row
 
     @property
@@ -70,7 +60,7 @@ class Job:
         directory = folder / self.directory
         self.status, self.reason, self.step = "pending", None, 0
         if (directory / "config.yaml").is_file():
-            refuse_another(directory, self.config)
+            refuse_another(directory, plain_config(self.config))
             status = read_status(directory)
             self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
             self.step = status.get("step", 0)
@@ -97,13 +87,12 @@ def refuse_another(directory: Path, config: dict) -> None:
 class Sweep:
     """folder: holds sweep.json and the jobs' run directories. command: what was typed.
 
-    unnamed: keys that are the same in all jobs, and therefore in no job's name. jobs: of this command, by their
-    directories. earlier: what sweep.json said of jobs before, those of other commands among them.
+    jobs: of this command, by their directories. earlier: what sweep.json said of jobs before, those of other commands
+    among them.
     """
 
     folder: Path
     command: list[str]
-    unnamed: list[str] = field(default_factory=list)
     jobs: dict[str, Job] = field(default_factory=dict)
     earlier: dict[str, dict] = field(default_factory=dict)
 
@@ -111,25 +100,15 @@ class Sweep:
     def name(self) -> str:
         return self.folder.name
 
-    def plan(self, config: DictConfig, values: Config, number: int) -> Job:
-        """The job of a configuration, as composed (with its node `hydra`) and resolved; not among `jobs` yet."""
-        hydra, known = config.hydra, digest(plain_values(values))
-        with open_dict(hydra):
-            hydra.job.num, hydra.job.id = number, str(number)
-        hydra.job.config.override_dirname.exclude_keys = list(self.unnamed)
-        name = name_in(hydra, values.tracking.run_name)
-        directory = hydra.sweep._get_node("subdir")._value()
-        for resolver, value in (("${pgtk.run_name:}", name), ("${pgtk.digest:}", known)):
-            directory = directory.replace(resolver, value)
-        if "${" in directory:
-            hydra.mode, hydra.sweep.dir = RunMode.MULTIRUN, str(self.folder)
-            name_directories(hydra, self.unnamed)
-            directory = str(hydra.sweep.subdir)
-        directory = os.path.normpath(directory)
+    def plan(self, config: Config, overrides: list[str], run_name: str, directory: str, digest: str) -> Job:
+        """Return the job of a configuration, which is not among `jobs` yet.
+
+        directory: where it belongs by its name. digest: of the configuration.
+        """
         if not (self.folder / directory).exists():
             # Where something else varied, the same configuration had another name.
-            directory = self._by_digest.get(known, directory)
-        return Job(directory, list(hydra.overrides.task), values, name)
+            directory = self._by_digest.get(digest, directory)
+        return Job(directory, overrides, config, run_name)
 
     @functools.cached_property
     def _by_digest(self) -> dict[str, str]:

@@ -14,8 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
@@ -31,7 +30,7 @@ class Training:
     refused: an error that this process alone has met; the others end with it, too.
     """
 
-    config: DictConfig
+    config: Config
     run_dir: Path
     resume: bool = False
     overrides: list[str] = field(default_factory=list)
@@ -64,7 +63,7 @@ def train_as_rank(training: Training, rank: Rank) -> None:
 
 
 @contextlib.contextmanager
-def _process_group(config: DictConfig, rank: Rank) -> Iterator[Any]:
+def _process_group(config: Config, rank: Rank) -> Iterator[Any]:
     """The layout of all processes, with torch.distributed for its time."""
     import torch
     import torch.distributed as dist

@@ -24,6 +24,7 @@ from pgtoolkit.runs.series import rows_until
 from pgtoolkit.system.plain_files import naming, overwrite, write_atomically
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import key_of
+from pgtoolkit.system.yaml_text import to_yaml
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +106,8 @@ class RunDirectory:
         if drift:
             with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
-        write_atomically(self.path / "overrides.yaml", _to_yaml(list(overrides)))
-        write_atomically(config_path, _to_yaml(resolved))  # last: it says that both are there
+        write_atomically(self.path / "overrides.yaml", to_yaml(list(overrides)))
+        write_atomically(config_path, to_yaml(resolved))  # last: it says that both are there
         return drift
 
     def write_provenance(self, provenance: dict) -> None:
@@ -269,13 +270,6 @@ def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
-
-
-def _to_yaml(value):
-    # OmegaConf's writer quotes what its reader would take for a number, such as the text "1e-3"; PyYAML's does not.
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(value))
 
 
 def _now():

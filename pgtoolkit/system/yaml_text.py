@@ -1,4 +1,4 @@
-"""YAML of a file that anybody may have written: parsed into plain values that are no larger than the text."""
+"""YAML of a file that anybody may have written, read into plain values no larger than the text; values as YAML."""
 
 from __future__ import annotations
 
@@ -10,31 +10,85 @@ from typing import Any
 from pgtoolkit.errors import first_line
 
 _DEEPEST = 30
-"""Levels of lists and keys. Parsers call themselves for each: libyaml breaks off the process, OmegaConf ends at 90."""
+"""Levels of lists and keys. Parsers call themselves for each: libyaml breaks off the process."""
 
 
-def parse_yaml(data: bytes) -> Any:
-    """The OmegaConf configuration in a YAML text. Raises ValueError in one line for what is no YAML.
+def plain_yaml(data: bytes) -> Any:
+    """Return the dictionary or list in a YAML text. Raises ValueError in one line for what is no YAML.
 
     Aliases (`*name`) are refused: ten of them in each of ten lines stand for gigabytes. So is a text nested more than
-    `_DEEPEST` levels deep.
+    `_DEEPEST` levels deep, and one with a key twice. A number with an exponent is one, such as 1e-3.
     """
     import yaml
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
+    if not re.search(rb"[*&!]", data) and not _may_be_deep(data):
+        with contextlib.suppress(Exception):  # what is wrong is said below
+            value = yaml.load(data, Loader=_loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+            if isinstance(value, (dict, list)):
+                return value
     try:
         text = data.decode()
         if ("*" in text and "&" in text) or _may_be_deep(data):  # without both characters there is no alias
             _refuse_aliases_and_depth(text)
-        return OmegaConf.create(text)
+        value = yaml.load(text, Loader=_loader(yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"no YAML, {where}{error.problem or error.context}") from error
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, AssertionError, AttributeError, TypeError) as error:
+    except (yaml.YAMLError, OSError, AttributeError, TypeError) as error:
         raise ValueError(first_line(error)) from error
     except RecursionError as error:  # tags can hide levels from a quick look
         raise ValueError(f"more than {_DEEPEST} lists or keys deep") from error
+    return {} if value is None else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a dictionary or list; raises ValueError for another value, or one that has others than plain values."""
+    if not isinstance(value, (dict, list)):
+        raise ValueError("it has no keys with their values")
+    for item in [*value, *value.values()] if isinstance(value, dict) else value:
+        if isinstance(item, (dict, list)):
+            _plain(item)
+        elif not isinstance(item, str | int | float | None):
+            raise ValueError(f"a value of the type {type(item).__name__}")
+    return value
+
+
+def to_yaml(value: dict | list) -> str:
+    """Return plain values as YAML, in the order of their keys.
+
+    A text that a reader would take for a number or a truth value is in quotes, such as "1e-3".
+    """
+    import yaml
+
+    return yaml.dump(value, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=_dumper())
+
+
+@functools.cache
+def _dumper() -> type:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+        def represent_text(self, data: str) -> yaml.ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style="'" if _needs_quotes(data) else None)
+
+    Dumper.add_representer(str, Dumper.represent_text)
+    return Dumper
+
+
+_TRUTH_VALUES = ("y", "yes", "n", "no", "true", "false", "on", "off")
+
+
+def _needs_quotes(text: str) -> bool:
+    if text.lower() in _TRUTH_VALUES and text in (text.lower(), text.upper(), text.capitalize()):
+        return True
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _may_be_deep(data: bytes) -> bool:
@@ -65,30 +119,38 @@ def _refuse_aliases_and_depth(text: str) -> None:
             raise ValueError(f"line {line} is more than {_DEEPEST} lists or keys deep")
 
 
-def plain_yaml(data: bytes) -> Any:
-    """The same in plain dictionaries and lists: by libyaml, in a tenth of the time, where nothing needs OmegaConf."""
-    from omegaconf import OmegaConf
-
-    if not re.search(rb"[*&!]|\$\{", data) and not _may_be_deep(data):
-        with contextlib.suppress(Exception):  # what is wrong is said below
-            value = _libyaml_loader()(data).get_single_data()
-            if isinstance(value, (dict, list)):
-                return value
-    return OmegaConf.to_container(parse_yaml(data))
-
-
 @functools.cache
-def _libyaml_loader() -> type:
-    """OmegaConf's reader of YAML, with its numbers and its refusal of equal keys, on libyaml's parser."""
-    from omegaconf._utils import get_yaml_loader
-    from yaml.constructor import SafeConstructor
-    from yaml.cyaml import CParser  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without types)
-    from yaml.resolver import Resolver
+def _loader(base: type) -> type:
+    """Return a reader that refuses equal keys, takes 1e-3 for a number, and no date for one."""
+    import yaml
 
-    class Loader(CParser, get_yaml_loader()):
-        def __init__(self, data: bytes):
-            CParser.__init__(self, data)
-            SafeConstructor.__init__(self)
-            Resolver.__init__(self)
+    class Loader(base):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+            keys = set()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:str":
+                    if key.value in keys:
+                        problem = f"found duplicate key {key.value}"
+                        raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                    keys.add(key.value)
+            return super().construct_mapping(node, deep=deep)
 
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in base.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     return Loader
+
+
+_FLOAT = re.compile(
+    r"""^(?:
+     [-+]?[0-9]+(?:_[0-9]+)*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?:[eE][-+]?[0-9]+)
+    |\.[0-9]+(?:_[0-9]+)*(?:[eE][-+][0-9]+)?
+    |[-+]?[0-9]+(?:_[0-9]+)*(?::[0-5]?[0-9])+\.[0-9_]*
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))$""",
+    re.X,
+)
+"""A number as Hydra reads it, whose files and overrides have the same values."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from omegaconf import OmegaConf
-
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.config.rules.executed import folders_outside, is_server, named_commands
 from pgtoolkit.losses.families import FAMILIES
@@ -86,7 +84,7 @@ def sync_command(run_dir: str | Path, uri: str | None) -> str:
 def _only_typed(run_dir):
     """Return overrides with the programs, and the folders outside of the run, that its own file may not decide."""
     try:
-        config = OmegaConf.create(read_resolved(run_dir))
+        config = read_resolved(run_dir)
     except Exception:  # before the configuration is written, or where it is damaged
         return []
     named = named_commands(config) | folders_outside(config, Path(run_dir))

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.provenance import collect
@@ -66,7 +66,7 @@ def stop_signals_wait() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_recorded(
-    config: DictConfig, run_dir: Path, overrides: list[str], sweep: str | None = None
+    config: Config, run_dir: Path, overrides: list[str], sweep: str | None = None
 ) -> Iterator[None]:
     """Around the imports of training, which take seconds, and the training itself.
 
@@ -83,7 +83,7 @@ def stop_signals_recorded(
         except StopSignal as stop:
             if not read_status(run_dir):
                 with RunDirectory(run_dir) as run:
-                    run.write_config(OmegaConf.to_container(config, resolve=True), list(overrides))
+                    run.write_config(plain_config(config), list(overrides))
                     run.write_provenance(collect(sys.argv))
                     run.set_status("interrupted", 0, str(stop), sweep=sweep)
             status = read_status(run_dir)

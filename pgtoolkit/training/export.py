@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
-from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation_sets import watched
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
 from pgtoolkit.errors import ConfigError, StorageError, first_line
@@ -31,6 +31,7 @@ from pgtoolkit.runs.records import best_checkpoint, read_config, read_data, read
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, shell_path
+from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import scored_by_nobody
 from pgtoolkit.tracking.description import describe
@@ -62,8 +63,8 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
         raise not_a_run(use, run_dir, "a run directory")
     refuse_occupied(use, folder)
     state = saved_state(run_dir, use, best=best)
-    config = OmegaConf.to_object(compose([], run_dir=run_dir).config)
-    config.task = scored_by_nobody(config.task)
+    config = saved_config(run_dir)
+    config = dataclasses.replace(config, task=scored_by_nobody(config.task))
     with _whole(folder) as whole:
         whole.mkdir()
         _write_model(config, state, whole)
@@ -91,17 +92,25 @@ def branch(parent: Path, step: int, folder: Path) -> None:
     with _whole(folder) as whole:
         shutil.copytree(parent, whole, ignore=shutil.ignore_patterns(*_OWN))
         shutil.copytree(checkpoint, whole / "checkpoints" / checkpoint.name)
-        drift, config = read_drift(parent), OmegaConf.create(read_resolved(parent))
+        drift, config = read_drift(parent), read_resolved(parent)
         for entry in reversed(drift):
             for key, (before, _) in entry["changes"].items() if entry["step"] > step else ():
-                OmegaConf.update(config, key, before, force_add=True)
+                _put_back(config, key, before)
         _take_back_data(whole, step)
         earlier = [json.dumps(entry) + "\n" for entry in drift if entry["step"] <= step]
         (whole / "drift.jsonl").write_text("".join(earlier), encoding="utf-8")
-        (whole / "config.yaml").write_text(OmegaConf.to_yaml(config), encoding="utf-8")
+        (whole / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         with RunDirectory(whole) as run:
             place = f"{parent.resolve()}, step {step}"
             run.set_status("interrupted", step, f"made of {place}", saved=step, parent=place)
+
+
+def _put_back(config: dict, key: str, value: Any) -> None:
+    """Set a dotted key of nested dictionaries."""
+    *groups, leaf = key.split(".")
+    for name in groups:
+        config = config.setdefault(name, {})
+    config[leaf] = value
 
 
 def _take_back_data(run_dir: Path, step: int) -> None:
@@ -238,6 +247,6 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         "prompt": prompt,
         "overrides": redact(" ".join(overrides)) or "none",
         "code": described.tags.get("git_commit", "unknown"),
-        "configuration": redact(OmegaConf.to_yaml(OmegaConf.create(resolved))).rstrip(),
+        "configuration": redact(to_yaml(resolved)).rstrip(),
     }
     return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)

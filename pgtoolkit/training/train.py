@@ -10,9 +10,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-
 from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
@@ -50,7 +49,7 @@ log = logging.getLogger("pgtoolkit")
 
 
 def train(
-    composed: DictConfig,
+    config: Config,
     run_dir: Path,
     resume: bool = False,
     overrides: list[str] = (),
@@ -63,7 +62,6 @@ def train(
     keeps the one it was started with. layout: of all processes, each of which calls this; rank 0 alone writes and logs.
     Raises a PgtoolkitError that carries the exit status; status.json in the run directory tells the same.
     """
-    config: Config = OmegaConf.to_object(composed)
     run = checkpoint = tracker = None  # the run directory and MLflow are rank 0's
     outcome, reason = "failed", None
     with contextlib.ExitStack() as opened:
@@ -72,8 +70,7 @@ def train(
                 if layout.rank == 0:
                     run = opened.enter_context(RunDirectory(run_dir, new=not resume))
                     opened.enter_context(_logging_to(run.path / "run.log"))
-                    resolved = OmegaConf.to_container(composed, resolve=True)
-                    checkpoint = _prepare(config, run, resume, resolved, list(overrides))
+                    checkpoint = _prepare(config, run, resume, list(overrides))
                 else:
                     log.handlers, log.propagate = [logging.NullHandler()], False
                     quieten()
@@ -133,7 +130,7 @@ def train(
             )
 
 
-def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, overrides: list[str]) -> dict | None:
+def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[str]) -> dict | None:
     """Write down what starts, or is continued, and from which data; returns the checkpoint to continue from, if any."""
     checkpoint = None
     if resume:
@@ -155,7 +152,7 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, resolved: dict, ov
         check_rows(run.path, checkpoint["path"])
     rows, kept = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
-    drift = run.write_config(resolved, overrides, step)
+    drift = run.write_config(plain_config(config), overrides, step)
     run.write_provenance(collect(sys.argv, step, *_named_modules(config)))
     if checkpoint is not None and (note := _schedule_note(config, drift, checkpoint)):
         log.warning(f"note: {note}")

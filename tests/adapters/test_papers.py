@@ -13,7 +13,6 @@ from adapters.padded import LENGTHS, WIDTH
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.plan import equation
-from pgtoolkit.config.validate import resolve_and_validate
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.losses.family import configured
 from pgtoolkit.losses.kl import KL
@@ -26,7 +25,7 @@ SECTIONS = {part.partition("\n")[0]: part for part in PAGE.read_text().split("\n
 def configuration(section):
     """The resolved configuration of a section's command."""
     (command,) = re.findall(r"^pgtk (.*)$", SECTIONS[section], flags=re.MULTILINE)
-    return resolve_and_validate(compose(command.split()).config)[0]
+    return compose(command.split()).config
 
 
 def flags(section, peer):

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from builders.processes import layout, world
 from builders.runs import SHORT, config_of, metrics_of
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
@@ -30,8 +29,7 @@ def train_on_rank(config, folder: Path, sizes: dict[str, int], resume: bool) -> 
 def run_on_ranks(folder: Path, overrides: list[str], resume: bool = False, **sizes: int) -> Path:
     """A run of as many processes as the sizes multiply to; one process trains here."""
     config = config_of(*overrides, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
-    assert resolve_and_validate(config)[1].problems == []
-    OmegaConf.resolve(config)  # as `launch` does: other processes know no resolvers
+    assert validate(config)[1].problems == []
     if sizes:
         world(math.prod(sizes.values())).run(train_on_rank, config, folder, sizes, resume)
     else:
@@ -52,7 +50,7 @@ def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
 def saved_again(config, folder: Path, sizes: dict[str, int]) -> None:
     """Load the newest checkpoint of a run and save it, without a step between."""
     ranks = layout(**sizes)
-    module, loader = build(OmegaConf.to_object(config), resume=True, layout=ranks)
+    module, loader = build(config, resume=True, layout=ranks)
     module.optimizers = functools.cache(lambda use_pl_optimizer: module.configure_optimizers())
     state = load_newest(folder / "checkpoints")
     loader.load_state_dict(state["data"])

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.steps import StepLoader
 from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
@@ -63,25 +63,23 @@ def with_model(folder: Path, *overrides: str, of: Sequence[str] = SHORT) -> list
     return [*kept, "model=huggingface", f"model.path={folder}", *overrides]
 
 
-def config_of(*overrides: str) -> DictConfig:
+def config_of(*overrides: str) -> Config:
     composed = compose(once(*overrides))
     assert composed.problems == []
-    with open_dict(composed.config):
-        composed.config.pop("hydra", None)
     return composed.config
 
 
 def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     """Train in `folder` with the short settings, `overrides` on top."""
     config = config_of(*SHORT, *overrides)
-    assert resolve_and_validate(config)[1].problems == []
+    assert validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
 
 
 def built(*overrides: str, dtype: torch.dtype | None = torch.float64) -> tuple[PolicyGradientModule, StepLoader]:
     """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer, and its steps."""
-    module, loader = build(OmegaConf.to_object(config_of(*overrides)))
+    module, loader = build(config_of(*overrides))
     if dtype is not None:
         module.to(dtype)
     optimizer = module.configure_optimizers()

@@ -15,13 +15,12 @@ import psutil
 import pytest
 import requests
 import torch
-from omegaconf import OmegaConf
 
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
 from builders.vllm_servers import COMMAND, ServerCommand
 from pgtoolkit.config.schema_tasks import GuessTaskConfig
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.training.build import build
@@ -125,7 +124,7 @@ class SharedServers:
 
     def _build(self, run_dir: Path, *overrides: str) -> tuple:
         torch.manual_seed(0)
-        module, loader = build(OmegaConf.to_object(config_of(*self._settings, *overrides)), run_dir=run_dir)
+        module, loader = build(config_of(*self._settings, *overrides), run_dir=run_dir)
         return module.to("cuda" if self.is_vllm and torch.cuda.is_available() else "cpu"), loader
 
     def train(self, run_dir: Path, *overrides: str, of: str = "first") -> Path:
@@ -133,7 +132,7 @@ class SharedServers:
         recorded = "rollout=recorded" in overrides
         settings = [one for one in self._settings if not (recorded and one.startswith("rollout."))]
         config = config_of(*settings, f"sampler.urls=[{self.url(of)}]", *overrides)
-        assert resolve_and_validate(config)[1].problems == []
+        assert validate(config)[1].problems == []
         train(config, run_dir, overrides=list(overrides))
         return run_dir
 

@@ -18,6 +18,7 @@ from pgtoolkit.cli import main
 from pgtoolkit.comparison.tokens import inspect
 from pgtoolkit.comparison.tokens_page import html
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError, DataError
 
 RUN = ("loss=grpo", "loss.epsilon_low=0.01", "loss.epsilon_high=0.01", "optimizer.learning_rate=0.01")
@@ -115,7 +116,7 @@ def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
         shutil.rmtree(path)
     with pytest.raises(DataError, match=r"--step=2 needs the step as the run has made it \(got .*metrics.jsonl has"):
         inspect(str(other), [], 2)
-    config = OmegaConf.to_container(compose(["sampler=vllm"]).config.sampler)
+    config = plain_config(compose(["sampler=vllm"]).config)["sampler"]
     servers = with_config(unrecorded, tmp_path / "servers", "sampler", config)
     assert inspect(str(servers), [], 6).facts[1] == "Documents: held by the checkpoint."
     with pytest.raises(ConfigError, match=r"--step=5 needs recorded rollouts \(got none\)"):

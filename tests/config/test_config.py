@@ -3,18 +3,23 @@
 import hydra
 import pytest
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
-from pgtoolkit.config.compose import _compose_cached, compose
+from pgtoolkit.config.compose import compose
 from pgtoolkit.config.defaults import REQUIRED
 from pgtoolkit.config.files import config_directory, options
-from pgtoolkit.config.keys import KEYS, default, option_values
+from pgtoolkit.config.hydra_files import compose_choices
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import KEYS, option_values
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.pages import files
+from pgtoolkit.config.resolve import default_in
 from pgtoolkit.config.schema import Config, default_options
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate, validated
 from pgtoolkit.launch.check import check
+from pgtoolkit.runs.records import plain
 from pgtoolkit.system.report import Report
+from pgtoolkit.system.yaml_text import to_yaml
 
 
 def test_the_default_is_the_main_job():
@@ -24,7 +29,7 @@ def test_the_default_is_the_main_job():
     assert config.accumulation.docs_per_step == 64
     assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.95, 10)
     assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == ("dr_grpo", 6, 300)
-    assert resolve_and_validate(config)[1].problems == []
+    assert validate(config)[1].problems == []
 
 
 @pytest.mark.parametrize(
@@ -32,15 +37,18 @@ def test_the_default_is_the_main_job():
     [
         ["trainer.max_steps=3"],
         ["loss.epsilon_high=0.28", "experiment=dapo", "seed=1", "tracking=none"],
-        ["debug=short", "loss=grpo", "loss.epsilon_high=${loss.epsilon_low}", "hydra.output_subdir=.hydra"],
+        ["debug=short", "loss=grpo", "loss.epsilon_high=${loss.epsilon_low}", "hydra.run.dir=x"],
     ],
 )
 def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
-    _compose_cached.cache_clear()  # which keeps the current directory of its first caller
-    checked = check(overrides).runs[0].config
+    checked = check(overrides).runs[0]
     with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
         composed = hydra.compose("config", overrides, return_hydra_config=True)
-    assert OmegaConf.to_container(checked) == OmegaConf.to_container(composed)
+    assert len(checked.recorded) == len([override for override in overrides if not override.startswith("hydra")])
+    assert str(checked.directory).rpartition("-")[2] == composed.hydra.run.dir.rpartition("-")[2]
+    with open_dict(composed):
+        del composed["hydra"]
+    assert plain_config(checked.config) == plain(OmegaConf.to_container(composed, resolve=True))
 
 
 def test_defaults_depend_on_whether_the_model_was_trained_before():
@@ -58,12 +66,12 @@ def test_defaults_depend_on_whether_the_model_was_trained_before():
     for overrides, divisor in ((downloaded, 256), ([], 7), (["rollout.max_completion_length=9"], 9)):
         assert compose([*overrides, "loss=gspo", "aggregation=constant"]).config.aggregation.divisor == divisor
     for overrides in (downloaded, [*downloaded, "debug=short"]):
-        assert resolve_and_validate(compose(overrides).config)[1] == Report()
+        assert validated(compose(overrides))[1] == Report()
 
 
 def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
     old = plain_config(compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config)
-    OmegaConf.save(OmegaConf.create(old), tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(old))
     assert compose([], run_dir=tmp_path).config.optimizer.learning_rate == 1e-3
     assert compose(["optimizer=adamw"], run_dir=tmp_path).config.optimizer.learning_rate == 1e-6
 
@@ -87,11 +95,10 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     mine.write_text("# @package _global_\n" + yaml.safe_dump(body, sort_keys=False))
 
     composed = compose(["experiment=mine"], tmp_path)
-    assert composed.problems == []
+    assert [problem.partition(" ")[0] for problem in composed.problems] == ["model.path", "rollout.path"]
     config = composed.config
-    choices = config.hydra.runtime.choices
-    assert {group: choices[group] for group in other} == other
-    assert [config[group][key] for group, key in single.items()] == [17] * len(single)
+    assert {group: composed.choices[group] for group in other} == other
+    assert [value_of(config, f"{group}.{key}") for group, key in single.items()] == [17] * len(single)
     assert config.seed == 17
     assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
 
@@ -107,14 +114,14 @@ def test_conf_and_the_page_of_keys_are_what_the_schema_says():
 def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
     """What the schema declares, resolved by its own rules, is what OmegaConf makes of the file in conf/."""
     for group, option in [(group, option) for group, names in GROUPS.items() for option in names]:
-        config = _compose_cached((f"{group}={option}",), None, None)
+        config = compose_choices([f"{group}={option}"])
         declared = option_values(group, option)
         assert {*declared} == {*config[group]}
         for leaf, value in declared.items():
             if value == REQUIRED:
                 assert OmegaConf.is_missing(config[group], leaf)
             else:
-                assert default(config, f"{group}.{leaf}") == config[group][leaf], (group, option, leaf)
+                assert default_in(config, f"{group}.{leaf}") == config[group][leaf], (group, option, leaf)
 
 
 def test_every_key_says_what_it_means():

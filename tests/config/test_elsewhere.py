@@ -13,9 +13,10 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.elsewhere import NONE, keys_called, known_as, rows_of_trainers
 from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
-from pgtoolkit.config.keys import KEYS, resolved
+from pgtoolkit.config.keys import KEYS, plain_value
+from pgtoolkit.config.schema import Config
 from pgtoolkit.config.translate import default_of
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 
 
 def test_every_field_of_trls_configuration_is_known():
@@ -158,11 +159,10 @@ def translated(tmp_path, capsys, values, *more) -> tuple[list[str], str]:
     return shlex.split(command), page
 
 
-def settings(overrides: list[str]) -> dict:
+def settings(overrides: list[str]) -> Config:
     """The configuration that they give, which has to be without a problem."""
     composed = compose(overrides)
-    assert composed.problems == []
-    _, report = resolve_and_validate(composed.config)
+    _, report = validated(composed)
     assert [problem for problem in report.problems if "model.path" not in problem and "task.path" not in problem] == []
     return composed.config
 
@@ -183,7 +183,7 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
         "trainer.checkpoint_every": 100,
         "model.dtype": "bfloat16",
     }
-    assert {key: resolved(config, key) for key in expected} == expected
+    assert {key: plain_value(config, key) for key in expected} == expected
     assert {"loss=grpo", "aggregation=token_mean", "advantage=grpo", "kl=k3_ratio"} <= {*overrides}
     silent = page.partition("Here they differ:\n")[2].partition("\n\n")[0]
     assert "aggregation=token_mean: loss_type=dapo there, sample_mean here; gradients have another size" in silent
@@ -232,7 +232,7 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys):
         "task.path": "train.parquet",
     }
     assert {key: Path(str(value)).name if key == "task.path" else value for key, value in expected.items()} == {
-        key: Path(resolved(config, key)).name if key == "task.path" else resolved(config, key) for key in expected
+        key: Path(plain_value(config, key)).name if key == "task.path" else plain_value(config, key) for key in expected
     }
     assert {"loss=gspo", "advantage=dr_grpo"} <= {*overrides}
     assert "aggregation=sample_mean" in overrides

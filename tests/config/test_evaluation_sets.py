@@ -4,15 +4,15 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.evaluation_sets import held_out_sets
 from pgtoolkit.config.names import digest, name_from, plain_config
 from pgtoolkit.config.plan import evaluations
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 
 ON = "evaluation.every=20"
 
 
 def checked(*overrides):
     composed = compose(list(overrides))
-    values, report = resolve_and_validate(composed.config)
-    return values, composed.problems + report.problems, report.notes
+    config, report = validated(composed)
+    return config, report.problems, report.notes
 
 
 def test_seeds_of_reasoning_gym_that_overlap_are_refused():

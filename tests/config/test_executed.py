@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from builders.runs import SHORT, config_of
-from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import before_start
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.directory import RunDirectory
@@ -52,10 +52,10 @@ def refused(capsys, *arguments):
 
 HYDRA = {
     "callbacks: {a: {_target_: evil.Callback}}": "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)",
-    "job_logging: {version: 1, handlers: {a: {(): evil.Callback}}}": "hydra.job_logging.handlers.a.() needs to be",
-    "job: {env_set: {LD_PRELOAD: evil.so}}": "hydra.job.env_set.LD_PRELOAD needs to be typed (got it from a file",
-    "launcher: {_target_: evil.Callback}": "hydra.launcher._target_ needs to be left out (got evil.Callback)",
-    "sweeper: {_target_: hydra_plugins.evil.S}": "hydra.sweeper._target_ needs to be typed",
+    "job_logging: {version: 1, handlers: {a: {(): evil.Callback}}}": "hydra.job_logging.handlers.a.()=evil.",
+    "job: {env_set: {LD_PRELOAD: evil.so}}": "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out",
+    "launcher: {_target_: evil.Callback}": "Key '_target_' not in",
+    "sweeper: {_target_: hydra_plugins.evil.S}": "hydra.sweeper._target_ needs to be left out",
     "sweeper: {params: {+hydra.callbacks.a: 1}}": "hydra.sweeper.params.+hydra.callbacks.a needs to be typed",
     "sweeper: {params: {seed: '${oc.create:1}'}}": "hydra.sweeper.params.seed needs to be typed",
     "searchpath: ['pkg://evil']": "hydra.searchpath needs to be left out",
@@ -92,7 +92,7 @@ def test_files_beside_a_sweep_stand_for_nothing_of_ours(evil, capsys):
         (folder / "hydra").mkdir(parents=True)
         (folder / "hydra/pgtk.yaml").write_text("job: {name: pgtk, env_set: {LD_PRELOAD: evil.so}}\n")
         said = refused(capsys, "sweep", "mine.yaml", "seed=1,2", *more)
-        assert "hydra.job.env_set.LD_PRELOAD needs to be typed" in said
+        assert "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out" in said
         (folder / "hydra/pgtk.yaml").unlink()
 
 
@@ -105,7 +105,7 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     )
     checked = check(["hydra.launcher.setup=[module load cuda]"], True, sweep_file=file)
     assert problems(checked) == []
-    assert checked.runs[0].config.hydra.launcher.partition == "gpu"
+    assert checked.sweep_config.launcher.settings["partition"] == "gpu"
     for setting in ("setup: [./evil]", 'partition: "gpu\\n./evil"'):
         file = evil / f"{setting[:4]}.yaml"  # what was composed once is kept
         file.write_text(
@@ -227,7 +227,7 @@ def saved(folder, *overrides):
     """The directory of a run that has begun with these overrides."""
     short = [one for one in SHORT if not one.startswith("task.")]
     with RunDirectory(folder / "run") as run:
-        run.write_config(OmegaConf.to_container(config_of(*short, *overrides), resolve=True), [])
+        run.write_config(plain_config(config_of(*short, *overrides)), [])
 
 
 def test_the_command_that_resumes_types_the_program_again(evil):

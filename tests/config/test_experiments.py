@@ -10,7 +10,7 @@ from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import checkpoint_of, config_of
 
 from pgtoolkit.config.files import config_directory
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.training.train import train
 
 FILES = {file.stem: file for folder in ("experiment", "debug") for file in (config_directory() / folder).glob("*")}
@@ -69,7 +69,7 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         named = f"model.path={student}", f"kl.reference={teacher}"
         overrides = [*(one for one in overrides if not one.startswith("model.")), *named]
     config = config_of(*overrides)
-    assert resolve_and_validate(config)[1].problems == []
+    assert validate(config)[1].problems == []
     train(config, tmp_path, overrides=overrides)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert row["num_documents"] == min(12, config.accumulation.docs_per_step)

@@ -9,7 +9,7 @@ import pytest
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 from pgtoolkit.runs.directory import RunDirectory
 
 LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
@@ -62,10 +62,8 @@ def subject(problem):
 def outcome(overrides):
     """What the list says of them."""
     found = composed(overrides)
-    problems, notes = [*found.problems], []
-    if found.config is not None:
-        report = resolve_and_validate(found.config)[1]
-        problems, notes = problems + report.problems, report.notes
+    _, report = validated(found)
+    problems, notes = report.problems, report.notes
     for problem in problems:
         assert "\n" not in problem
         other = problem.startswith(("the configuration cannot be composed: ", "Unknown key '"))

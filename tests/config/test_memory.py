@@ -4,7 +4,6 @@ import json
 
 import pytest
 from builders.runs import config_of
-from omegaconf import OmegaConf
 
 from benchmarks.sweep_throughput import GPU as SMALL
 from pgtoolkit.config.memory import describe, of_process, plan, refuse_overflow
@@ -29,7 +28,7 @@ def configuration(folder, size, *more):
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **shape}))
     room = () if any("max_tokens" in one for one in more) else ("accumulation.max_tokens=65536",)
     model = ("model=huggingface", f"model.path={folder}", "model.gradient_checkpointing=true")
-    return OmegaConf.to_object(config_of(*model, *room, *more))
+    return config_of(*model, *room, *more)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_what_does_not_fit_is_told_what_does(tmp_path):
 def test_the_estimate_of_a_tiny_model_is_near_what_was_measured():
     """Eight jobs of `benchmarks/sweep_throughput.py --gpu` on one H200: nearly 4 GiB in most of them."""
     overrides = [f"{key}={value}" for key, value in SMALL.items()]
-    assert of_process(OmegaConf.to_object(config_of(*overrides)), GPU) / 2**30 == pytest.approx(3.99, rel=0.1)
+    assert of_process(config_of(*overrides), GPU) / 2**30 == pytest.approx(3.99, rel=0.1)
 
 
 def test_a_short_conversation_may_be_sampled_beside_a_long_one(tmp_path):
@@ -80,5 +79,5 @@ def test_a_run_that_reads_rollouts_samples_only_to_evaluate(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n')
     sizes = ("evaluation.prompts_per_set=256", "evaluation.completions_per_prompt=4")
-    c = OmegaConf.to_object(config_of("experiment=sft", f"rollout.path={rows}", "evaluation.every=10", *sizes))
+    c = config_of("experiment=sft", f"rollout.path={rows}", "evaluation.every=10", *sizes)
     assert plan(c, GPU).sampling["logits"] == 4 * 1024 * 12  # float32 of a vocabulary of 12

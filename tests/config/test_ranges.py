@@ -7,8 +7,10 @@ import pytest
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import KEYS, describe, fits
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.resolve import in_range
 from pgtoolkit.config.saved import typed
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 
 NEEDED = {"rollout/recorded": ["rollout.path=pyproject.toml"], "aggregation": ["aggregation=constant"]}
 NEEDED |= {f"task/{name}": ["rollout.max_completion_length=66"] for name in ("chain_sum", "shortest_path", "guess")}
@@ -27,11 +29,7 @@ def choice(key):
 def refused(chosen, key, value):
     """The problems of one key with this value."""
     composed = compose([*chosen, f"{key}={value}"])
-    return [
-        one
-        for one in composed.problems + resolve_and_validate(composed.config)[1].problems
-        if one.startswith(f"{key}=")
-    ]
+    return [one for one in validated(composed)[1].problems if one.startswith(f"{key}=")]
 
 
 @pytest.mark.parametrize("key", NUMBERS, ids=lambda key: f"{key.schema}.{key.leaf}")
@@ -55,17 +53,17 @@ def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptimizer:\n  learning_rate: 1e38\n")
     composed = compose(["experiment=mine"], tmp_path)
-    (problem,) = composed.problems + resolve_and_validate(composed.config)[1].problems
+    (problem,) = validated(composed)[1].problems
     assert problem.startswith("optimizer.learning_rate=1e+38 needs a number from 1e-12 to 100000 (got 1e+38). ")
     assert problem.endswith(" Use optimizer.learning_rate=0.001.")
 
 
 def test_a_resumed_run_knows_the_defaults_without_the_choices():
-    config = compose(["aggregation=constant", "loss=grpo"]).config
-    values = {group: config[group] for group in config if group != "hydra"}
-    resumed = typed(values, "config.yaml")
-    resumed.loss.epsilon_low = 7.0
-    resumed.aggregation.divisor = 1e300
-    divisor, epsilon = sorted(resolve_and_validate(resumed)[1].problems)
+    values = plain_config(compose(["aggregation=constant", "loss=grpo"]).config)
+    values["loss"]["epsilon_low"] = 7.0
+    values["aggregation"]["divisor"] = 1e300
+    problems: dict[str, str] = {}
+    in_range(typed(values, "config.yaml"), problems, {})
+    divisor, epsilon = sorted(problems.values())
     assert divisor.endswith("Use aggregation.divisor=7.")
     assert epsilon.endswith("Use loss.epsilon_low=0.2.")

@@ -167,7 +167,7 @@ def test_a_sweep_file_chooses_options_as_it_is_told_to(capsys, tmp_path):
     lines = re.search(r"Use (.*)\.", said)[1].replace(", ", "\n  ")
     (tmp_path / "second.yaml").write_text(f"defaults:\n  - config\n  {lines}\n  - _self_\n")
     (run, _) = check(["seed=1,2"], True, sweep_file=tmp_path / "second.yaml").runs
-    assert (run.values.loss.name, run.values.aggregation.mode) == ("cispo", "token_mean")
+    assert (run.config.loss.name, run.config.aggregation.mode) == ("cispo", "token_mean")
 
 
 def test_a_sweep_with_overrides_is_compared_by_the_name_of_its_folder(capsys):

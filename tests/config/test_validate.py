@@ -1,12 +1,11 @@
 """Rules of `validate` that look at more than overrides; golden_refusals.txt has all that can be typed."""
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validated
 
 
 def problems(overrides):
-    composed = compose(overrides.split())
-    return composed.problems + resolve_and_validate(composed.config)[1].problems
+    return validated(compose(overrides.split()))[1].problems
 
 
 def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch):

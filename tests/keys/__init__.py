@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pgtoolkit.batch import Document
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.families import FAMILIES
 from pgtoolkit.rollouts.steps import StepLoader, make_step
@@ -139,7 +139,7 @@ def settings(*overrides: str) -> list[str]:
     replaced = {override.partition("=")[0] for override in overrides}
     replaced |= {"task"} if "rollout=recorded" in overrides else set()
     small = [one for one in SMALL if not {one.partition("=")[0], one.partition("=")[0].partition(".")[0]} & replaced]
-    assert resolve_and_validate(config_of(*small, *overrides))[1].problems == []
+    assert validate(config_of(*small, *overrides))[1].problems == []
     return [*small, *overrides]
 
 

@@ -14,9 +14,9 @@ from builders.runs import config_of
 from builders.stores import history, train
 from builders.threads import on_ranks
 from mlflow import MlflowClient
-from omegaconf import OmegaConf
 
 from keys import SMALL, key, module_of, recorded, rows_file, settings
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.worker import _process_group
 from pgtoolkit.model import fixed_order
@@ -35,14 +35,14 @@ def as_one_process(monkeypatch, *overrides):
         port = found.getsockname()[1]
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "lo")  # so that they are put back
-    config = OmegaConf.to_object(config_of(*SMALL, *overrides))
+    config = config_of(*SMALL, *overrides)
     return _process_group(config, Rank(0, 1, 0, "127.0.0.1", port))
 
 
 def on_two_ranks(folder, *overrides, **sizes):
     """By rank: the policy, and its number of weights."""
     chosen = ("rollout=recorded", f"rollout.path={rows_file(folder)}", "metrics=none", *overrides)
-    config = OmegaConf.to_object(config_of(*settings(*chosen)))
+    config = config_of(*settings(*chosen))
     whole = module_of("metrics=none").policy  # made once: threads would draw its weights from one random state
 
     def built(rank):
@@ -96,7 +96,7 @@ def device():
     has_gpu = torch.cuda.is_available()
     for name, expected in (("cpu", "cpu"), ("auto", "gpu" if has_gpu else "cpu")):
         assert accelerator(module_of(f"trainer.device={name}").config) == expected
-    asking = OmegaConf.to_object(config_of("trainer.device=cuda"))
+    asking = config_of("trainer.device=cuda")
     if has_gpu:
         assert accelerator(asking) == "gpu"
     else:
@@ -121,7 +121,7 @@ def deterministic():
     embedding = torch.nn.Embedding(2, 2)
     fixed_order.switch_on(embedding)
     for chosen, expected in (["true"], True), (["false"], False), (["auto"], True), (["auto", *beside], False):
-        begin(OmegaConf.to_object(config_of(f"trainer.deterministic={chosen[0]}", *chosen[1:])))
+        begin(config_of(f"trainer.deterministic={chosen[0]}", *chosen[1:]))
         seen, out = [], embedding(torch.tensor([1]))
         out.grad_fn.register_prehook(lambda _, seen=seen: seen.append(torch.are_deterministic_algorithms_enabled()))
         out.sum().backward()
@@ -140,9 +140,9 @@ def tracking(tmp_path, monkeypatch, uri):
     for name, overrides in chosen.items():
         config = config_of(*settings(*overrides))
         with RunDirectory(tmp_path / name) as run:
-            run.write_config(OmegaConf.to_container(config, resolve=True), [])
+            run.write_config(plain_config(config), [])
             run.set_status("running", 0)
-            tracker = _start_tracker(OmegaConf.to_object(config), run)
+            tracker = _start_tracker(config, run)
             train(run, 1, 2)
             assert (tracker is None) is (name == "untracked")
             if tracker is not None:

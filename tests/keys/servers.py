@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from builders.runs import config_of, sampler_of
-from omegaconf import OmegaConf
 
 from keys import key, settings
 from pgtoolkit.completion import Request
@@ -17,18 +16,18 @@ from pgtoolkit.training.build import build
 
 
 def sampler(folder: Path, *overrides: str):
-    config = OmegaConf.to_object(config_of(*settings("sampler=vllm", *overrides)))
+    config = config_of(*settings("sampler=vllm", *overrides))
     module, loader = build(config, run_dir=folder)
     return module, sampler_of(loader)
 
 
 def planned(*overrides: str):
-    config = OmegaConf.to_object(config_of(*settings("sampler=vllm", *overrides)))
+    config = config_of(*settings("sampler=vllm", *overrides))
     return plan(Vllm(), config, ONE_PROCESS, "float32", 24)
 
 
 def command(*overrides: str) -> list[str]:
-    config = OmegaConf.to_object(config_of(*settings("sampler=vllm", *overrides)))
+    config = config_of(*settings("sampler=vllm", *overrides))
     return Vllm().command(config, Path("folder"), planned(*overrides), "127.0.0.1", 1)
 
 

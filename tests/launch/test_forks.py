@@ -10,9 +10,9 @@ import psutil
 import pytest
 from builders.commands import ENVIRONMENT, Command, wait_until
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, metrics_of
-from omegaconf import OmegaConf
 
 import pgtoolkit
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch import engines
 from pgtoolkit.launch.forks import Forks, JobProcess
@@ -80,7 +80,7 @@ def start(forks: Forks, name: str, *overrides: str, gpu: str | None = None) -> J
     """Start the job of these overrides in the directory of this name."""
     directory = Path(name).resolve()
     directory.mkdir()
-    config = OmegaConf.to_container(config_of(*OVERRIDES, *overrides), resolve=True)
+    config = plain_config(config_of(*OVERRIDES, *overrides))
     job = {"command": ["pgtk"], "sweep": "s", "directory": str(directory), "overrides": [*overrides], "config": config}
     (directory / ".job.json").write_text(json.dumps(job))
     return forks.start(directory / ".job.json", directory / "output.log", gpu)
@@ -136,7 +136,7 @@ def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypat
     missing.mkdir()
     (missing / "mlflow.py").write_text("raise ModuleNotFoundError('no mlflow here')")
     forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
-    config = OmegaConf.to_container(config_of(*SHORT, "tracking=none", "trainer.max_steps=2"), resolve=True)
+    config = plain_config(config_of(*SHORT, "tracking=none", "trainer.max_steps=2"))
     job = {"command": ["pgtk"], "sweep": "s", "directory": str(tmp_path / "job"), "overrides": [], "config": config}
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / ".job.json").write_text(json.dumps(job))

@@ -121,8 +121,8 @@ def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_st
 @pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
 def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, monkeypatch, number, moment):
     command = Command(tmp_path, *SHORT, *LONG)
-    # Hydra makes its folder before the imports, training its log after them.
-    sign = tmp_path / "run" / (".hydra/overrides.yaml" if moment == "imports" else "config.yaml")
+    # The folder is made before the imports, the configuration is written after them.
+    sign = tmp_path / "run" / ("." if moment == "imports" else "config.yaml")
     command.wait_for(sign.exists)
     time.sleep(0.2 if moment == "imports" else 0)
     command.process.send_signal(number)

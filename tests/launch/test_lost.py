@@ -62,8 +62,8 @@ def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path, lost
 def test_a_directory_without_a_configuration_is_free_for_another_run(tmp_path, monkeypatch):
     """As after a kill amid the imports, or a run that was refused before its first line."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run" / ".hydra").mkdir(parents=True)
-    for name in (".hydra/config.yaml", "run.log", "data.json", "overrides.yaml", "provenance.json"):
+    (tmp_path / "run").mkdir()
+    for name in ("run.log", "data.json", "overrides.yaml", "provenance.json"):
         (tmp_path / "run" / name).write_text("{}")
     overrides = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
     assert main(overrides) == 0

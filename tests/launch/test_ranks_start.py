@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from omegaconf import OmegaConf
+from builders.runs import config_of
 from torch.distributed import TCPStore
 
 from pgtoolkit.errors import ConfigError, Interrupted, StorageError
@@ -89,7 +89,7 @@ def test_an_interruption_while_workers_start_is_no_defect(environment, monkeypat
     assert status == 130
     assert list(tmp_path.glob("rank-*")) == []
     processes = {0: SimpleNamespace(returncode=130), 1: SimpleNamespace(returncode=-signal.SIGINT)}
-    recorded = stop_signals_recorded(OmegaConf.create({"seed": 1}), training.run_dir, [])
+    recorded = stop_signals_recorded(config_of("seed=1"), training.run_dir, [])
     said = r"stopped as asked \(SIGINT\); the run is interrupted at step 0. Continue with:"
     with pytest.raises(Interrupted, match=said), recorded:
         _conclude(tmp_path, processes, [signal.SIGINT], [], training)

@@ -15,7 +15,7 @@ from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import parse_metric
 from pgtoolkit.comparison.text_report import planned
 from pgtoolkit.config.files import sweep_file, sweep_files
-from pgtoolkit.config.names import plain_values
+from pgtoolkit.config.names import plain_config
 from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import leaves
@@ -63,7 +63,7 @@ def contrasts(checked, name):
     metric, runs = parse_metric(args.metric)[1], []
     for run in checked.runs:
         columns = {key: np.array([1.0]) for key in ("step", "documents_seen", metric)}
-        runs.append(Run("", "", "done", config=dict(leaves(plain_values(run.values))), columns=columns))
+        runs.append(Run("", "", "done", config=dict(leaves(plain_config(run.config))), columns=columns))
     compared = compare(runs, args.metric, args.best_of, over=args.over, against=args.against)
     return sorted({compared.arm(compared.groups[pair.second]) for pairs in planned(compared) for pair in pairs})
 
@@ -86,5 +86,5 @@ def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, 
 
 def test_the_runs_of_docs_per_step_train_on_as_many_documents():
     runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
-    assert {run.values.trainer.max_steps * run.values.accumulation.docs_per_step for run in runs} == {19200}
-    assert all(type(run.values.trainer.max_steps) is int for run in runs)
+    assert {run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs} == {19200}
+    assert all(type(run.config.trainer.max_steps) is int for run in runs)

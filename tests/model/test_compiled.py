@@ -12,7 +12,6 @@ import torch
 from builders.models import HAS_COMPILER, VOCABULARY, build, save_with_tokenizer, small_llama
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
 from model.test_decoding import DEVICES, PROMPTS, decoded, expected
-from omegaconf import OmegaConf
 from torch._dynamo.utils import counters
 
 from pgtoolkit.batch import Document, pack
@@ -176,7 +175,7 @@ def test_the_copies_of_a_policy_compute_as_it_does(folder):
     """model.compile: two layers, each with two norms, an MLP and an attention; and the last norm."""
     for value, count in (("true", 9), ("false", 0), ("auto", 0)):
         path = f"kl.reference={folder}"
-        chosen = OmegaConf.to_object(config(folder, f"model.compile={value}", "kl=k3", "kl.coefficient=0.1", path))
+        chosen = config(folder, f"model.compile={value}", "kl=k3", "kl.coefficient=0.1", path)
         policy = policy_of(chosen, None, ONE_PROCESS, chosen)
         initial = replace(chosen.kl, reference="initial")
         references = [reference_of(replace(chosen, kl=kl), policy) for kl in (chosen.kl, initial)]
@@ -188,7 +187,7 @@ def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path)
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
     save_with_tokenizer(PhiForCausalLM(PhiConfig(vocab_size=12, intermediate_size=32, **sizes)), tmp_path)
-    chosen = OmegaConf.to_object(config(tmp_path, "model.compile=true"))
+    chosen = config(tmp_path, "model.compile=true")
     with pytest.raises(ConfigError, match=r"model.compile=true needs a model of type gpt2, .* \(got phi\)"):
         policy_of(chosen, None, ONE_PROCESS, chosen)
     chosen.model.compile = "auto"
@@ -206,7 +205,7 @@ def test_auto_is_on_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
     long += ("rollout.max_completion_length=512", "accumulation.max_tokens=65536", "trainer.max_steps=70")
 
     def chosen(on_gpu, *overrides):
-        return compilation(OmegaConf.to_object(config_of(*with_model(tmp_path, *long, *overrides))), on_gpu)
+        return compilation(config_of(*with_model(tmp_path, *long, *overrides)), on_gpu)
 
     on, why = chosen(True)
     assert on
@@ -219,4 +218,4 @@ def test_auto_is_on_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
     assert chosen(True, "accumulation=fixed", "accumulation.micro_batches_per_step=2")[0]
     assert chosen(False, "model.compile=true")[0]
     assert not chosen(True, "model.compile=false")[0]
-    assert not compilation(OmegaConf.to_object(config_of("model=tiny")), True)[0]
+    assert not compilation(config_of("model=tiny"), True)[0]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import (
@@ -89,7 +88,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_pat
     weights = checkpoint_of(tmp_path / "run", 4)["model"]
     assert all(weight.dtype == torch.float32 for weight in weights.values())
     # The same hidden states and weight in bfloat16; of their product, what is not asked for in float32 is rounded.
-    module, _ = build(OmegaConf.to_object(config))
+    module, _ = build(config)
     micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
     with torch.no_grad():
         hidden, weight = module.policy.hidden_states(micro_batch), module.policy.head.weight.bfloat16()
@@ -106,7 +105,7 @@ def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
     model = PhiForCausalLM(PhiConfig(vocab_size=12, intermediate_size=32, **SIZES))
     torch.nn.init.normal_(model.lm_head.bias)
     config = settings(save_with_tokenizer(model, tmp_path), "kernel=fused_linear")
-    module, _ = build(OmegaConf.to_object(config))
+    module, _ = build(config)
     document = short_document()
     micro_batch = make_step([document], 99, {}).micro_batches[0]
     logits = module.model(input_ids=document.tokens[None]).logits[0].log_softmax(-1)
@@ -123,7 +122,7 @@ def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys
     options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(tmp_path / "model")
     config = settings(tmp_path / "model")
-    module, loader = build(OmegaConf.to_object(config))
+    module, loader = build(config)
     assert module.policy.tokenizer("12=").input_ids == [10, 1, 2, 10, 11]
     documents = next(iter(loader)).documents
     for document in documents:

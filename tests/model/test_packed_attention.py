@@ -7,7 +7,6 @@ import torch
 from builders.models import build as small_model
 from builders.runs import SHORT, config_of, sampler_of
 from model.spread import documents, packed
-from omegaconf import OmegaConf
 
 from pgtoolkit.completion import Request
 from pgtoolkit.model import attention
@@ -84,7 +83,7 @@ def test_a_model_sees_each_document_alone(kind):
 
 def test_sampling_needs_no_documents():
     """Left-padded prompts and a cache, in between of two passes by document."""
-    module, loader = build(OmegaConf.to_object(config_of(*SHORT)))
+    module, loader = build(config_of(*SHORT))
     prompts = [Request(tokens, 1, 0) for tokens in ([1, 2, 3, 4], [5, 6], [7])]
     micro_batch = packed(documents(11, 1)[:3])
     completions, hidden = [], []

@@ -7,7 +7,6 @@ import torch
 import transformers
 from builders.models import model_config, save_with_tokenizer
 from builders.runs import config_of, sampler_of, with_model
-from omegaconf import OmegaConf
 
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.completion import Request
@@ -129,7 +128,7 @@ SAMPLED = {
 
 
 def sampler_for(folder, *overrides):
-    module, loader = build(OmegaConf.to_object(config_of(*with_model(folder, *overrides))))
+    module, loader = build(config_of(*with_model(folder, *overrides)))
     return module.policy, sampler_of(loader)
 
 

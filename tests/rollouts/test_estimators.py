@@ -5,9 +5,8 @@ import itertools
 import pytest
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import SHORT, built, config_of, once
-from omegaconf import OmegaConf
 
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.advantages import Attempt, Estimator, gdpo, over_batch
 
@@ -105,7 +104,7 @@ def test_it_gets_recorded_rollouts_with_each_attempt_once(functions, tmp_path):
     ],
 )
 def test_a_function_that_makes_no_advantages_is_refused_at_the_start(functions, name, said):
-    config = OmegaConf.to_object(config_of(*SHORT, *custom(functions, name)))
+    config = config_of(*SHORT, *custom(functions, name))
     with pytest.raises(ConfigError) as caught:
         Estimator.of(config)
     assert said in str(caught.value).replace("np.float64(nan)", "nan")
@@ -113,7 +112,7 @@ def test_a_function_that_makes_no_advantages_is_refused_at_the_start(functions, 
 
 
 def test_one_that_fails_on_a_batch_names_it(functions):
-    config = OmegaConf.to_object(config_of(*SHORT, *custom(functions, "format_first")))
+    config = config_of(*SHORT, *custom(functions, "format_first"))
     estimator = Estimator.of(config)  # measures that nobody knows yet have some value then
     groups = [[Attempt(reward, 2, {"reward/format": reward / 2}) for reward in (0.0, 1.0)]] * 2
     assert estimator.advantages(groups, refuse=None) == [[0.0, 0.5]] * 2
@@ -132,8 +131,8 @@ def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
     verifiers = f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}, letters: {letters}}}"
     chosen = "task=prompts", "task.path=prompts.jsonl", f"task.verifiers={verifiers}", "advantage=gdpo"
     composed = config_of(*(one for one in SHORT if not one.startswith("task.")), *chosen)
-    assert resolve_and_validate(composed)[1].problems == []
-    estimator = Estimator.of(OmegaConf.to_object(composed))
+    assert validate(composed)[1].problems == []
+    estimator = Estimator.of(composed)
     scores = [[(1.0, 0.0), (0.0, 1.0), (0.0, 0.5)], [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]]
     scores = [[(a, b, c) for (a, b), c in zip(group, (0.25, 0.0, 1.0), strict=True)] for group in scores]
     names = "reward/right", "reward/digits", "reward/letters"

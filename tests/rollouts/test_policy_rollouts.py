@@ -5,7 +5,6 @@ import statistics
 import pytest
 import torch
 from builders.runs import SHORT, config_of
-from omegaconf import OmegaConf
 
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.schema import Config
@@ -49,7 +48,7 @@ class FixedSampler:
 
 
 def rollouts(*overrides):
-    config: Config = OmegaConf.to_object(config_of(*SHORT, "rollout.temperature=0.5", *overrides))
+    config: Config = config_of(*SHORT, "rollout.temperature=0.5", *overrides)
     module, _ = build(config)
     tokenizer, sampler = module.policy.tokenizer, FixedSampler(module.policy.tokenizer)
     task = make_task(config.task, config.seed)

@@ -17,12 +17,11 @@ from builders.runs import (
     sampler_of,
 )
 from builders.vllm_servers import COMMAND
-from omegaconf import OmegaConf
 
 from pgtoolkit.batch import pack
 from pgtoolkit.comparison.tokens_step import make_again
 from pgtoolkit.completion import Request
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.runs.completion_files import read_completions
 from pgtoolkit.runs.records import read_evaluations
 from pgtoolkit.sampling.samplers import TransformersSampler
@@ -186,7 +185,7 @@ LAG = ("rollout.lag=2", "optimizer.learning_rate=0.01")
 
 def trained(folder, *overrides, resume=False):
     config = config_of(*KEPT, *TALK, *overrides)
-    assert resolve_and_validate(config)[1].problems == []
+    assert validate(config)[1].problems == []
     train(config, folder, resume=resume, overrides=list(overrides))
     return folder
 
@@ -240,7 +239,7 @@ def test_recorded_conversations_train_the_same(tmp_path):
     recorded = ["rollout=recorded", f"rollout.path={tmp_path / 'recorded'}", "advantage=given", "task=conversation"]
     recorded += [f"task.environment={ENVIRONMENTS}.Counting", "accumulation.max_tokens=64", "aggregation.divisor=16"]
     config = config_of(*without, *own, *recorded, "rollout.shuffle=false")
-    assert resolve_and_validate(config)[1].problems == []
+    assert validate(config)[1].problems == []
     train(config, tmp_path / "two")
     found, expected = ([row["loss"] for row in metrics_of(tmp_path / name)] for name in ("two", "one"))
     assert found == pytest.approx(expected, abs=1e-9)
@@ -249,7 +248,7 @@ def test_recorded_conversations_train_the_same(tmp_path):
 
 
 def test_a_step_is_made_again_with_its_conversations(whole):
-    config = OmegaConf.to_object(config_of(*KEPT, *TALK, *FULL))
+    config = config_of(*KEPT, *TALK, *FULL)
     made = make_again(config, None, 1)
     (kept,) = [row for row in metrics_of(whole(*FULL)) if row["step"] == 1]
     assert {name: made.metrics[name] for name in ("loss", "reward", "turns")} == pytest.approx(

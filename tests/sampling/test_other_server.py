@@ -11,7 +11,6 @@ import pytest
 from builders.runs import SHORT, config_of
 from builders.shared_servers import save_llama
 from builders.vllm_servers import COMMAND, gone, processes_of
-from omegaconf import OmegaConf
 from sampling.server_checks import assert_trained, update
 
 from pgtoolkit.completion import Request
@@ -90,7 +89,7 @@ def sampling(tmp_path):
     model = save_llama(tmp_path / "model")
     own = ("sampler=vllm", f'sampler.executable="{program}"', "trainer.device=cpu", "rollout.temperature=0.7")
     small = (*(one for one in SHORT if not one.startswith("model.")), "model=huggingface", f"model.path={model}")
-    config = OmegaConf.to_object(config_of(*small, "model.dtype=float32", *own))
+    config = config_of(*small, "model.dtype=float32", *own)
     module, loader = build(config, run_dir=tmp_path)
     loader.source.sampler.close()  # which is of vLLM, and has started nothing
     settings = functools.partial(write_settings, module, merged=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import config_of, metrics_of, sampler_of, with_model
-from omegaconf import OmegaConf
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from pgtoolkit.completion import Request
@@ -74,7 +73,7 @@ def settings(folder, *overrides):
 
 def built(folder, *overrides):
     """The model, and the sampler that a run of these settings has."""
-    module, loader = build(OmegaConf.to_object(settings(folder, *overrides)))
+    module, loader = build(settings(folder, *overrides))
     return module.model, sampler_of(loader)
 
 
@@ -217,7 +216,7 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
 
     Products on a CPU depend, in the last digit, on where in memory their operands lie.
     """
-    config = OmegaConf.to_object(settings(suggesting(folder), f"sampler.static_cache={static}"))
+    config = settings(suggesting(folder), f"sampler.static_cache={static}")
     module, loader = build(config)
     beside_training = replace(config, rollout=replace(config.rollout, max_staleness=1))
     live, kept = sampler_of(loader), TransformersSampler(module.policy, beside_training)
@@ -240,7 +239,7 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
 def test_in_half_precision_the_weights_of_now_are_sampled_from_rounded(folder, static):
     """By a copy that is there only meanwhile."""
     overrides = ["model.dtype=bfloat16", f"sampler.static_cache={static}", "model.fp32_lm_head=true"]
-    module, loader = build(OmegaConf.to_object(settings(suggesting(folder), *overrides)))
+    module, loader = build(settings(suggesting(folder), *overrides))
     sampler, seen = sampler_of(loader), []
     module.policy.head.register_forward_hook(lambda *_: seen.append("the policy's own head"))
     before = sampled(sampler, [PROMPT] * 8)

@@ -15,7 +15,6 @@ import torch
 from builders.runs import SHORT, config_of, sampler_of
 from builders.shared_servers import SharedServers, save_llama
 from builders.vllm_servers import COMMAND, processes_of
-from omegaconf import OmegaConf
 from sampling.server_checks import assert_trained, update
 
 from pgtoolkit.completion import Request
@@ -29,7 +28,7 @@ REQUESTS = [Request([1, 2, 10], 3, seed=5), Request([3, 4, 5, 10], 2, seed=9)]
 
 
 def module_and_sampler(run_dir: Path, *overrides: str):
-    module, loader = build(OmegaConf.to_object(config_of(*SHORT, *VLLM, *overrides)), run_dir=run_dir)
+    module, loader = build(config_of(*SHORT, *VLLM, *overrides), run_dir=run_dir)
     return module, sampler_of(loader)
 
 
@@ -357,7 +356,7 @@ def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
     lora = ("model=huggingface", f"model.path={model}", "model.dtype=float32", "model.lora_rank=3")
     own = (one for one in SHORT if not one.startswith("model."))
     config = config_of(*own, *VLLM, *lora, f"sampler.weights_folder={tmp_path}/weights")
-    module, loader = build(OmegaConf.to_object(config), run_dir=tmp_path)
+    module, loader = build(config, run_dir=tmp_path)
     sampler = sampler_of(loader)
     with contextlib.closing(sampler):
         update(module)

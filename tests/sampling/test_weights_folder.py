@@ -18,7 +18,6 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.processes import layout, world
 from builders.runs import config_of, with_model
 from builders.vllm_servers import COMMAND
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from pgtoolkit.errors import StorageError
@@ -135,7 +134,7 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
     own = ["sampler=vllm", f"sampler.executable={COMMAND}", f"sampler.weights_folder={tmp_path}/weights"]
     settings = with_model(model, "trainer.device=cpu", "model.dtype=bfloat16", *own, *more)
     cut = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
-    config = OmegaConf.to_object(config_of(*settings, *cut))
+    config = config_of(*settings, *cut)
     folders = [Path(folder) for folder in world(2).run(written, config, sizes)]
     files = sorted(folders[0].glob("*.safetensors"))
     assert [file.name for file in files] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -144,7 +143,7 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
     assert index == {name: file.name for file in files for name in load_file(file)}
     found = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
     alone = [one for one in settings if not one.startswith("parallelism.")]
-    module, _ = build(OmegaConf.to_object(config_of(*alone)), run_dir=tmp_path)
+    module, _ = build(config_of(*alone), run_dir=tmp_path)
     with torch.no_grad():
         for parameter in module.model.parameters():
             parameter += 1

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from builders.runs import SHORT, config_of, metrics_of, run
-from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.functions import import_function
@@ -52,7 +51,7 @@ def test_a_reducer_beside_the_run_halves_the_token_mean(beside):
 @pytest.mark.parametrize("path", ["my_reducers.wrong", "my_reducers.missing", "nowhere.f", "os.path.join", "os.name"])
 def test_a_function_that_cannot_be_called_is_refused(beside, path):
     with pytest.raises(ConfigError, match=f"aggregation.reducer={path} needs a function"):
-        build(OmegaConf.to_object(config_of(*SHORT, f"aggregation.reducer={path}")))
+        build(config_of(*SHORT, f"aggregation.reducer={path}"))
 
 
 @pytest.mark.parametrize(

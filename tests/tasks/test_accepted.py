@@ -19,7 +19,8 @@ def checked(tmp_path, answers, *overrides):
     file = Path(tempfile.mkdtemp(dir=tmp_path), "p.jsonl")  # a new place: what was tried is remembered by it
     file.write_text("\n".join(rows) + "\n")
     task = ["task=prompts", f"task.path={file}", *overrides]
-    values, report = validated(compose([*task, "rollout.max_completion_length=20", "tracking=none"]))
+    composed = compose([*task, "rollout.max_completion_length=20", "tracking=none"])
+    values, report = validated(composed)
     assert report.problems == []
     report.notes.clear()
     check_machine(values, report)
@@ -173,7 +174,8 @@ def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):
     row = {"data_source": "openai/gsm8k", "prompt": "6 * 7?", "ability": "math", "reward_model": truth}
     (tmp_path / "v.jsonl").write_text(json.dumps(row | {"extra_info": {"index": 0}}))
     settings = "task=prompts", f"task.path={tmp_path / 'v.jsonl'}", "rollout.max_completion_length=20", "tracking=none"
-    values, report = validated(compose([*settings]))
+    composed = compose([*settings])
+    values, report = validated(composed)
     report.notes.clear()
     check_machine(values, report)
     assert report.problems == []

@@ -6,7 +6,6 @@ import pytest
 import torch
 from builders.models import small_llama
 from builders.runs import SHORT, config_of, sampler_of
-from omegaconf import OmegaConf
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -208,7 +207,7 @@ def chosen(folder, *overrides):
 
 
 def test_the_end_of_a_turn_ends_a_completion_where_only_the_generation_config_says_so(folder):
-    module, loader = build(OmegaConf.to_object(config_of(*chosen(folder, "rollout.max_completion_length=60"))))
+    module, loader = build(config_of(*chosen(folder, "rollout.max_completion_length=60")))
     tokenizer = module.policy.tokenizer
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
     (prompt,) = encoded(tokenizer, [TEXT])
@@ -220,7 +219,7 @@ def test_the_end_of_a_turn_ends_a_completion_where_only_the_generation_config_sa
 
 def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     config = config_of(*chosen(folder, "task.system_prompt=Brief.", "trainer.max_steps=1"))
-    module, loader = build(OmegaConf.to_object(config))
+    module, loader = build(config)
     documents = next(iter(loader)).documents
     tokenizer = module.policy.tokenizer
     shown = {tokenizer.decode(document.tokens[~document.loss_mask]) for document in documents}
@@ -228,7 +227,7 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     assert shown == {asked % "6 * 7?", asked % "7 * 7?"}
     train(config, folder / "run")
     assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
-    values = OmegaConf.to_object(config)
+    values = config
     (place, tokens), notes = preview(values)
     assert notes[0].startswith("task.chat=auto: prompts go through the chat template")
     assert place.startswith("p.jsonl:")
@@ -245,7 +244,7 @@ def test_a_conversation_goes_through_the_template(folder):
     own = [one for one in chosen(folder, *talk) if not one.startswith(("task=prompts", "task.path"))]
     own = [*dict.fromkeys([*own, "rollout.max_completion_length=60", "task.system_prompt=Brief."])]
     own.remove("rollout.max_completion_length=4")
-    module, loader = build(OmegaConf.to_object(config_of(*own)))
+    module, loader = build(config_of(*own))
     documents, tokenizer = next(iter(loader)).documents, module.policy.tokenizer
     several = [document for document in documents if document.measures["turns"] > 1]
     assert len(several) > 1
@@ -267,7 +266,7 @@ def test_a_conversation_goes_through_the_template(folder):
     (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
     own.remove("task.system_prompt=Brief.")
     with pytest.raises(ConfigError, match=r"task\.chat=auto needs a chat template .*Use task\.chat=never"):
-        build(OmegaConf.to_object(config_of(*own)))
-    _, loader = build(OmegaConf.to_object(config_of(*own, "task.chat=never")))
+        build(config_of(*own))
+    _, loader = build(config_of(*own, "task.chat=never"))
     (text,) = loader.source.task.encode([loader.source.task.prompt(0)])
     assert text == tokenizer(f"{seed_of(0, 0) % 10}=").input_ids

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from builders.runs import config_of
-from omegaconf import OmegaConf
 
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError
@@ -21,7 +20,7 @@ COUNTING = "tasks.environments_for_tests.Counting"
 
 def task_of(*overrides, environment=COUNTING, seed=0):
     settings = ["task=conversation", f"task.environment={environment}", *overrides]
-    return make_task(OmegaConf.to_object(config_of(*settings)).task, seed)
+    return make_task(config_of(*settings).task, seed)
 
 
 def talk(task, texts, index=0):
@@ -200,7 +199,7 @@ def test_a_start_without_an_answer_ends_the_run(monkeypatch):
 
 
 def test_a_number_is_found_by_halves():
-    task = make_task(OmegaConf.to_object(config_of("task=guess", "task.numbers=100", "task.max_turns=7")).task, 0)
+    task = make_task(config_of("task=guess", "task.numbers=100", "task.max_turns=7").task, 0)
     assert task.prompt(0).text == "0-99?"
     for index in range(30):
         (one,), low, high = task.begin([task.prompt(index)]), 0, 99

@@ -2,7 +2,6 @@
 
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, with_model
-from omegaconf import OmegaConf
 from tasks.test_chat import CHATML, CONVERSATION, LLAMA, task_config, tokenizer_of
 
 from pgtoolkit.cli import main
@@ -84,7 +83,7 @@ def test_check_and_start_say_it(tmp_path, capsys, caplog):
         assert f"{said} (rollout.max_completion_length=4), first that at" in capsys.readouterr().out
     sets = f"evaluation.sets={{a: {{path: {file}}}}}"
     evaluated = "evaluation.every=6", "evaluation.max_completion_length=5", sets
-    module, loader = build(OmegaConf.to_object(config_of(*with_model(folder, *rows, *evaluated, of=tiny))))
+    module, loader = build(config_of(*with_model(folder, *rows, *evaluated, of=tiny)))
     loader.source.close()
     module.evaluator.close()
     texts = [record.getMessage() for record in caplog.records]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from builders.models import ALPHABET, save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, sampler_of
-from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -158,7 +157,7 @@ def sampler_and_policy(folder, *overrides):
     own = [one for one in SHORT if not one.startswith(("model.", "rollout.max"))]
     chosen = [*own, "model=huggingface", f"model.path={folder}", "rollout.max_completion_length=20", *overrides]
     chosen = list({one.partition("=")[0]: one for one in chosen}.values())
-    module, loader = build(OmegaConf.to_object(config_of(*chosen)))
+    module, loader = build(config_of(*chosen))
     return sampler_of(loader), module.policy
 
 

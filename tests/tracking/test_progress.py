@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omegaconf import OmegaConf
+from builders.runs import config_of
 
 from pgtoolkit.errors import Interrupted
 from pgtoolkit.runs.directory import RunDirectory
@@ -134,7 +134,7 @@ def test_a_program_is_found_however_the_environment_is_used(monkeypatch):
 
 
 def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
-    with stop_signals_recorded(OmegaConf.create(), tmp_path, []):
+    with stop_signals_recorded(config_of(), tmp_path, []):
         with RunDirectory(tmp_path) as run:
             run.write_config({}, [])
             run.set_status("done", 3)
@@ -144,6 +144,6 @@ def test_a_signal_after_the_end_leaves_a_run_done(tmp_path, capsys):
         run.set_status("running", 3)
     with (
         pytest.raises(Interrupted, match="is running at step 3"),
-        stop_signals_recorded(OmegaConf.create(), tmp_path, []),
+        stop_signals_recorded(config_of(), tmp_path, []),
     ):
         signal.raise_signal(signal.SIGTERM)

@@ -9,7 +9,6 @@ from builders.runs import SHORT, once
 from pgtoolkit.cli import main
 from pgtoolkit.errors import PgtoolkitError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.launch.start import _without_hydra
 from pgtoolkit.training.train import train
 
 REDUCERS = """
@@ -72,5 +71,5 @@ def test_the_run_itself_would_say_the_same(here, overrides):
     checked = check(once(*SHORT, *overrides))
     (problem,) = problems(checked)
     with pytest.raises(PgtoolkitError) as stopped:
-        train(_without_hydra(checked.runs[0].config), here / "run")
+        train(checked.runs[0].named_config, here / "run")
     assert str(stopped.value) == problem

@@ -12,7 +12,7 @@ from builders.runs import SHORT, config_of, metrics_of
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
-from pgtoolkit.config.paths import make_absolute
+from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.training.data import WHOLE_BYTES, digests
 
 SMALL = [setting for setting in SHORT if not setting.startswith(("task.", "trainer.max_steps", "rollout."))]
@@ -126,7 +126,7 @@ def test_a_run_that_has_no_checkpoint_starts_with_the_data_of_today(copy):
 
 def test_large_files_are_looked_at_in_samples(tmp_path):
     file = tmp_path / "model.safetensors"
-    config = OmegaConf.to_object(config_of("model=huggingface", f"model.path={tmp_path}"))
+    config = config_of("model=huggingface", f"model.path={tmp_path}")
     seen = []
     size = WHOLE_BYTES + 2**20
     for place in (None, 0, 2**20 - 1, 2**20, WHOLE_BYTES // 2, WHOLE_BYTES, size - 1, size):
@@ -150,12 +150,12 @@ def test_prompts_of_conversations_are_data_too(tmp_path):
         file.write_text(f'{{"prompt": "{number}", "answer": 1}}\n')
     talk = "task=conversation", "task.environment=tasks.environments_for_tests.Counting"
     sets = f"evaluation.sets={{test: {{path: {files[1]}}}}}"
-    config = OmegaConf.to_object(config_of(*talk, f"task.path={files[0]}", "evaluation.every=1", sets))
+    config = config_of(*talk, f"task.path={files[0]}", "evaluation.every=1", sets)
     found = digests(config)
     sums = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert found["task.path"] == {"train.jsonl": {"bytes": 29, "sha256": sums[0]}}
     assert found["evaluation.sets.test.path"] == {"test.jsonl": {"bytes": 29, "sha256": sums[1]}}
-    assert digests(OmegaConf.to_object(config_of(*talk))) == {}
+    assert digests(config_of(*talk)) == {}
 
 
 def test_absolute_paths(tmp_path, monkeypatch):
@@ -164,14 +164,14 @@ def test_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", "/home/me")
     config = config_of("rollout=recorded", "rollout.path=data/*.jsonl", "model=huggingface", "model.path=Qwen/Qwen3")
-    make_absolute(config)
+    config = absolute_paths(config)
     assert config.rollout.path == f"{tmp_path}/a[[]1]/data/*.jsonl"
     assert config.model.path == "Qwen/Qwen3"
     assert config.tracking.uri == f"sqlite:///{folder}/outputs/mlflow.db"
     config = config_of("rollout.save_path=new/${seed}", "model=huggingface", "model.path=model", "tracking=none")
-    make_absolute(config)
+    config = absolute_paths(config)
     assert (config.rollout.save_path, config.model.path) == (f"{folder}/new/0", f"{folder}/model")
     assert config.tracking.uri is None
     config = config_of("task=prompts", "task.path='~/p.jsonl'", "rollout.save_path=/x/../y")
-    make_absolute(config)
+    config = absolute_paths(config)
     assert (config.task.path, config.rollout.save_path) == ("/home/me/p.jsonl", "/x/../y")

@@ -187,7 +187,7 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
     more = ["task=prompts", f"task.path={tmp_path}/train.jsonl", f"evaluation.sets.test.path={tmp_path}/test.jsonl"]
     shorter = [one for one in SHORT if not one.startswith("task.")]
     with caplog.at_level("WARNING", logger="pgtoolkit"):
-        build(OmegaConf.to_object(config_of(*shorter, "evaluation.every=1", *more)))
+        build(config_of(*shorter, "evaluation.every=1", *more))
     assert "2 of the 4 prompts of evaluation set test are also prompts of training" in caplog.text
 
 

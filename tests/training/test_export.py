@@ -6,7 +6,6 @@ import pytest
 import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, checkpoint_of, config_of, run, with_model
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -25,7 +24,7 @@ def trained(tmp_path_factory):
 @torch.no_grad()
 def logits_in_training(folder, config, step, tokens):
     """Of one document, by the code that trains, with the weights of a checkpoint."""
-    config = OmegaConf.to_object(config)
+    config = config
     policy = build_policy(config.model, "0123456789=", on_gpu=False)
     weights = checkpoint_of(folder, step)["model"]
     assert weights.keys() == dict(policy.model.named_parameters()).keys()  # a tied head has one name of two

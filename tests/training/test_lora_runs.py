@@ -8,7 +8,6 @@ from builders.models import model_config, save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks, saved_again
 from builders.processes import world
 from builders.runs import assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
-from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -110,7 +109,7 @@ def test_the_reference_is_the_model_without_its_adapters(base, tmp_path, capsys)
     resumed = copy_as_of(tmp_path / "within", 2, tmp_path / "resumed")
     train(config_of(*own), resumed, resume=True)
     assert metrics_of(resumed) == found
-    module, _ = build(OmegaConf.to_object(config_of(*own)))
+    module, _ = build(config_of(*own))
     assert module.reference is module.policy
     assert sum(weight.numel() for weight in module.parameters()) == 6480
     chosen = ("model=huggingface", f"model.path={base}", *LORA, "kl=k3", "rollout.max_completion_length=16")
@@ -204,7 +203,6 @@ def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, 
     assert_close(again, one, tolerance)
     before = checkpoint_of(again, 3)
     config = config_of(*given, *(f"parallelism.{axis}={size}" for axis, size in sizes.items()))
-    OmegaConf.resolve(config)
     world(2).run(saved_again, config, again, sizes)
     found = checkpoint_of(again, 3)
     assert_equal([found["model"], found["optimizer"]], [before["model"], before["optimizer"]])

@@ -20,7 +20,6 @@ from builders.runs import (
     state,
     with_model,
 )
-from omegaconf import OmegaConf
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -74,7 +73,6 @@ def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path
     config = (path / "config.json").read_text()
     given = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
     spread = config_of(*recorded, *SETTINGS, *settings, *given)
-    OmegaConf.resolve(spread)
     size = math.prod(sizes.values())
     world(size).run(saved_again, spread, run, sizes)
     files = {file.name.removesuffix("-00001.safetensors") for file in path.glob("model*.safetensors")}
@@ -96,7 +94,6 @@ def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
     for sizes, shard in (({"data_parallel": 2, "tensor_parallel": 2}, "true"), ({"tensor_parallel": 2}, "false")):
         given = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
         config = config_of(*own, *given, f"parallelism.shard={shard}")
-        OmegaConf.resolve(config)
         world(math.prod(sizes.values())).run(saved_again, config, run, sizes)
         found = checkpoint_of(run, 1)
         assert_equal([found["model"], found["optimizer"]], [before["model"], before["optimizer"]])

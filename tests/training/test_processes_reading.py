@@ -8,7 +8,6 @@ import torch
 from builders.models import save_with_tokenizer, small_llama
 from builders.processes import world
 from builders.runs import config_of, with_model
-from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.errors import ConfigError, RankLost
@@ -59,7 +58,7 @@ def asking(folder, file, *more: str):
     """The configuration of a run on four ranks, with prompts from a file, and its modules' in one process."""
     settings = [one for one in with_model(folder, *more) if not one.startswith("task.")]
     settings += ["task=prompts", f"task.path={file}"]
-    return OmegaConf.to_object(config_of(*settings))
+    return config_of(*settings)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def test_nodes_that_have_read_other_weights_or_none_are_told(llama, tmp_path):
     """As the nodes of a cluster may, whose disks are their own."""
     model = small_llama(4, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True)
     other, nowhere = str(save_with_tokenizer(model.bfloat16(), tmp_path / "other")), str(tmp_path / "nowhere")
-    config = OmegaConf.to_object(config_of(*with_model(llama, *FSDP)))
+    config = config_of(*with_model(llama, *FSDP))
     sizes = {"data_parallel": 4}
     for kind, said in world(4).run(refusal, config, sizes, [str(llama)] * 2 + [other] * 2, None):
         assert kind is RankLost

@@ -10,7 +10,6 @@ from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
 from builders.processes import layout, world
 from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, with_model
-from omegaconf import OmegaConf
 
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import DataError
@@ -70,11 +69,11 @@ KINDS = {
 def test_a_whole_copy_is_made_for_a_batch_and_given_back(llama, sizes, more):
     """Token for token the completions of one process, from weights equal to the last bit."""
     greedy = with_model(llama, *GREEDY, *(one for one in more if one.startswith(("model.", "metrics="))))
-    module, loader = build(OmegaConf.to_object(config_of(*greedy)))
+    module, loader = build(config_of(*greedy))
     asked = [Request([1, 2, 10], 1, 0), Request([4, 7, 7, 10], 1, 1)]
     expected = [completion.tokens.tolist() for completion in loader.source.sampler.complete(asked)]
     settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), *more]
-    config = OmegaConf.to_object(config_of(*greedy, *settings))
+    config = config_of(*greedy, *settings)
     found = world(math.prod(sizes.values())).run(completions, config, sizes)
     assert [written for written, _, _ in found] == [[] if rank == 1 else expected for rank in range(len(found))]
     weights = {name: float(weight.double().sum()) for name, weight in module.policy.weights().items()}
@@ -165,7 +164,7 @@ def test_what_is_sampled_beside_training_keeps_the_weights_that_were_published(l
     sizes, more = KINDS[kind]
     beside = ["rollout.max_staleness=2", "rollout.old_log_probs=sampling", *more]
     settings = [*(f"parallelism.{axis}={size}" for axis, size in sizes.items()), "model.dtype=float32", *beside]
-    config = OmegaConf.to_object(config_of(*with_model(llama, *settings)))
+    config = config_of(*with_model(llama, *settings))
     assert world(math.prod(sizes.values())).run(kept_copy, config, sizes) == [[]] * math.prod(sizes.values())
 
 
@@ -189,6 +188,6 @@ def failing_rank(config, sizes: dict[str, int], place: str) -> tuple[str, list[i
 @pytest.mark.parametrize("place", ["prompts", "completions"])
 def test_a_rank_that_fails_keeps_none_waiting_that_gathers_the_weights(llama, place, beside):
     settings = with_model(llama, "parallelism.data_parallel=2", FSDP, *beside)
-    config = OmegaConf.to_object(config_of(*settings))
+    config = config_of(*settings)
     told = world(2).run(failing_rank, config, {"data_parallel": 2}, place)
     assert told == [(f"rank 1: no {place}", [0, 1])] * 2

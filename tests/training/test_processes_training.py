@@ -9,7 +9,6 @@ import pytest
 from builders.parallel_runs import assert_close, run_on_ranks, train_on_rank
 from builders.processes import world
 from builders.runs import SHORT, config_of
-from omegaconf import OmegaConf
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 
@@ -27,7 +26,6 @@ def error_on_rank(config, folder: Path, sizes: dict[str, int]) -> tuple:
 def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     config = config_of(*SHORT, "parallelism.data_parallel=2")
-    OmegaConf.resolve(config)
     (seconds, first), (_, second) = world(2).run(error_on_rank, config, tmp_path, {"data_parallel": 2})
     assert seconds < 30
     assert first == second

@@ -9,7 +9,7 @@ from builders.parallel_runs import assert_close, run_on_ranks
 from builders.rollout_rows import write_jsonl
 from builders.runs import SHORT, built, config_of, metrics_of, run, with_model
 
-from pgtoolkit.config.validate import resolve_and_validate
+from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.training.build import reference_of
 from pgtoolkit.training.train import train
@@ -24,7 +24,7 @@ def llama(folder, *, seed=0, **changes):
 def train_on(folder, path, *overrides):
     """A run of the model at path, with the short settings."""
     config = config_of(*with_model(path, *overrides))
-    assert resolve_and_validate(config)[1].problems == []
+    assert validate(config)[1].problems == []
     train(config, folder, overrides=list(overrides))
     return folder
 
@@ -176,11 +176,7 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
         DataError, match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens"
     ):
         built(*[one for one in WITHOUT_AGGREGATION if "max_tokens" not in one], *PROMPTED, *short)
-    assert (
-        resolve_and_validate(config_of(*SHORT, *PROMPTED, *short))[1]
-        .problems[0]
-        .startswith("accumulation.max_tokens=11 needs")
-    )
+    assert validate(config_of(*SHORT, *PROMPTED, *short))[1].problems[0].startswith("accumulation.max_tokens=11 needs")
     teacher = llama(tmp_path / "teacher", max_position_embeddings=11)
     with pytest.raises(DataError, match="of them, do not have 1 to 7 tokens"):
         built(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")

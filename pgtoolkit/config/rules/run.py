@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pgtoolkit.config.evaluation_sets import samples
+from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, samples_beside, steps_of, tokens_at_least
@@ -189,18 +190,17 @@ def importable(report: Report, key: str, path: str, reason: str, alternatives: s
         report.refuse(f"{key}={path}", needs, path, reason, use)
 
 
-def launcher(hydra: Any, report: Report) -> None:
-    """The plug-ins that run a sweep are ours and there, and the local one has sensible settings; hydra: its node."""
-    for kind in ("launcher", "sweeper"):
-        target, chosen = str(hydra[kind].get("_target_")), hydra.runtime.choices.get(f"hydra/{kind}")
-        if target in _EXTRAS:
-            installed(report, f"hydra/{kind}={chosen}", *_EXTRAS[target])
-        elif kind == "launcher" and not target.startswith(_LAUNCHERS):
-            needs = "one of local, slurm and ray_cluster"
-            reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
-            report.refuse_value("hydra/launcher", chosen, needs, reason, "local")
+def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
+    """Refuse launchers and sweepers that are not ours or not installed, and a local launcher's odd numbers of jobs."""
+    if launcher.kind is None:
+        needs = "one of local, slurm and ray_cluster"
+        reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
+        report.refuse_value("hydra/launcher", launcher.choice, needs, reason, "local")
+    for setting, kind in ((f"hydra/launcher={launcher.choice}", launcher.kind), (f"hydra/sweeper={sweeper}", sweeper)):
+        if kind in _EXTRAS:
+            installed(report, setting, *_EXTRAS[kind])
     counts = {"n_jobs": "It counts jobs at a time.", "jobs_per_gpu": "It counts jobs at a time on each GPU."}
-    given = {name: value for name in counts if (value := hydra.launcher.get(name)) is not None}
+    given = {name: value for name in counts if (value := launcher.settings.get(name)) is not None}
     for name, value in given.items():
         if value < 1:
             report.refuse_value(f"hydra.launcher.{name}", value, "a whole number >= 1", counts[name], 1)
@@ -209,13 +209,8 @@ def launcher(hydra: Any, report: Report) -> None:
         report.refuse(f"hydra.launcher.jobs_per_gpu={given['jobs_per_gpu']}", needs, given["n_jobs"], reason, needs)
 
 
-_LAUNCHERS = "hydra_plugins.pgtk_launcher."
-_EXTRAS = {
-    f"{_LAUNCHERS}SlurmLauncher": ("submitit", "submitit"),
-    f"{_LAUNCHERS}RayLauncher": ("ray", "ray"),
-    "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper": ("hydra_plugins.hydra_optuna_sweeper", "optuna"),
-}
-"""Plug-in of Hydra -> the package that it needs, and the extra of pgtk that installs it."""
+_EXTRAS = {"slurm": ("submitit", "submitit"), "ray_cluster": ("ray", "ray"), SEARCH: ("optuna", "optuna")}
+"""Kind of launcher or sweeper -> the package that it needs, and the extra of pgtk that installs it."""
 
 
 def installed(report: Report, setting: str, module: str, extra: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import string
 from typing import Any
 
+from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
 from pgtoolkit.config.rules.run import existing, importable
@@ -44,22 +45,25 @@ def aggregation(c: Config, report: Report) -> None:
         report.note(f"loss={c.loss.name} with aggregation={mode} weights a document by its number of trained tokens.")
 
 
-def correction(c: Config, report: Report) -> None:
-    """Bounds in their order, and sampling log-probs that differ from the old ones by what a correction is for."""
+def correction(c: Config, report: Report) -> Config:
+    """Refuse bounds that are not in their order, and log-probs that do not differ by what a correction is for.
+
+    Returns the configuration for the rules that follow, without bounds that are refused.
+    """
     low, high = getattr(c.correction, "low", None), getattr(c.correction, "high", None)
     if low is not None and low > high:
         needs = f"at most correction.high={text(high)}"
         report.refuse_value("correction.low", low, needs, "It is the lower of two bounds.", high)
-        c.correction.low = None  # for the sake of what follows
+        c = with_values(c, {"correction.low": None})
     chosen, setting, rollout = configured(c.correction, CORRECTIONS), f"correction={c.correction.name}", c.rollout
     if chosen is None:
-        return
+        return c
     if chosen.of_policy and c.loss.num_splits != 1:
         reason = "It masks whole documents, by all their new log-probs."
         report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
     if rollout.name == "policy" and rollout.old_log_probs == "sampling":
         if chosen.of_policy:
-            return
+            return c
         reason = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
         use = "rollout.old_log_probs=training"
         report.refuse(setting, use, "sampling", reason, f"{use} or correction=none")
@@ -67,6 +71,7 @@ def correction(c: Config, report: Report) -> None:
         reason = "Sampling log-probs are renormalised over what top_p keeps, so each ratio would hold that share."
         use = "rollout.top_p=null or correction=none"
         report.refuse(setting, "rollout.top_p=null", rollout.top_p, reason, use)
+    return c
 
 
 def advantage(c: Config, report: Report) -> None:
@@ -105,15 +110,18 @@ def advantage(c: Config, report: Report) -> None:
         report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
 
 
-def penalties(c: Config, report: Report) -> None:
-    """The KL against a reference, and which reference there is."""
+def penalties(c: Config, report: Report) -> Config:
+    """Refuse a penalty without a coefficient, or with a reference that does not fit.
+
+    Returns the configuration for the rules that follow, with other values in the place of some that are refused.
+    """
     kind, reference = c.kl.kind, c.kl.reference
     if kind == "none":
-        return
+        return c
     if c.kl.coefficient is None:
         reason = "The penalty is multiplied by it."
         report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
-        c.kl.coefficient = 0.04  # for the sake of what follows
+        c = with_values(c, {"kl.coefficient": 0.04})
     of_teacher = needs_teacher(c)
     usual = "kl.reference=FOLDER" if of_teacher else "kl.reference=initial"
     if reference is None:
@@ -125,8 +133,8 @@ def penalties(c: Config, report: Report) -> None:
     elif reference == "recorded" and kind in FULL_KINDS:
         reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
         report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
-    if c.kl.reference_prompt is not None:
-        _reference_prompt(c, report)
+    if c.kl.reference_prompt is not None and not _takes_reference_prompt(c, report):
+        c = with_values(c, {"kl.reference_prompt": None})
     existing(report, "kl.reference", reference, hub=True)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
@@ -135,6 +143,7 @@ def penalties(c: Config, report: Report) -> None:
         reason = "The stages hand on the training policy's hidden states, and no others."
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
+    return c
 
 
 def needs_teacher(c: Config) -> bool:
@@ -148,7 +157,7 @@ def other_vocabulary(c: Config, needs: str, got: Any) -> str:
     return refusal(f"kl.reference={c.kl.reference}", needs, got, "Its log-probs would be those of other tokens.", use)
 
 
-def _reference_prompt(c: Config, report: Report) -> None:
+def _takes_reference_prompt(c: Config, report: Report) -> bool:
     """Refuse a template that has other fields than {prompt} and {answer}, none of them, or parts and widths of them."""
     key = "kl.reference_prompt"
     template = c.kl.reference_prompt
@@ -157,10 +166,10 @@ def _reference_prompt(c: Config, report: Report) -> None:
     except ValueError:  # a brace without another
         fields = set()
     if fields and fields <= {("prompt", "", None), ("answer", "", None)}:
-        return
+        return True
     reason, use = "Each prompt fills it in, and other braces are doubled.", f"\"{key}='{{prompt}} ({{answer}})'\""
     report.refuse(f"{key}={template}", "a template of {prompt} and {answer}", template, reason, use)
-    c.kl.reference_prompt = None  # for the sake of what follows
+    return False
 
 
 def _is_late(rollout: RolloutConfig) -> bool:

@@ -18,6 +18,7 @@ from pgtoolkit.config.evaluation_sets import (
     sampling,
     watched,
 )
+from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, option_values
 from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
@@ -107,12 +108,12 @@ KINDS = tuple(name.partition("/")[2] for name in SCHEMAS if name.startswith("tas
 _SETS = "'evaluation.sets={test: {path: test.jsonl}}'"
 
 
-def evaluation(c: Config, report: Report) -> None:
+def evaluation(c: Config, report: Report) -> Config:
     if not is_on(c):
-        return
-    sets = evaluated(c, report)
+        return c
+    c = evaluated(c, report)
     _best(c, report)
-    for held_out in sets:
+    for held_out in held_out_sets(c):
         if reason := are_training_prompts(c, held_out):
             got, use = f"seed {held_out.seed}", f"evaluation.seed={(c.seed + 10**9) % 2**32}"
             if held_out.files is not None:
@@ -120,21 +121,25 @@ def evaluation(c: Config, report: Report) -> None:
             every = f"evaluation.every={c.evaluation.every}"
             setting = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else every
             report.refuse(setting, "prompts that training does not ask", got, reason, use)
+    return c
 
 
-def evaluated(c: Config, report: Report) -> list[HeldOut]:
-    """The sets, each seen to be one, and the way they are sampled: the rules that hold without training, too."""
-    _sets(c, report)
+def evaluated(c: Config, report: Report) -> Config:
+    """Refuse sets that are none, and ways to sample them: the rules that hold without training, too.
+
+    Returns the configuration for the rules that follow, without sets that are refused.
+    """
+    c = _sets(c, report)
     _sampling(c, report)
-    sets = held_out_sets(c)
-    for held_out in sets if sampling(c)["max_completion_length"] else ():
+    for held_out in held_out_sets(c) if sampling(c)["max_completion_length"] else ():
         _task(c, held_out, report)
-    return sets
+    return c
 
 
-def _sets(c: Config, report: Report) -> None:
-    """Report invalid sets, and drop them so that later rules can run."""
-    for name, given in [*c.evaluation.sets.items()]:
+def _sets(c: Config, report: Report) -> Config:
+    """Refuse invalid sets; returns the configuration without them."""
+    valid = {}
+    for name, given in c.evaluation.sets.items():
         before, place = len(report.problems), f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
             needs = f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}"
@@ -143,8 +148,9 @@ def _sets(c: Config, report: Report) -> None:
             report.refuse(place, "keys with values", given, "They say what differs from the task.", _SETS)
         else:
             _keys(c, place, given, report)
-        if len(report.problems) > before:
-            del c.evaluation.sets[name]
+        if len(report.problems) == before:
+            valid[name] = given
+    return with_values(c, {"evaluation.sets": valid})
 
 
 def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:

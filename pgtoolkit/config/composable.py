@@ -1,0 +1,41 @@
+"""The schema and a configuration as OmegaConf composes them: it changes nothing that is frozen."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import fields, is_dataclass, make_dataclass
+from typing import get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from pgtoolkit.config.keys import keys_of
+from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.schema import Config
+
+
+@functools.cache
+def changeable(schema: type) -> type:
+    """Return a class with the keys of a schema, and their types, whose objects OmegaConf may change."""
+    types = get_type_hints(schema)
+    declared = []
+    for field in fields(schema):
+        if field.name in schema.__annotations__:
+            kind = types[field.name]
+            declared.append((field.name, changeable(kind) if is_dataclass(kind) else kind))
+    bases = tuple(changeable(base) for base in schema.__bases__ if is_dataclass(base))
+    return make_dataclass(schema.__name__, declared, bases=bases)
+
+
+def composed_again(config: Config) -> DictConfig:
+    """Return a configuration as OmegaConf has it, so that overrides can be set on it."""
+    composed = OmegaConf.structured(changeable(Config))
+    values = plain_config(config)
+    for name, group in vars(config).items():
+        if is_dataclass(group):
+            composed[name] = OmegaConf.structured(changeable(type(group)))
+    OmegaConf.set_struct(composed, True)
+    for key in keys_of(config):
+        if key.free:
+            OmegaConf.update(composed, key.name, {})
+            OmegaConf.set_struct(OmegaConf.select(composed, key.name), False)
+    return OmegaConf.merge(composed, values)

@@ -1,0 +1,59 @@
+"""Hydra's own command line: its flags as it reads them, and what it prints for --cfg, --info and the Tab key."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+
+from pgtoolkit.config.files import config_directory
+from pgtoolkit.config.hydra_files import register
+from pgtoolkit.config.overrides import NO_CHOICE, hydra_form
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import refusal
+from pgtoolkit.system.terminal import status_of_output
+
+
+def hydra_arguments(argv: list[str]) -> Namespace:
+    """Return the arguments as Hydra reads them.
+
+    Raises ConfigError for those of its flags that would go past what is checked.
+    """
+    parser = get_args_parser()
+    parser.error = _not_understood
+    args = parser.parse_args(argv)
+    for flag in ("config_path", "config_name", "experimental_rerun"):
+        if (value := getattr(args, flag)) is not None:
+            name = f"--{flag.replace('_', '-')}={value}"
+            reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
+            use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
+            raise ConfigError(refusal(name, "to be left out", "one", reason, use))
+    args.config_dir = args.config_dir and Path(args.config_dir)
+    if args.config_dir is not None and not args.config_dir.is_dir():
+        name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
+        raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
+    return args
+
+
+def _not_understood(message: str) -> NoReturn:
+    raise ConfigError(f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help.")
+
+
+def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:
+    """Return a command line as Hydra needs it; overrides: those of its words that are some."""
+    return [hydra_form(word) if word in overrides else word for word in argv if word not in NO_CHOICE]
+
+
+def hydra_answers(argv: list[str]) -> int:
+    """Print what Hydra prints of its own accord; returns the exit status."""
+    register()
+    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(lambda config: None)()
+    finally:
+        sys.argv = before
+    return status_of_output(0)

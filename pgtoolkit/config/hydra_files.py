@@ -1,0 +1,134 @@
+"""How Hydra reads files of options: ours with the types of the schema, those of a user only if they are plain YAML."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.config import refusals
+from pgtoolkit.config.composable import changeable
+from pgtoolkit.config.defaults import ByWeights
+from pgtoolkit.config.files import config_directory, options, read_options
+from pgtoolkit.config.hydra_keys import name_in
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.names import digest, name_from
+from pgtoolkit.config.overrides import NO_CHOICE, is_swept
+from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.runs.records import plain
+
+
+def compose_choices(choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> DictConfig:
+    """Return the files of the chosen options, put together by Hydra; raises its exceptions."""
+    return copy.deepcopy(_compose_cached(tuple(choices), config_dir, sweep_file))
+
+
+@functools.cache
+def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_file: Path | None) -> DictConfig:
+    # The runs of a sweep often choose the same files and differ only in single keys.
+    register()
+    primary = sweep_file or config_directory() / "config.yaml"
+    overrides = list(choices)
+    # Hydra looks beside the primary file first, in --config-dir next, and in conf/ last.
+    if places := [place for place in (config_dir, sweep_file and config_directory()) if place]:
+        folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
+        overrides.insert(0, f"hydra.searchpath=[{folders}]")
+    with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
+        return hydra.compose(primary.stem, overrides=overrides, return_hydra_config=True)
+
+
+@dataclass
+class _LocalLauncher:
+    """The types of hydra/launcher=local."""
+
+    kind: str
+    n_jobs: int
+    jobs_per_gpu: int | None
+    fail_fast: bool
+
+
+class UserFiles(FileConfigSource):
+    """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases.
+
+    A file without a list `defaults` has the keys of its group's schema, with their types.
+
+    Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's with options as keys.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        if file.is_file() and not file.is_relative_to(config_directory()):
+            values = read_options(file)
+            if value_of(values, "hydra.searchpath"):
+                raise ConfigError(refusals.SEARCH_PATH)
+            if "/" not in config_path and (problem := refusals.options_as_keys(values, options())):
+                raise ConfigError(problem)
+        result, group = super().load_config(config_path), config_path.rpartition("/")[0]
+        if group in Config.__annotations__ and OmegaConf.is_dict(result.config) and "defaults" not in result.config:
+            schema = "schema" if group in SCHEMAS else f"schema_{result.config.get('name')}"
+            if group in SCHEMAS or f"{group}/{result.config.get('name')}" in SCHEMAS:
+                result.config.defaults = [schema, "_self_"]
+        return result
+
+
+@functools.cache
+def register() -> None:
+    """Make the schemas and the resolvers of conf/ known, and how files are read; once in a process."""
+    Plugins.instance()  # which names Hydra's own reader of files
+    SourcesRegistry.instance().types["file"] = UserFiles
+    store = ConfigStore.instance()
+    store.store(name="schema", node=changeable(Config))
+    store.store(group="hydra/launcher", name="local_schema", node=_LocalLauncher)
+    for key, schema in SCHEMAS.items():
+        group, _, option = key.partition("/")
+        store.store(group=group, name=f"schema_{option}" if option else "schema", node=changeable(schema))
+    resolvers = {"run_name": _run_name, "sweep_name": _sweep_name, "divide": _divide, "by_weights": _by_weights}
+    resolvers["digest"] = _digest
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(f"pgtk.{name}", resolver, replace=True)
+
+
+def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
+    try:
+        chosen = OmegaConf.select(_root_, "tracking.run_name")
+    except OmegaConfBaseException:
+        chosen = None  # `validate` says what is wrong with it
+    return name_in(_root_.hydra, chosen)
+
+
+def _digest(*, _root_: DictConfig) -> str:
+    groups = {}
+    for group, value in _root_.items():
+        if group != "hydra":
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            groups[str(group)] = plain(value)
+    return digest(groups)
+
+
+def _sweep_name(overrides, *, _root_: DictConfig) -> str:
+    # What varies comes first: a long name is cut at its end.
+    typed = sorted((one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one))
+    file = _root_.hydra.job.config_name
+    changed = name_from(typed, {}) if typed else "default"
+    return "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
+
+
+def _divide(dividend: float, divisor: float) -> float:
+    """For files of sweeps: what must change as another key does, such as steps for a number of documents."""
+    return dividend // divisor if dividend % divisor == 0 else dividend / divisor
+
+
+def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:
+    return ByWeights(random, trained, adapters).resolve(_root_)

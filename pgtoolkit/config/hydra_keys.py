@@ -1,0 +1,229 @@
+"""Hydra's own keys: which of them act and who may set them, where runs are written, what runs a sweep's jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+from hydra._internal.config_loader_impl import get_overrides_dirname
+from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.config.keys import is_inside
+from pgtoolkit.config.launchers import LAUNCHERS, Launcher
+from pgtoolkit.config.names import name_from
+from pgtoolkit.config.overrides import parse
+from pgtoolkit.config.schema import default_options
+from pgtoolkit.errors import first_line
+from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.report import key_of, refusal, text
+
+_ACTING = (
+    *("hydra.mode", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name"),
+    *("hydra.job.config.override_dirname", "hydra.launcher", "hydra.sweeper"),
+    *("hydra/launcher", "hydra/sweeper"),
+)
+"""Keys of Hydra's that change what pgtk does, with those inside of them."""
+
+_OF_FILES = ("hydra.mode", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
+"""Those that a file of the user's may set, beside keys of its launcher and sweeper."""
+
+_ONLY_TYPED = {"setup", "additional_parameters", "submitit_folder", "address"}
+"""Keys of launchers whose values are run, or name a place or a server that is given what runs."""
+
+_COMPUTED = (
+    "hydra.runtime",
+    "hydra.overrides",
+    "hydra.searchpath",
+    "hydra.job.override_dirname",
+    "hydra.job.config_name",
+)
+"""What Hydra or pgtk itself fills in, whatever a file says."""
+
+_INSTEAD = {
+    "hydra.output_subdir": (
+        "A run directory has its configuration in config.yaml, and Hydra's copies of it are not written.",
+        "config.yaml and overrides.yaml in the run directory",
+    ),
+    "hydra.job.env_set": ("pgtk sets no environment variables.", "NAME=VALUE in front of the command"),
+    "hydra.job.chdir": (
+        "Relative paths of the configuration, and those that are printed, are seen from where pgtk is started.",
+        "cd FOLDER before the command",
+    ),
+    "hydra.sweeper.max_batch_size": ("Jobs follow one another as there is room.", "hydra.launcher.n_jobs=N"),
+    "hydra.callbacks": ("A configuration never names code to be run.", "a script that calls pgtk"),
+    **dict.fromkeys(
+        ("hydra.verbose", "hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging"),
+        ("Hydra logs nothing here.", "run.log in the run directory"),
+    ),
+}
+"""Key of Hydra's that does nothing here -> why, and what to use."""
+
+_FIXED = {f"hydra.{node}.{leaf}" for node in ("launcher", "sweeper") for leaf in ("kind", "_target_", "max_batch_size")}
+"""Keys of launchers and sweepers that nobody sets."""
+
+_NO_CODE = ("A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper")
+_NAMES_A_FOLDER = "It names a folder; a value in it could otherwise write anywhere."
+
+
+def without_effect(override: Override) -> Iterator[str]:
+    """Yield a problem for each key of Hydra's in an override that does nothing here."""
+    for key, value in leaves({override.key_or_group: override.value()}):
+        if not any(is_inside(key, acting) for acting in _ACTING) or key in _FIXED:
+            yield _does_nothing(key, value)
+
+
+def _does_nothing(key: str, value: Any) -> str:
+    """Return the refusal of a key of Hydra's that does nothing here."""
+    if key.endswith("._target_"):
+        return refusal(f"{key}={text(value)}", "to be left out", value, *_NO_CODE)
+    if key in ("hydra.launcher.kind", "hydra.sweeper.kind"):
+        group = key.removesuffix(".kind").replace(".", "/")
+        return refusal(f"{key}={text(value)}", "to be left out", value, "It comes with its option.", f"{group}={value}")
+    reason = "pgtk does not read it."
+    use = f"one of {', '.join(_ACTING)}"
+    for name, instead in _INSTEAD.items():
+        if is_inside(key, name):
+            reason, use = instead
+    return refusal(f"{key}={text(value)}", "to be left out", value, reason, use)
+
+
+def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
+    """Return the problems with the node `hydra`: what files of the user's have set in it, and code that it names.
+
+    without_files: the node as it is without these files; None where there are none. A file sets where runs are
+    written, what is swept, and plain values of those keys of its launcher and sweeper that are in conf/.
+    """
+    problems = []
+    known = dict(_leaves(without_files))
+    for path, value in _leaves(hydra):
+        setting = ".".join(("hydra", *path))
+        if path in (("launcher",), ("sweeper",)):
+            needs, reason = f"one of the options of hydra/{path[0]}", "It is what runs the jobs, and its settings."
+            problems.append(refusal(setting, needs, value, reason, f"hydra/{path[0]}=OPTION"))
+        elif "_target_" in path and setting not in _FIXED:
+            problems.append(refusal(setting, "to be left out", value, *_NO_CODE))
+        elif (
+            without_files is None
+            or any(is_inside(setting, computed) for computed in _COMPUTED)
+            or (path in known and known[path] == value)
+            or _may_stand_in_files(path, setting, value, known)
+        ):
+            continue
+        elif "_target_" in path:
+            problems.append(refusal(setting, "to be left out", value, *_NO_CODE))
+        elif any(is_inside(setting, acting) for acting in _ACTING):
+            reason, use = "Only the command line may set what can run code.", f"{setting}=VALUE on the command line"
+            got = "it from a file of a sweep or of --config-dir"
+            problems.append(refusal(setting, "to be typed", got, reason, use))
+        else:
+            problems.append(_does_nothing(setting, value))
+    return problems
+
+
+def _may_stand_in_files(path: tuple, setting: str, value: Any, known: dict[tuple, Any]) -> bool:
+    """known: the values without the files."""
+    is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)  # a line of a job's script; a secret
+    if path[-1] in ("_target_", "kind"):
+        return False
+    if path[0] in ("launcher", "sweeper", "job", "mode") and "${" in str(value):
+        return False  # it could stand for anything
+    if path[:2] == ("sweeper", "params") and len(path) == 3:
+        return is_plain and not path[2].lstrip("+~").startswith("hydra")
+    if path[0] in ("launcher", "sweeper"):
+        return is_plain and path in known and not _ONLY_TYPED & {*path}
+    return is_plain and setting in _OF_FILES
+
+
+def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
+    """Return (path, value) of everything in nested dictionaries and lists, empty ones included."""
+    node = OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node
+    if isinstance(node, dict | list) and node:
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        return [leaf for key, value in items for leaf in _leaves(value, (*path, str(key)))]
+    return [(path, node)]
+
+
+def name_in(hydra: DictConfig, chosen: str | None) -> str:
+    """Return a run's name by the node `hydra` of its configuration: `chosen`, or what its overrides change.
+
+    In a sweep also options that are the default, for comparison.
+    """
+    unnamed = hydra.job.config.override_dirname.exclude_keys
+    typed = OmegaConf.to_container(hydra.overrides.task)  # as it was typed: a ${KEY} need not resolve
+    overrides = [override for override in typed if key_of(override) not in unnamed]
+    return chosen or name_from(overrides, default_options() if OmegaConf.is_missing(hydra.job, "num") else {})
+
+
+def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
+    """Set what names of directories are made of; unnamed: keys that are left out of them."""
+    form = hydra.job.config.override_dirname
+    form.exclude_keys = list(unnamed)
+    overrides = parse(OmegaConf.to_container(hydra.overrides.task))[0]  # as it was typed
+    hydra.job.override_dirname = get_overrides_dirname(overrides, form.exclude_keys, form.item_sep, form.kv_sep)
+
+
+def recorded(hydra: DictConfig) -> list[str]:
+    """Return the overrides of a run as its directory has them, with what they refer to where that resolves."""
+    try:
+        return list(hydra.overrides.task)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(hydra.overrides.task)
+
+
+def is_sweep(hydra: DictConfig) -> bool:
+    """Return whether the configuration itself asks for a sweep."""
+    return hydra.mode == RunMode.MULTIRUN
+
+
+def folder_in(config: DictConfig, key: str) -> tuple[str | None, list[str]]:
+    """Return the folder that a key names, hydra.run.dir or hydra.sweep.dir, or the problem with its name."""
+    path, problems = _name_of_folder(config, key)
+    if path is None:
+        return None, problems
+    if ".." in PurePath(path).parts or not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+        needs = "a path of printable characters without '..'"
+        return None, [refusal(key, needs, repr(path), _NAMES_A_FOLDER, f"{key}=FOLDER")]
+    return path, []
+
+
+def _name_of_folder(config: DictConfig, key: str) -> tuple[str | None, list[str]]:
+    try:
+        return str(OmegaConf.select(config, key, throw_on_missing=True)), []
+    except OmegaConfBaseException as error:
+        return None, [refusal(key, "a value that resolves", first_line(error), _NAMES_A_FOLDER, f"{key}=FOLDER")]
+
+
+def directory_of_job(config: DictConfig, name: str, digest: str, unnamed: list[str]) -> tuple[str | None, list[str]]:
+    """Return the directory of a job within the folder of its sweep, or the problem with its name.
+
+    name, digest: of the job. unnamed: keys that are the same in all jobs, and therefore in no job's name.
+    """
+    hydra = config.hydra
+    directory = hydra.sweep._get_node("subdir")._value()
+    for resolver, value in (("${pgtk.run_name:}", name), ("${pgtk.digest:}", digest)):
+        directory = directory.replace(resolver, value)
+    if "${" in directory:
+        hydra.mode = RunMode.MULTIRUN
+        name_directories(hydra, unnamed)
+        directory, problems = _name_of_folder(config, "hydra.sweep.subdir")
+        if directory is None:
+            return None, problems
+    directory = os.path.normpath(directory)
+    if PurePath(directory).parts and ".." not in PurePath(directory).parts and not os.path.isabs(directory):
+        return directory, []
+    needs, use = "a folder inside hydra.sweep.dir", "the default"
+    return None, [refusal(f"hydra.sweep.subdir={directory}", needs, directory, _NAMES_A_FOLDER, use)]
+
+
+def launcher_of(hydra: DictConfig) -> Launcher:
+    """Return what runs the jobs of a sweep."""
+    choice = str(hydra.runtime.choices.get("hydra/launcher"))
+    kind = hydra.launcher.get("kind")
+    settings = OmegaConf.to_container(hydra.launcher, resolve=True)
+    return Launcher(kind if kind in LAUNCHERS else None, choice, settings)

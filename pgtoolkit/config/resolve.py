@@ -1,0 +1,146 @@
+"""Makes a frozen `Config` of what was composed: interpolations resolved, every value in its range."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from pgtoolkit.config.key import value_of, with_values
+from pgtoolkit.config.keys import default, describe, fits, help_of, key_named, keys_of
+from pgtoolkit.config.refusals import holds_secret, unresolvable
+from pgtoolkit.config.schema import SCHEMAS, Config
+from pgtoolkit.runs.records import plain
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import refusal, text
+
+
+def resolve(
+    config: DictConfig, problems: dict[str, str], before: Config | None = None, names: Iterable[str] = ()
+) -> Config:
+    """Return the configuration as an object.
+
+    problems: takes one for each key that is unset or does not resolve; the key gets its default, for the sake of the
+    rules that follow. before, names: what an earlier call returned, and the keys that may have other values now, by
+    which alone the two configurations differ; what they share is one object.
+    """
+    with _without_environment():
+        if before is not None:
+            values = {}
+            for name in names:
+                group, _, leaf = name.rpartition(".")
+                values[name] = _resolve_node(config[group] if group else config, leaf, name, problems)
+            return with_values(before, values)
+        groups = {}
+        for group in config:
+            if group != "hydra":
+                value = _resolve_node(config, group, str(group), problems)
+                if isinstance(value, dict):
+                    value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
+                groups[group] = value
+        return Config(**groups)
+
+
+def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str]) -> Config:
+    """Return the configuration with the default of each key whose value is none that it takes.
+
+    problems: takes one for each of these keys, unless it has one. choices: see `keys.default`.
+    """
+    values = {}
+    for key in keys_of(config):
+        value = value_of(config, key.name)
+        if fits(key, value):
+            continue
+        usual = default(config, key.name, choices)
+        if key.range and not fits(key, usual):
+            usual = key.range[0]
+        if value is not None:  # else `resolve` has said why
+            reason = key.help or "Every key has a type."
+            use = f"{key.name}={text(usual)}"
+            problem = refusal(f"{key.name}={text(value)}", describe(key), value, reason, use)
+            problems.setdefault(key.name, problem)
+        values[key.name] = usual
+    return with_values(config, values) if values else config
+
+
+def value_in(config: DictConfig, name: str) -> Any:
+    """Return the value of a key in plain types; None where it does not resolve, which `resolve` refuses."""
+    try:
+        value = value_of(config, name)
+        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+    except OmegaConfBaseException:
+        return None
+
+
+def default_in(config: DictConfig, name: str) -> Any:
+    """Return the default of a key; None where it is computed from a value that does not resolve."""
+    try:
+        return default(config, name, choices_of(config))
+    except OmegaConfBaseException:
+        return None
+
+
+def choices_of(config: DictConfig) -> dict[str, str]:
+    """Return the option of each group; none of a saved run, whose values name them."""
+    chosen = OmegaConf.select(config, "hydra.runtime.choices")
+    return {} if chosen is None else OmegaConf.to_container(chosen)
+
+
+def interpolated(config: DictConfig, values: Config) -> list[str]:
+    """Return the keys whose values are computed of others'; values: the same, resolved."""
+    nodes = {key.name: (config[key.group] if key.group else config)._get_node(key.leaf) for key in keys_of(values)}
+    return [name for name, node in nodes.items() if "${" in _unresolved(node)]
+
+
+def _unresolved(node: Any) -> str:
+    return str(OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value())
+
+
+@contextlib.contextmanager
+def _without_environment() -> Iterator[None]:
+    """Inside the block no interpolation reads an environment variable, however it spells the resolver's name."""
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("It would read an environment variable, where secrets are, into the run directory")
+
+    OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, str]) -> Any:
+    if key == "_target_":
+        problems[path] = refusal(path, "to be left out", parent._get_node(key), *_NO_CODE)
+        return None
+    raw = parent._get_node(key)
+    if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+        return {str(name): _resolve_node(raw, name, f"{path}.{name}", problems) for name in raw}
+    root = parent._get_root()
+    hidden = _unresolved(raw)
+    try:
+        if OmegaConf.is_missing(parent, key):
+            example = getattr(key_named(path, root), "example", "") or text(default_in(root, path))
+            reason = help_of(root, path, choices_of(root)) or "??? stands for a value that is still to be given."
+            problems[path] = refusal(path, "a value", "none", reason, f"{path}={example}")
+        elif "_target_" in hidden:
+            problems[path] = refusal(path, "plain values", "_target_", *_NO_CODE)
+        else:
+            value = parent[key]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
+            setting = f"{path}={value}"
+            if isinstance(value, int | float) or redact(setting) == setting:
+                return value
+            problems[path] = holds_secret(path)
+    except (OmegaConfBaseException, RecursionError) as error:
+        problems[path] = unresolvable(path, raw._value(), error)
+    return default_in(root, path)
+
+
+_NO_CODE = ("A configuration never names code to be run.", "the options of the groups")

@@ -1,0 +1,199 @@
+"""The configurations of a sweep: what a command says of it as a whole, and the jobs that its values stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from pgtoolkit.config import hydra_keys
+from pgtoolkit.config.compose import Composed, compose_node, composed_of, set_value
+from pgtoolkit.config.files import options
+from pgtoolkit.config.keys import KEYS
+from pgtoolkit.config.launchers import SEARCH, Launcher, Search
+from pgtoolkit.config.names import digest, plain_config
+from pgtoolkit.config.overrides import axes, intervals, is_swept, jobs, parse
+from pgtoolkit.config.refusals import given_twice
+from pgtoolkit.config.resolve import in_range, interpolated, resolve
+from pgtoolkit.errors import first_line
+from pgtoolkit.system.report import key_of, refusal
+
+
+@dataclass(frozen=True)
+class ComposedJob:
+    """The configuration of a job.
+
+    composed: with its problems. directory: where it belongs in the sweep's folder, None where that does not resolve.
+    digest: of the configuration.
+    """
+
+    composed: Composed
+    directory: str | None = None
+    digest: str = ""
+
+
+@dataclass
+class SweepConfig:
+    """What a command says of its sweep as a whole.
+
+    unusable: the problems of a sweep of which nothing is looked at any further. problems: of the sweep as a whole.
+    jobs: the overrides of each; of a search, the corners of what it searches. varying: key -> its values, of each
+    override that is not the same in all jobs. folder: where the sweep is written, None if it has no name.
+    compose: the configuration of a job of these overrides and this number.
+    """
+
+    unusable: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    jobs: list[list[str]] = field(default_factory=list)
+    varying: dict[str, list[str]] = field(default_factory=dict)
+    folder: Path | None = None
+    launcher: Launcher | None = None
+    sweeper: str = ""
+    search: Search | None = None
+    compose: Callable[[list[str], int], ComposedJob] | None = None
+
+
+def compose_sweep(overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> SweepConfig:
+    """Return what overrides say of a sweep; see `compose` for the files."""
+    # What concerns the sweep as a whole is composed without a value for each key.
+    of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
+    of_jobs = [override for override in overrides if override not in of_hydra]
+    single = [override for override in of_jobs if not is_swept(override)]
+    node = compose_node([*of_hydra, *single], config_dir, sweep_file)
+    of_hydra_itself = [problem for problem in node.problems if problem.startswith(("hydra.", "hydra/"))]
+    if node.config is None or of_hydra_itself:
+        return SweepConfig(unusable=of_hydra_itself or node.problems)
+    hydra = node.config.hydra
+    params = hydra.sweeper.get("params") or {}
+    given = [*(f"{key}={value}" for key, value in params.items()), *of_jobs]
+    described = jobs(given)
+    varying = _varying(described)
+    sweep = SweepConfig(problems=given_twice(parse(overrides)[0]), jobs=described, varying=varying)
+    sweep.sweeper = str(hydra.runtime.choices.get("hydra/sweeper"))
+    if hydra.sweeper.get("kind") == SEARCH:
+        settings = OmegaConf.to_container(hydra.sweeper)
+        drawn = axes(given)
+        fixed = [override for override in described[0] if key_of(override) not in drawn]
+        sweep.search = Search(drawn, fixed, settings)
+    for override in [] if sweep.search else intervals(given):
+        reason = "An interval is searched, not gone through value by value."
+        use = f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B"
+        needs = "hydra/sweeper=optuna_search"
+        sweep.problems.append(refusal(override, needs, "the usual sweeper", reason, use))
+    hydra.overrides.task = of_jobs
+    path, problems = hydra_keys.folder_in(node.config, "hydra.sweep.dir")
+    sweep.problems += problems
+    if path is not None:
+        sweep.folder = Path(path)
+    try:
+        sweep.launcher = hydra_keys.launcher_of(hydra)
+    except OmegaConfBaseException as error:
+        reason, use = "It is what runs the jobs.", "plain values of its keys"
+        sweep.problems.append(refusal("hydra.launcher", "values that resolve", first_line(error), reason, use))
+    keys = dict.fromkeys(key_of(override) for of_job in described for override in of_job)
+    unnamed = [key for key in keys if key not in varying] if varying else []
+    sweep.compose = _Jobs(of_hydra, config_dir, sweep_file, sweep.folder, unnamed)
+    return sweep
+
+
+def _varying(described: list[list[str]]) -> dict[str, list[str]]:
+    values: dict[str, dict[str, None]] = {}
+    for override in (override for of_job in described for override in of_job):
+        values.setdefault(key_of(override), {})[override.partition("=")[2]] = None
+    return {key: [*several] for key, several in values.items() if len(several) > 1}
+
+
+_PLAIN = {key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)}
+
+
+def _only(override: str) -> bool:
+    """Return whether jobs that differ in this override are of different kinds: it is more than a number or a word."""
+    key, _, value = override.partition("=")
+    return key not in _PLAIN or re.fullmatch(r"[\w.+-]+", value) is None
+
+
+class _Jobs:
+    """Composes the jobs of a sweep: one of each kind by Hydra, whose like differ in numbers and words alone.
+
+    of_hydra: overrides of Hydra's own keys. folder: of the sweep. unnamed: keys that are the same in all jobs.
+    """
+
+    def __init__(
+        self,
+        of_hydra: list[str],
+        config_dir: Path | None,
+        sweep_file: Path | None,
+        folder: Path | None,
+        unnamed: list[str],
+    ):
+        self._of_hydra = of_hydra
+        self._files = (config_dir, sweep_file)
+        self._folder = folder
+        self._unnamed = unnamed
+        self._kinds: dict[tuple[str, ...], _Kind] = {}
+
+    def __call__(self, overrides: list[str], number: int) -> ComposedJob:
+        """Return the configuration of a job, by its overrides and its number."""
+        kind = tuple(override if _only(override) else key_of(override) for override in overrides)
+        composed = self._kinds[kind].compose(overrides) if kind in self._kinds else None
+        if composed is None:
+            node = compose_node([*self._of_hydra, *overrides], *self._files)
+            composed = composed_of(node)
+            self._kinds.pop(kind, None)
+            if composed.config is None or composed.problems:
+                return ComposedJob(composed)
+            self._kinds[kind] = _Kind(node.config, composed, overrides)
+        return self._placed(composed, self._kinds[kind].config, number)
+
+    def _placed(self, composed: Composed, config: DictConfig, number: int) -> ComposedJob:
+        """Return the job with its name and its directory."""
+        hydra = config.hydra
+        with open_dict(hydra):
+            hydra.job.num = number
+            hydra.job.id = str(number)
+        hydra.job.config.override_dirname.exclude_keys = list(self._unnamed)
+        name = hydra_keys.name_in(hydra, composed.config.tracking.run_name)
+        composed = replace(composed, name=name)
+        known = digest(plain_config(composed.config))
+        if self._folder is None:
+            return ComposedJob(composed, None, known)
+        hydra.sweep.dir = str(self._folder)
+        directory, problems = hydra_keys.directory_of_job(config, name, known, self._unnamed)
+        if problems:
+            composed = replace(composed, problems=[*composed.problems, *problems])
+        return ComposedJob(composed, directory, known)
+
+
+class _Kind:
+    """Jobs that choose the same options and set the same keys, to other numbers and words: composed once, by Hydra.
+
+    config: of the job that was composed last, in which the next one is set.
+    """
+
+    def __init__(self, config: DictConfig, composed: Composed, overrides: list[str]):
+        self.config = config
+        self._composed = composed
+        self._overrides = overrides
+        self._keys = [key_of(override) for override in overrides if not _only(override)]
+        self._keys += [name for name in interpolated(config, composed.config) if name not in self._keys]
+
+    def compose(self, overrides: list[str]) -> Composed | None:
+        """Return the configuration of another job of the kind; None if it has problems."""
+        changed = {old: new for old, new in zip(self._overrides, overrides, strict=True) if old != new}
+        for override in parse([*changed.values()])[0]:
+            if set_value(self.config, override.key_or_group, override.value(), options()):
+                return None
+        self._overrides = overrides
+        task = OmegaConf.to_container(self.config.hydra.overrides.task)  # as it was typed
+        self.config.hydra.overrides.task = [changed.get(override, override) for override in task]
+        problems: dict[str, str] = {}
+        config = resolve(self.config, problems, self._composed.config, self._keys)
+        config = in_range(config, problems, self._composed.choices)
+        if problems:
+            return None
+        self._composed = replace(self._composed, config=config, overrides=hydra_keys.recorded(self.config.hydra))
+        return self._composed
