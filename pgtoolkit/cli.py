@@ -74,14 +74,16 @@ def _sweep(argv: list[str]) -> int:
 
 def _check(argv: list[str]) -> int:
     from pgtoolkit.config.hydra_command import hydra_arguments
-    from pgtoolkit.launch.check import check, problems, render_plan
+    from pgtoolkit.launch.check import check, plan_as_json, problems, render_plan
 
     file = None
+    as_json = "--json" in argv
+    argv = [word for word in argv if word != "--json"]
     if argv and argv[0] == "sweep":
         file, argv = sweep_file(*argv[1:2]), ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
-    say(render_plan(checked))
+    say(plan_as_json(checked) if as_json else render_plan(checked))
     return status_of_output(ConfigError.exit_status if problems(checked) else 0)
 
 

@@ -1,6 +1,7 @@
 """The command `pgtk`: exit statuses, help, suggestions; nothing is created before the configuration is right."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -188,10 +189,25 @@ def test_help_lists_every_flag(capsys):
         pages[command] = {*re.findall(r"^(?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)}
     assert pages == {
         "sweep": {"--fail-fast", "--config-dir"},
-        "check": {"--multirun", "--config-dir"},
+        "check": {"--multirun", "--json", "--config-dir"},
         "resume": {"--step"},
         "continue": {"--config-dir"},
     }
+
+
+def test_check_and_explain_as_json(capsys):
+    assert main(["check", "loss=gspo", "loss.num_splits=2", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["run_name"] == ["num-splits-2"]
+    assert [problem.partition(" (")[0] for problem in found["problems"]] == ["loss=gspo needs loss.num_splits=1"]
+    assert found["runs"][0]["overrides"] == ["loss=gspo", "loss.num_splits=2"]
+    assert main(["check", "-m", "seed=0,1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert [run["state"] for run in found["runs"]] == ["pending", "pending"]
+    assert main(["explain", "optimizer.schedule", "--json"]) == 0
+    (page,) = json.loads(capsys.readouterr().out)["pages"]
+    assert (page["title"], page["default"]) == ("optimizer.schedule: a key", "constant")
 
 
 def test_help_loads_nothing(tmp_path):

@@ -60,6 +60,7 @@ def comparison(table, metric):
     limits = _limits(goal, [one for group in found for one in group.reached])
     compared = Compared(goal, limits, ["loss", "aggregation"], [], {}, found, Comparisons([]), [], [])
     found.sort(key=lambda group: _rank(compared, group))
+    compared.name_groups()
     compared.comparisons = Comparisons([_sample(compared, group, []) for group in found])
     return compared
 

@@ -27,18 +27,30 @@ def learned(run: Run, name: str) -> object:
 @dataclass
 class Group:
     """Runs of one configuration but for their block. counted: one per block; reached: what each of these did;
-    tried: of the best of a key, all finished groups that differ in that key alone, by its value in words."""
+    tried: of the best of a key, all finished groups that differ in that key alone, by its value in words. labels: the
+    user's names for values of keys, by (key, value in words). label: what tells the group from the others, in a few
+    words; see `name_groups`."""
 
     values: dict[str, object]
     runs: list[Run]
     counted: list[Run] = field(default_factory=list)
     reached: list[Reached] = field(default_factory=list)
     tried: dict[str, Group] = field(default_factory=dict)
+    labels: dict[tuple[str, str], str] = field(default_factory=dict)
+    label: str = ""
 
     @property
-    def label(self) -> str:
-        """The values of the varying keys in a few words."""
-        return ", ".join(text(value) for value in self.values.values()) or "all runs"
+    def words(self) -> list[str]:
+        """The values of the varying keys, each by the user's name for it where there is one."""
+        return [self.labels.get((key, text(value)), text(value)) for key, value in self.values.items()]
+
+    @property
+    def telling_words(self) -> list[str]:
+        """The same without what follows: a key that this group does not have, and that a value is custom beside its
+        path."""
+        paths = {key.rpartition(".")[0] for key, value in self.values.items() if key.endswith(".path") and value}
+        pairs = zip(self.values.items(), self.words, strict=True)
+        return [word for (key, value), word in pairs if value is not None and (value != "custom" or key not in paths)]
 
     @property
     def final(self) -> tuple[float | None, float | None]:
@@ -110,6 +122,13 @@ class Compared:
             return []
         values = {name: group.values[self.best_of] for best in self.groups for name, group in best.tried.items()}
         return sorted(values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name))
+
+    def name_groups(self) -> None:
+        """Give each group its label: the words that tell it from the others, all of its words where those do not."""
+        names = [", ".join(group.telling_words) for group in self.groups]
+        for group, name in zip(self.groups, names, strict=True):
+            unlike = name and names.count(name) == 1
+            group.label = name if unlike else ", ".join(group.words) or "all runs"
 
     def arm(self, group: Group) -> str:
         """The values of a group but for the key of which it has its best."""

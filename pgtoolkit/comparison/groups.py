@@ -33,6 +33,7 @@ def compare(
     against: str | None = None,
     margin: str | None = None,
     ignore_code: bool = False,
+    labels: Sequence[str] = (),
 ) -> Compared:
     """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
 
@@ -41,6 +42,7 @@ def compare(
     `metric`. over: KEY,..., varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the
     base that the planned contrasts are with; None: every pair is planned. margin: see `margin_of`.
     ignore_code: runs whose own modules differ are of one configuration where nothing else differs.
+    labels: KEY=VALUE=NAME, how a value is called.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
@@ -69,6 +71,9 @@ def compare(
     for group in groups:
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
+    named = _labels(labels, groups)
+    for group in groups:
+        group.labels = named
     notes += _carry_on([run for group in groups for run in group.counted], metric)
     goal = measures.goal_of([group.counted for group in groups], metric, threshold, measure)
     for group in groups:
@@ -80,6 +85,7 @@ def compare(
     if best_of is not None:
         _keep_best(compared, best_of)
     primary = None if against is None else _planned(compared, against)
+    compared.name_groups()
     samples = [_sample(compared, group, keys + following, blocks) for group in compared.groups]
     compared.comparisons = Comparisons(samples, margin, primary)
     compared.notes += notes_of(compared)
@@ -95,6 +101,24 @@ def _keys(option: str, named: Sequence[str], keys: list[str], besides: Collectio
             names = ", ".join(map(shown, keys)) or "none"
             raise ConfigError(f"{option}={name} needs a key that tells the runs apart. These are {names}. Use another.")
     return [known[name] for name in named]
+
+
+def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str], str]:
+    """Return (key, value in words) -> name. Raises ConfigError for a name of a value that no run has."""
+    values = {(key, text(value)) for group in groups for key, value in group.values.items()}
+    named = {}
+    for label in labels:
+        # A value may have equals signs in it, and so may a name: what runs have decides.
+        ends = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
+        if not ends:
+            known = ", ".join(sorted(f"{key}={value}" for key, value in values)) or "none, as nothing varies"
+            reason = "It names a value of a key that tells the runs apart."
+            raise ConfigError(
+                refusal(f"--label {label}", "KEY=VALUE=NAME", label, f"{reason} These are {known}.", "one")
+            )
+        key, value = max(ends, key=lambda pair: len(pair[1]))
+        named[key, value] = label.removeprefix(f"{key}={value}=")
+    return named
 
 
 def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:

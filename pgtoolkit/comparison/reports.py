@@ -1,18 +1,25 @@
-"""The comparison as files: a table of its runs (CSV), one page that needs nothing else (HTML), and a picture (PNG)."""
+"""The comparison as files: a table of its configurations (CSV, LaTeX) or runs (CSV), a page that needs nothing else,
+all of it as JSON, and a picture (PNG, SVG, PDF)."""
 
 from __future__ import annotations
 
 import csv
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.charts import picture
-from pgtoolkit.comparison.compared import Compared, learned
+from pgtoolkit.comparison.compared import Compared, Group, learned
 from pgtoolkit.comparison.measures import AXES, reached
+from pgtoolkit.comparison.statistics import Comparison, mean_and_std, mean_interval
 from pgtoolkit.runs.series import best
-from pgtoolkit.system.legible import escaped
+from pgtoolkit.system.legible import escaped, legible
 from pgtoolkit.system.report import text
 
 _TABLES = 20
@@ -20,14 +27,177 @@ _TABLES = 20
 
 
 def write(compared: Compared, kind: str, path: Path, command: str) -> None:
-    """Write one file; kind: csv, html or png. command: what has made the page."""
-    if kind == "png":
-        path.write_bytes(picture(compared, "png"))
-    elif kind == "csv":
+    """Write one file; kind: html, csv, runs_csv, latex, png, svg or pdf. command: what has made the page."""
+    if kind in ("png", "svg", "pdf"):
+        path.write_bytes(picture(compared, kind))
+    elif kind in ("csv", "runs_csv"):
+        rows = configuration_rows(compared) if kind == "csv" else run_rows(compared)
         with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(run_rows(compared))
+            csv.writer(file, lineterminator="\n").writerows(rows)
+    elif kind == "latex":
+        path.write_text(_latex(compared, command), encoding="utf-8")
     else:
         path.write_text(_render_html(compared, command), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration with what it reached and how it differs from its base.
+
+    mean, interval: of what is tested, None where no run counts, or a single one. pair: the planned comparison with its
+    base, None of a base itself.
+    """
+
+    group: Group
+    mean: float | None
+    interval: tuple[float, float] | None
+    std: float | None
+    pair: Comparison | None
+    verdict: str
+
+
+def configurations(compared: Compared) -> list[Row]:
+    """Return a row for each configuration, in their order."""
+    pairs = {pair.second: pair for of_base in text_report.planned(compared) for pair in of_base}
+    rows = []
+    for place, group in enumerate(compared.groups):
+        mean, std = mean_and_std(compared.tested(group))
+        pair = pairs.get(place)
+        margin = compared.comparisons.margin
+        verdict = text_report.verdict(pair, compared.sign, margin) if pair else "base" if pairs else "not compared"
+        rows.append(Row(group, mean, mean_interval(compared.comparisons.samples[place]), std, pair, verdict))
+    return rows
+
+
+def configuration_rows(compared: Compared) -> list[list[object]]:
+    """Return the header and a row for each configuration, numbers in full."""
+    columns: list[object] = [
+        "label",
+        *compared.keys,
+        "n",
+        "measured",
+        "mean",
+        "mean_low",
+        "mean_high",
+        "std",
+        "against",
+    ]
+    columns += ["difference", "difference_low", "difference_high", "p", "p_adjusted", "p_equal", "verdict"]
+    rows: list[list[object]] = [columns]
+    for row in configurations(compared):
+        pair = row.pair
+        of_pair: list[object] = [None] * 7
+        if pair is not None:
+            between = pair.interval or (None, None)
+            against = compared.groups[pair.first].label
+            of_pair = [against, pair.difference, *between, pair.p, pair.adjusted_p, pair.equal_p]
+        values = [text(value) for value in row.group.values.values()]
+        reached = [compared.measured, row.mean, *(row.interval or (None, None)), row.std]
+        rows.append([row.group.label, *values, len(row.group.counted), *reached, *of_pair, row.verdict])
+    return rows
+
+
+def _latex(compared: Compared, command: str) -> str:
+    """The same as a table: means with their intervals, differences with theirs, adjusted p, verdicts."""
+    write = text_report.whole if compared.by_documents else text_report.number_format(compared)
+    keys = [key for key in compared.keys if len({repr(group.values[key]) for group in compared.groups}) > 1]
+    every_word_tells = all(group.telling_words == group.words for group in compared.groups)
+    names = keys if len(keys) > 1 and every_word_tells else ["configuration"]
+
+    def signed(value: float) -> str:
+        return f"+{write(value)}" if value > 0 else write(value)
+
+    lines = []
+    for row in configurations(compared):
+        words = dict(zip(row.group.values, row.group.words, strict=True))
+        cells = [words[key] for key in keys] if names == keys else [row.group.label]
+        cells += [str(len(row.group.counted)), write(row.mean) + _between(row.interval, write)]
+        if row.pair is None:
+            cells += ["--", "--", row.verdict]
+        else:
+            p = row.pair.adjusted_p
+            shown = "--" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
+            cells += [signed(row.pair.difference) + _between(row.pair.interval, signed), shown, row.verdict]
+        lines.append(cells)
+    heads = [*names, "n", compared.measured, "difference", "p", "verdict"]
+    body = [" & ".join(_tex(cell) for cell in cells) + r" \\" for cells in lines]
+    what = [*text_report.definitions(compared), text_report.question(compared)]
+    comments = [f"% {legible(line)}" for sentence in [f"Made by {command}", *what] for line in sentence.splitlines()]
+    table = [
+        r"\begin{tabular}{" + "l" * len(names) + "rrrrl}",
+        r"\toprule",
+        " & ".join(_tex(head) for head in heads) + r" \\",
+        r"\midrule",
+        *body,
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join([*comments, "% \\usepackage{booktabs}", *table]) + "\n"
+
+
+def _between(interval: tuple[float, float] | None, write: Callable[[float], str]) -> str:
+    return "" if interval is None else f" [{write(interval[0])}, {write(interval[1])}]"
+
+
+_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$"}
+_TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"≥": r"$\geq$", "±": r"$\pm$", "-": "-"}
+
+
+def _tex(cell: str) -> str:
+    """Return a text with what LaTeX would take for its own as characters, a number's minus sign as one."""
+    shown = "".join(_TEX.get(character, character) for character in legible(cell))
+    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", shown)
+
+
+def as_json(compared: Compared) -> str:
+    """Return all that a report shows as one JSON object, numbers in full."""
+    groups = []
+    for row in configurations(compared):
+        group = row.group
+        groups.append(
+            {
+                "label": group.label,
+                "values": {key: text(value) for key, value in group.values.items()},
+                "n": len(group.counted),
+                "mean": row.mean,
+                "interval": row.interval,
+                "std": row.std,
+                "verdict": row.verdict,
+                "runs": [str(run.path) for run in group.counted],
+                "of_runs": compared.tested(group),
+            }
+        )
+    pairs = [
+        {
+            "first": compared.groups[pair.first].label,
+            "second": compared.groups[pair.second].label,
+            **{name: value for name, value in vars(pair).items() if name not in ("first", "second")},
+            "verdict": text_report.verdict(pair, compared.sign, compared.comparisons.margin),
+        }
+        for pair in compared.comparisons
+    ]
+    found = {
+        "metric": compared.metric,
+        "measured": compared.measured,
+        "threshold": compared.goal.threshold,
+        "keys": compared.keys,
+        "following": compared.following,
+        "configurations": groups,
+        "pairs": pairs,
+        "excluded": [{"run": str(run.path), "why": why} for run, why in compared.left_out],
+        "notes": compared.notes,
+        "common": {key: text(value) for key, value in compared.common.items()},
+    }
+    return json.dumps(_finite(found), indent=1, ensure_ascii=False)
+
+
+def _finite(value: object) -> object:
+    """Return the value with null in the place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inside) for inside in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def run_rows(compared: Compared) -> list[list[object]]:

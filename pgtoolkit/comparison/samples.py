@@ -206,15 +206,26 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     """The page of these sets. step: of this one alone. command: what has made the page."""
     files_of_sets = [file for completions in kept for file in completions.files]
     chosen, total = completion_files.some_completions(files_of_sets, MOST_COMPLETIONS, step)
-    rows = [_plain(name, row) for name, row in chosen]
+    rows = _merged(chosen)
     count = f"{total:,} completion{'s' * (total != 1)}"
-    if len(rows) < total:
-        count = f"{len(rows):,} of {count}: all of some prompts, spread evenly"
+    if len(chosen) < total:
+        count = f"{len(chosen):,} of {count}: all of some prompts, spread evenly"
     data = {"about": legible(f"{run}: {count}"), "rows": rows}
     # Whatever a model has written, nothing in it ends the script's element.
     written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = files("pgtoolkit.comparison").joinpath("samples.html").read_text(encoding="utf-8")
     return re.sub("@(COMMAND|DATA)@", lambda mark: written if mark[1] == "DATA" else escape(legible(command)), page)
+
+
+def _merged(rows: list[tuple[str, CompletionRow]]) -> list[dict]:
+    """Return (set, row) for the page: equal completions of a prompt at a step once, with how many there are."""
+    merged: dict[tuple, dict] = {}
+    for name, row in rows:
+        same = (name, row.step, row.name, row.prompt, row.completion, row.answer, row.reward, facts(row))
+        if same not in merged:
+            merged[same] = _plain(name, row) | {"times": 0}
+        merged[same]["times"] += 1
+    return list(merged.values())
 
 
 def _plain(name: str, row: CompletionRow) -> dict:

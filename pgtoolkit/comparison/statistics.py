@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,12 +156,25 @@ def interquartile_mean(values: np.ndarray) -> np.ndarray:
 
 def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
     """The interval of its interquartile mean: percentiles of a bootstrap over the seeds of each stratum."""
+    return _resampled(sample, interquartile_mean)
+
+
+def mean_interval(sample: Sample) -> tuple[float, float] | None:
+    """Return the interval of its mean, by the same bootstrap; None of a single value.
+
+    Where each stratum has one seed, such as one for each checkpoint, the strata themselves are drawn.
+    """
+    if len(sample.values) == len(sample.strata):
+        sample = Sample({(number,): value for number, value in enumerate(sample.values.values())})
+    return _resampled(sample, lambda values: values.mean(-1))
+
+
+def _resampled(sample: Sample, mean: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float] | None:
     strata, draw = sample.strata.values(), np.random.default_rng(0)
     if max((values.size for values in strata), default=0) < 2:
         return None
     again = [values[draw.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata]
-    means = interquartile_mean(np.concatenate(again, axis=1))
-    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+    low, high = np.quantile(mean(np.concatenate(again, axis=1)), [LEVEL / 2, 1 - LEVEL / 2])
     return float(low), float(high)
 
 

@@ -15,7 +15,7 @@ from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
 from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, Sample, mean_and_std
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.columns import aligned
-from pgtoolkit.system.report import plural, text
+from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import WIDTH, sparkline
 
 _CURVE = 9
@@ -121,7 +121,7 @@ def tried_rows(compared: Compared) -> list[list[str]]:
         cells = {value: write(mean_and_std(compared.tested(one))[0]) for value, one in group.tried.items()}
         if compared.by_documents:
             cells = {value: spent(compared, one, DOCUMENTS) for value, one in group.tried.items()}
-        names = [text(value) for name, value in group.values.items() if name != key]
+        names = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*names, *(cells.get(value, "-") for value in compared.tried)])
     return rows if key else []
 
@@ -250,7 +250,7 @@ def group_rows(compared: Compared) -> list[list[str]]:
         took = [str(count), *([_interquartile(sample, write)] if compared.goal.chosen else [])]
         if compared.by_documents:
             took = [f"{compared.arrived(group, DOCUMENTS)} of {count}", *(spent(compared, group, a) for a in axes)]
-        rows.append([*map(text, group.values.values()), *took, _spread(group.mean, write), _spread(group.final, write)])
+        rows.append([*group.words, *took, _spread(group.mean, write), _spread(group.final, write)])
     return rows
 
 

@@ -5,6 +5,7 @@ in the schema, in the families, in the errors, and in the tables of docs/.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -120,6 +121,20 @@ def explain(words: str) -> str:
 
     Raises ConfigError for a word that nothing is known of, with the nearest.
     """
+    return "\n\n".join(pages_on(words))
+
+
+def explain_as_json(words: str) -> str:
+    """Return the same as JSON: of each page its title, and what is said by name."""
+    pages = [
+        {"title": page.title} | {name or "meaning": cell for name, cell in page.said.items() if cell}
+        for page in pages_on(words)
+    ]
+    return json.dumps({"words": words, "pages": pages}, indent=1, ensure_ascii=False)
+
+
+def pages_on(words: str) -> list[Page]:
+    """Return what `explain` prints, page by page."""
     known = explanations()
     word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ").removeprefix("exit status ")
     general = re.sub(r"@\d+", "@k", re.sub(r"^(reward|environment)/.*", r"\1/NAME", word))
@@ -129,19 +144,20 @@ def explain(words: str) -> str:
     if pages := known.get(general) or known.get(word.partition("=")[0] if "." in word else ""):
         if all(f"{_OF_WORD}\n" in page for page in pages):
             elsewhere = [*_of_trainers(word), *_rows_with(word)]
-        return "\n\n".join([*pages, *elsewhere])
+        return [*pages, *elsewhere]
     inside = [part.strip(".") for part in re.findall(r"[\w./@=]+", words)] if " " in words.strip() else []
     # Of a sentence what stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`.
     names = [name for part in inside for name in (part, part.partition("=")[0]) if re.search("[=._]", name)]
     if pages := [page for name in dict.fromkeys(names) for page in known.get(name, ())]:
-        return "\n\n".join(pages)
+        return list(pages)
     if rows := _of_trainers(words):
-        return "\n\n".join([*rows, *_rows_with(words)])
+        return [*rows, *_rows_with(words)]
     if rows := sorted(_rows_with(words), key=lambda row: f": `{words}`\n" not in row):  # first where it stands alone
-        return "\n\n".join(rows)
+        return rows
     saying = [page for pages in known.values() for page in pages if re.search(rf"\b{re.escape(words)}", page, re.I)]
     if titles := dict.fromkeys(page.partition("\n")[0] for page in saying if "a group of options" not in page):
-        return "\n  ".join([f"{words}: a word in what `pgtk explain` says of", *titles])
+        text_of_titles = "\n  ".join([f"{words}: a word in what `pgtk explain` says of", *titles])
+        return [Page(text_of_titles, f"{words}: a word in what is said of others", {"others": ", ".join(titles)})]
     near = nearest(words, known, 0.65)
     reason = "It is no key, group, option, metric or exit status."
     use = f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md"
@@ -149,9 +165,9 @@ def explain(words: str) -> str:
 
 
 @functools.cache
-def explanations() -> dict[str, list[str]]:
+def explanations() -> dict[str, list[Page]]:
     """Every word that can be explained -> its pages, one for each thing that it stands for."""
-    pages: dict[str, list[str]] = {}
+    pages: dict[str, list[Page]] = {}
 
     def explained(words: Iterable[str], title: str, shown: dict[str, str]) -> None:
         for word in dict.fromkeys(words):
@@ -208,7 +224,7 @@ def _in_docs(group: str, name: str) -> dict[str, str]:
     return shown
 
 
-def _rows_with(word: str) -> Iterator[str]:
+def _rows_with(word: str) -> Iterator[Page]:
     """The rows with a word, or with heads that have it: of another trainer, such as beta, or of a file's schema."""
     for page in ("losses.md", "adapters.md", "data.md"):
         for heads, row in table_rows(page):
@@ -218,7 +234,7 @@ def _rows_with(word: str) -> Iterator[str]:
                 yield _page(f"{word}: see docs/{page}", shown)
 
 
-def _of_trainers(word: str) -> list[str]:
+def _of_trainers(word: str) -> list[Page]:
     """Return a page for each row on keys of other trainers that have this name."""
     pages = []
     for name, row in known_as(word):
@@ -228,11 +244,24 @@ def _of_trainers(word: str) -> list[str]:
     return pages
 
 
-def _page(title: str, shown: dict[str, str]) -> str:
+class Page(str):
+    """What is said of one thing: the text as it is printed, its title, and what is said by name."""
+
+    title: str
+    said: dict[str, str]
+
+    def __new__(cls, text: str, title: str, said: dict[str, str]) -> Page:
+        page = super().__new__(cls, text)
+        page.title = title
+        page.said = said
+        return page
+
+
+def _page(title: str, shown: dict[str, str]) -> Page:
     lines = [title]
     for head, cell in shown.items():
         if cell:
             start = f"  {head.replace('`', '')}: " if head else "  "
             line = " ".join(cell.replace("\\|", "|").split())
             lines += textwrap.wrap(line, 116, initial_indent=start, subsequent_indent="    ")
-    return "\n".join(lines)
+    return Page("\n".join(lines), title, shown)

@@ -147,8 +147,9 @@ def translate(path: Path, processes: int) -> str:
 
 
 def _equal(ours: Value, theirs: Value) -> bool:
-    both = isinstance(ours, int | float) and isinstance(theirs, int | float)
-    return float(ours) == float(theirs) if both else text(ours) == text(theirs)
+    if isinstance(ours, int | float) and isinstance(theirs, int | float):
+        return ours == theirs
+    return text(ours) == text(theirs)
 
 
 def _differences(theirs: Their) -> list[str]:

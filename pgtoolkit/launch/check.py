@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,6 +200,30 @@ def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
 
 def render_plan(checked: Checked) -> str:
     """The plan of the (first) run, then notes and problems of all."""
+    sections = _sections(checked)
+    return "\n\n".join(title + "\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections if lines)
+
+
+def plan_as_json(checked: Checked) -> str:
+    """Return the same as one JSON object: lines by the title of their section, and what it trains, run by run."""
+    sections = {
+        title.partition(" (")[0].lower().replace(" ", "_"): lines for title, lines in _sections(checked) if lines
+    }
+    runs = [
+        {
+            "overrides": run.overrides,
+            "directory": run.job and str(run.job.directory),
+            "state": run.job and run.job.status,
+            "problems": run.report.problems,
+        }
+        for run in checked.runs
+    ]
+    told = sections | {"notes": sections.get("notes", []), "problems": problems(checked), "runs": runs}
+    return json.dumps(told, indent=1, ensure_ascii=False)
+
+
+def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
+    """Return (title, lines) for each section of the page."""
     first, of_prompts = checked.runs[0], []
     sections = _sweep_sections(checked) if checked.sweep_config is not None else []
     if first.config is not None:
@@ -215,7 +240,7 @@ def render_plan(checked: Checked) -> str:
     sections.append(("Notes", [*notes(checked), *of_prompts]))
     found = problems(checked)
     sections.append((f"Problems ({len(found)})" if found else "Problems", found or ["none"]))
-    return "\n\n".join(title + "\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections if lines)
+    return sections
 
 
 def _first_prompt(config: Config) -> tuple[list[str], list[str]]:

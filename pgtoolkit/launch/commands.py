@@ -34,6 +34,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+_COMPARISON_FILES = {
+    "html": "report in one page",
+    "csv": "row for each configuration: mean, interval, n, verdict",
+    "runs_csv": "row for each run",
+    "latex": "table for a paper, by booktabs",
+    "png": "picture of the curves, and of the means with their intervals",
+    "svg": "picture of the curves, and of the means with their intervals",
+    "pdf": "picture of the curves, and of the means with their intervals",
+}
+"""What a comparison is written as -> what that is, in words."""
+
+
 def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
     measure = parser.add_mutually_exclusive_group()
@@ -45,13 +57,16 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base")
     alike = "count runs as seeds of one configuration whose own modules differ"
     parser.add_argument("--ignore", choices=("code",), help=alike)
-    for kind, content in (("html", "report in one page"), ("csv", "row per run"), ("png", "picture of the curves")):
-        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {content}")
+    named = "how a value is called in tables and pictures, such as loss=mine.Squared=ours; repeatable"
+    parser.add_argument("--label", action="append", default=[], metavar="KEY=VALUE=NAME", help=named)
+    for kind, content in _COMPARISON_FILES.items():
+        parser.add_argument(f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.groups import compare
     from pgtoolkit.comparison.measures import needed_for, parse_metric
-    from pgtoolkit.comparison.reports import write
+    from pgtoolkit.comparison.reports import as_json, write
     from pgtoolkit.comparison.text_report import render_comparison
     from pgtoolkit.runs.find import find_runs
 
@@ -65,7 +80,7 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = find_runs(args.runs, metrics)
-    if len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
+    if not args.json and len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
         from pgtoolkit.comparison.diff import render_diff
 
         say(render_diff(*(run.path for run in runs)) + "\n")
@@ -78,12 +93,14 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         args.against,
         args.margin,
         ignore_code=args.ignore == "code",
+        labels=args.label,
     )
-    say(render_comparison(compared))
-    for kind in ("html", "csv", "png"):
-        if path := getattr(args, kind):
+    say(as_json(compared) if args.json else render_comparison(compared))
+    for kind in _COMPARISON_FILES:
+        path = getattr(args, kind)
+        if path:
             write(compared, kind, path, parser.command)
-            say(f"{kind:<5}{shell_path(path)}")
+            say(f"{kind:<8} {shell_path(path)}", error=args.json)
 
 
 def _samples(parser: _Parser, argv: list[str]) -> None:
@@ -198,11 +215,13 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
 
 def _explain(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("words", nargs="+", metavar="WORD", help="or a sentence of pgtk's, whose words are explained")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
     args = parser.parse_args(argv)
 
-    from pgtoolkit.config.explain import explain
+    from pgtoolkit.config.explain import explain, explain_as_json
 
-    say(explain(" ".join(args.words)))
+    words = " ".join(args.words)
+    say(explain_as_json(words) if args.json else explain(words))
 
 
 def _translate(parser: _Parser, argv: list[str]) -> None:

@@ -51,7 +51,7 @@ _CONFIG_DIR = {"--config-dir FOLDER": "options of your own, in files laid out as
 
 TRAINING_FLAGS = {
     "sweep": {"--fail-fast": "start no further job once one has failed"} | _CONFIG_DIR,
-    "check": {"-m, --multirun": "values separated by commas make a sweep"} | _CONFIG_DIR,
+    "check": {"-m, --multirun": "values separated by commas make a sweep", "--json": "print it as JSON"} | _CONFIG_DIR,
     "resume": {"--step N": "continue from the checkpoint of this step, as a run of its own in hydra.run.dir"},
     "continue": _CONFIG_DIR,
 }

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pgtoolkit.runs.series import Columns, smooth, thinned
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _PANELS = (
     *(("reward", "exact_match"), ("loss",), ("clipped_ratio_fraction",), ("ratio_new_old",)),
@@ -21,46 +25,56 @@ _SMOOTH_FROM = 40
 
 
 def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
-    """Draw what metrics.jsonl has, by `read_metrics`; a panel without data says so."""
+    """Draw what metrics.jsonl has, by `read_metrics`: a panel for each of its metrics that there is a number of."""
     with without():
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    figure = Figure(figsize=(14, 6), dpi=110)
+    present = [[name for name in names if _has_numbers(recorded, name)] for names in _PANELS]
+    present = [names for names in present if names]
+    columns = min(4, len(present) or 1)
+    rows = max(1, -(-len(present) // columns))
+    figure = Figure(figsize=(max(3.5 * columns, 7), 3.2 * rows), dpi=110)
     # Room for labels; a layout engine would draw the picture three times to measure them.
-    figure.subplots_adjust(left=0.045, right=0.99, bottom=0.075, top=0.9, wspace=0.24, hspace=0.3)
-    figure.suptitle(title, fontsize=11)
+    across = 0.16 / columns
+    down = 0.19 / rows
+    figure.subplots_adjust(left=across, right=0.99, bottom=down, top=1 - down - 0.04 / rows, wspace=0.24, hspace=0.42)
+    figure.suptitle(title if present else f"{title}: nothing was measured", fontsize=11)
     axis = "step" if np.isnan(recorded.get("documents_seen", np.nan)).any() else "documents_seen"
-    for place, names in enumerate(_PANELS, start=1):
-        axes = figure.add_subplot(2, 4, place)
+    for place, names in enumerate(present, start=1):
+        axes = figure.add_subplot(rows, columns, place)
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-        if place > 4:
+        if place > len(present) - columns:
             axes.set_xlabel(axis.replace("_", " "), fontsize=9)
         _draw(axes, recorded, axis, names)
     with replacing(path_png) as file:
         figure.savefig(file, format="png")
 
 
-def _draw(axes, recorded, axis, names):
+def _has_numbers(recorded: Columns, name: str) -> bool:
+    return name in recorded and not np.isnan(recorded[name]).all()
+
+
+def _draw(axes: Axes, recorded: Columns, axis: str, names: list[str]) -> None:
     titles = []
     for color, name in zip(_COLORS, names, strict=False):
-        values = recorded.get(name, np.empty(0))
-        x, y = recorded[axis][~np.isnan(values)], values[~np.isnan(values)]
-        titles.append(name.replace("_", " "))
-        if y.size:
-            low, high = _limits(y)
-            _line(axes, x, y.clip(low, high), color, titles[-1])
-            if low > y.min() or high < y.max():
-                titles[-1] += f", cut: {y.min():.3g} to {y.max():.3g}"
-    axes.set_title("; ".join(titles), fontsize=10, y=1.0)  # given a place, it is not searched for one
-    if not axes.lines:
-        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="gray")
-        axes.set(xticks=[], yticks=[])
-    elif len(names) > 1:
+        known = ~np.isnan(recorded[name])
+        x, y = recorded[axis][known], recorded[name][known]
+        label = name.replace("_", " ")
+        low, high = _limits(y)
+        _line(axes, x, y.clip(low, high), color, label)
+        if low > y.min() or high < y.max():
+            # The dots at the edge of the panel are those beyond it.
+            label += f"\n(spikes to {y.min() if low > y.min() else y.max():.3g} are cut off)"
+            if low > y.min() and high < y.max():
+                label = f"{name.replace('_', ' ')}\n(spikes from {y.min():.3g} to {y.max():.3g} are cut off)"
+        titles.append(label)
+    axes.set_title("; ".join(titles), fontsize=9, y=1.0)  # given a place, it is fixed
+    if len(names) > 1:
         axes.legend(fontsize=8, frameon=False)
 
 
@@ -69,7 +83,7 @@ def _line(axes, x, y, color, label):
         axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)
         return
     # Points alone: lines between the steps of one batch of rollouts, of which the first clips nothing, would hatch.
-    axes.plot(x, y, color=color, alpha=0.25, linestyle="none", marker=".", markersize=2.5, markeredgewidth=0)
+    axes.plot(x, y, color=color, alpha=0.45, linestyle="none", marker=".", markersize=4.5, markeredgewidth=0)
     x, y = thinned(x, y)
     axes.plot(x, smooth(y, max(2, len(y) // 50)), color=color, label=label, linewidth=1.6)
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -152,7 +153,7 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
     shutil.copytree(sweep / "0-grpo-0", sweep / "24-broken")
     (sweep / "24-broken" / "config.yaml").write_text("a: [")
     with RunDirectory(save(sweep / "25-now", "grpo", 9, 0.0, "running", steps=3)):
-        text = page(capsys, sweep, sweep / "0-grpo-0", "--csv", sweep / "runs.csv")
+        text = page(capsys, sweep, sweep / "0-grpo-0", "--runs-csv", sweep / "runs.csv")
     assert "(6 counted) of 2 configurations" in text
     assert "20-failed: failed at step 5 of 20, reward 0.000 so far: ValueError: no more" in text
     assert "21-killed: killed at step 6 of 20" in text
@@ -223,6 +224,91 @@ def test_the_report_is_one_page_that_needs_nothing_else(sweep, capsys):
     cells = re.findall("<td>(.*?)</td>", text)
     assert {"0.940 ± 0.040", "2 of 3", "≥128", "+40", "[+32, +56]", "0.038", "paired"} <= set(cells)
     assert (sweep / "r.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+FINAL = "--metric=final:reward"
+
+
+def test_a_row_for_each_configuration(sweep, capsys):
+    """gspo ends at 0.9, 0.94 and 0.98, grpo at 0.9, 0.92 and 0.4."""
+    page(capsys, sweep, FINAL, "--csv", sweep / "r.csv", "--latex", sweep / "r.tex")
+    with (sweep / "r.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["label"], first["loss"], first["n"], first["verdict"]) == ("gspo", "gspo", "3", "base")
+    assert float(first["mean"]) == pytest.approx(0.94)
+    assert float(first["std"]) == pytest.approx(0.04)
+    # Of 27 draws of three seeds the lowest mean is 0.9 and the highest 0.98, each in one: more than 2.5 %.
+    assert [float(first[end]) for end in ("mean_low", "mean_high")] == pytest.approx([0.9, 0.98])
+    assert first["difference"] == first["p"] == first["against"] == ""
+    assert (second["against"], second["measured"], second["verdict"]) == ("gspo", "Final reward", "unknown")
+    assert float(second["difference"]) == pytest.approx(0.74 - 0.94)
+    t = 0.2 / np.std([0, -0.02, -0.58], ddof=1) * np.sqrt(3)
+    assert float(second["p"]) == pytest.approx(1 - t / np.sqrt(2 + t**2))  # Student's with two degrees of freedom
+    assert [float(second[end]) for end in ("difference_low", "difference_high")] == pytest.approx([-0.58, 0.0])
+
+    lines = (sweep / "r.tex").read_text().splitlines()
+    table = [line for line in lines if not line.startswith("%")]
+    assert table == [
+        r"\begin{tabular}{lrrrrl}",
+        r"\toprule",
+        r"configuration & n & Final reward & difference & p & verdict \\",
+        r"\midrule",
+        r"gspo & 3 & 0.940 [0.900, 0.980] & -- & -- & base \\",
+        r"grpo & 3 & 0.740 [0.400, 0.920] & $-$0.200 [$-$0.580, 0.000] & 0.403 & unknown \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_json_says_what_the_page_says(sweep, capsys):
+    save(sweep / "20-failed", "grpo", 7, 0.0, "failed", steps=5, reason="ValueError")
+    found = json.loads(page(capsys, sweep, FINAL, "--json"))
+    assert [(one["label"], one["n"], one["verdict"]) for one in found["configurations"]] == [
+        ("gspo", 3, "base"),
+        ("grpo", 3, "unknown"),
+    ]
+    assert found["configurations"][0]["of_runs"] == pytest.approx([0.9, 0.94, 0.98])
+    (pair,) = found["pairs"]
+    assert (pair["first"], pair["second"], pair["paired"]) == ("gspo", "grpo", True)
+    assert pair["difference"] == pytest.approx(-0.2)
+    assert found["keys"] == ["loss"]
+    assert found["excluded"][0]["why"].startswith("failed at step 5 of 20")
+
+
+def test_arms_have_the_names_that_the_user_gives_them(sweep, capsys):
+    said = page(
+        capsys, sweep, FINAL, "--label", "loss=gspo=ours", "--svg", sweep / "r.svg", "--json", "--pdf", sweep / "r.pdf"
+    )
+    assert [one["label"] for one in json.loads(said)["configurations"]] == ["ours", "grpo"]
+    drawn = (sweep / "r.svg").read_text()
+    assert "ours (n = 3)" in drawn
+    assert "gspo" not in drawn
+    assert (sweep / "r.pdf").read_bytes()[:5] == b"%PDF-"
+    assert "against ours (n = 3)" in page(capsys, sweep, FINAL, "--label=loss=gspo=ours")
+    assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in refused(capsys, sweep, "--label=loss=gsop=ours")
+    assert "These are loss=grpo, loss=gspo." in refused(capsys, sweep, "--label=loss=gsop=ours")
+
+
+def test_the_picture_has_the_mean_of_each_with_its_interval(sweep):
+    compared = compare(find_runs([str(sweep)]), "final:reward")
+    drawn = picture(compared, "svg")
+    assert [name for name in ("interval-0", "interval-1", "interval-2") if name in drawn.decode()] == [
+        "interval-0",
+        "interval-1",
+    ]
+    assert picture(compared, "svg") == drawn
+    assert picture(compared, "pdf") == picture(compared, "pdf")
+
+
+def test_a_legend_says_what_differs_alone(tmp_path):
+    """Not that a path makes an option custom, nor that the others have no such key, unless names would be alike."""
+    arms = [("grpo", None), ("custom", "mine.own_answers"), ("custom", "mine.shuffled")]
+    for number, (name, path) in enumerate(arms):
+        advantage = {"estimator": name} | ({"path": path} if path else {})
+        for seed in range(2):
+            save(tmp_path / f"{number}-{seed}", "grpo", seed, 0.5 + number / 10, advantage=advantage)
+    groups = compare(find_runs([str(tmp_path)]), "reward").groups
+    assert {group.label for group in groups} == {"grpo", "mine.own_answers", "mine.shuffled"}
 
 
 def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, capsys):

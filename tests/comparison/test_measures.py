@@ -200,7 +200,7 @@ def test_held_out_metrics_come_first_and_their_time_is_no_training(tmp_path, cap
     assert [compared.spent(group, "tokens_seen") for group in compared.groups] == [[100, 30], [100, 100]]
     assert compared.goal.span == (0, 32)
     assert compared.groups[0].reached[0].mean == pytest.approx((0.25 * 16 + 0.725 * 16) / 32)
-    assert main(["compare", str(tmp_path), "--csv", str(tmp_path / "runs.csv")]) == 0
+    assert main(["compare", str(tmp_path), "--runs-csv", str(tmp_path / "runs.csv")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"{HELD_OUT} is measured on held-out prompts" in said
     with (tmp_path / "runs.csv").open() as file:

@@ -188,7 +188,7 @@ def study(tmp_path):
 
 def test_a_planned_comparison(study, capsys):
     options = [f"--metric=final:{PASS}", "--against=loss=grpo", "--margin=0.02"]
-    assert main(["compare", str(study), *options, "--csv", str(study / "r.csv")]) == 0
+    assert main(["compare", str(study), *options, "--runs-csv", str(study / "r.csv")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "Final evaluation/held_out/pass@1, t-test, paired by seed, two-sided, and two one-sided ones for equality"

@@ -171,6 +171,21 @@ def test_what_nobody_could_score_is_said_to_be_not_scored(tmp_path):
     assert [one["reward"] for one in data_of(html([*kept.values()], None, "run", ""))["rows"]] == [None, None, 0.5, -1]
 
 
+def test_equal_completions_of_a_prompt_are_one_on_the_page(tmp_path):
+    """At one step and with one reward; texts that are equal but for what is cut out of the middle are not."""
+    long = ["a" * 5000 + middle + "b" * 5000 for middle in "xyy"]
+    rows = [row(1, "p", 1.0, "same")] * 6 + [
+        row(1, "p", 0.5, "same"),
+        row(2, "p", 1.0, "same"),
+        row(1, "q", 1.0, "same"),
+    ]
+    rows += [row(1, "p", 0.0, text) for text in long]
+    kept = kept_by(write(tmp_path / "run", training=rows))
+    found = data_of(html([*kept.values()], None, "run", ""))
+    assert sorted(one["times"] for one in found["rows"]) == [1, 1, 1, 1, 2, 6]
+    assert found["about"] == "run: 12 completions"
+
+
 def data_of(written):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1])
 
@@ -178,7 +193,8 @@ def data_of(written):
 def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, monkeypatch):
     kept = kept_by(folder)
     found = data_of(html([*kept.values()], None, "run", "pgtk samples"))
-    assert [(one["set"], one["step"], one["name"], one["reward"]) for one in found["rows"]] == [
+    every = [one for one in found["rows"] for _ in range(one["times"])]
+    assert [(one["set"], one["step"], one["name"], one["reward"]) for one in every] == [
         *(("held_out", one.step, one.name, one.reward) for one in EVALUATED),
         *(("training", one.step, one.name, one.reward) for one in TRAINED),
     ]

@@ -28,7 +28,7 @@ def page(tmp_path_factory):
     for step in (0, 200):
         own = [row for row in rows if row.step == step]
         write_completions(folder / FOLDER / f"evaluation_held_out_{step:06d}.parquet", own)
-    write_completions(folder / FOLDER / "steps_000001-000100.parquet", [CompletionRow(7, "t", "2+2=", "4", 0.5)])
+    write_completions(folder / FOLDER / "steps_000001-000100.parquet", [CompletionRow(7, "t", "2+2=", "4", 0.5)] * 3)
     assert main(["samples", str(folder), "--html", str(folder / "page.html")]) == 0
     with opened() as browser:
         browser.get(f"file://{folder}/page.html")
@@ -49,12 +49,20 @@ def count(page):
     return page.find_element(By.ID, "count").text
 
 
+def test_equal_completions_are_counted(page):
+    search(page, "2+2")
+    assert page.execute_script(NAMES) == ["t"]
+    assert count(page) == "3 of 263"
+    assert "×3" in page.find_element(By.CSS_SELECTOR, "li header").text  # noqa: RUF001
+    search(page, "")
+
+
 def test_one_set_one_step_and_words_are_found(page):
     choose(page, "set", "training")
-    assert count(page) == "1 of 261"
+    assert count(page) == "3 of 263"
     choose(page, "set", "held_out")
     choose(page, "step", "200")
-    assert count(page) == "130 of 261"
+    assert count(page) == "130 of 263"
     search(page, "LONG 77")
     assert page.execute_script(NAMES) == ["p77"]
     assert [mark.text for mark in page.find_elements(By.TAG_NAME, "mark")] == ["long 77"]

@@ -14,23 +14,29 @@ def columns(count, names):
     return {"step": steps, "documents_seen": 64 * steps} | {name: 1 + np.sin(steps / 9) / 2 for name in names}
 
 
-def panels(path, color):
-    """(2, 4) number of pixels of a color in each panel."""
+def panels(path, color, rows=2, columns=4):
+    """(rows, columns) number of pixels of a color in each panel."""
     pixels = np.round(imread(path)[..., :3] * 255)
     near = (np.abs(pixels - color).max(-1) < 12).astype(int)
-    height, width = near.shape[0] // 2 * 2, near.shape[1] // 4 * 4
-    return near[:height, :width].reshape(2, height // 2, 4, width // 4).sum((1, 3))
+    height, width = near.shape[0] // rows * rows, near.shape[1] // columns * columns
+    return near[:height, :width].reshape(rows, height // rows, columns, width // columns).sum((1, 3))
 
 
 @pytest.mark.parametrize("count", [1, 300])
-def test_every_panel_draws_its_metrics(tmp_path, count):
+def test_every_metric_has_a_panel_and_nothing_else_has(tmp_path, count):
     names = ("reward", "exact_match", "loss", "ratio_new_old", "clipped_ratio_fraction", "kl_new_old", "grad_norm")
     path = tmp_path / "curves.png"
-    plot_curves(columns(count, names), path, "title")
+    data = columns(count, names) | {"entropy": np.full(count, np.nan)}
+    plot_curves(data, path, "title")
     # Equal curves lie on top of each other, so the first is hidden by the second.
     drawn = panels(path, BLUE) + panels(path, ORANGE) > 5
     assert drawn.tolist() == [[True] * 4, [True, True, False, False]]
     assert (panels(path, ORANGE) > 5).tolist() == [[True, False, False, False], [False] * 4]
+    assert (np.round(imread(path)[imread(path).shape[0] // 2 :, imread(path).shape[1] // 2 :, :3], 2) == 1).all()
+    plot_curves(columns(count, ("loss", "grad_norm")), path, "title")
+    assert (panels(path, BLUE, 1, 2) > 5).tolist() == [[True, True]]
+    plot_curves(columns(count, ()), path, "title")
+    assert panels(path, BLUE).sum() == 0
 
 
 def test_a_spike_does_not_flatten_its_panel(tmp_path):
@@ -56,7 +62,6 @@ def test_limits_cut_spikes_alone():
 
 
 def lines_of_pixels(path, color):
-    """In how many rows of pixels of the loss's panel the color occurs."""
+    """In how many rows of pixels of the loss's panel, which is alone, the color occurs."""
     pixels = np.round(imread(path)[..., :3] * 255)
-    height, width = pixels.shape[0] // 2, pixels.shape[1] // 4
-    return (np.abs(pixels[:height, width : 2 * width] - color).max(-1) < 12).any(-1).sum()
+    return (np.abs(pixels - color).max(-1) < 12).any(-1).sum()
