@@ -49,7 +49,8 @@ class HeldOut:
 def _files_of(task: TaskConfig) -> tuple[str, str | None] | None:
     if getattr(task, "path", None) is None:
         return None
-    return os.path.realpath(os.path.expanduser(str(task.path))), task.split
+    place = os.path.realpath(os.path.expanduser(str(task.path)))
+    return place, getattr(task, "config", None), task.split
 
 
 def held_out_sets(c: Config) -> list[HeldOut]:
@@ -63,8 +64,8 @@ def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
     """A copy of the configured task, or the defaults of another kind, with the keys of a set."""
     kind = given.get("task", c.task.name)
     values = vars(c.task) if kind == c.task.name else option_values("task", kind)
-    if "path" in given and "split" in values:  # which is that of the other files
-        values = values | {"split": None}
+    if "path" in given:  # these are of the other files
+        values = values | {name: None for name in ("config", "split") if name in values}
     if "verifier" in given and kind == "prompts":
         values = values | {"pattern": None, "verifiers": {}}
     values = values | {key: value for key, value in given.items() if key not in OF_A_SET}

@@ -11,6 +11,7 @@ from typing import Any
 from pgtoolkit.config.key import value_of, with_values
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_tasks import is_data_set_name
 from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.report import refusal
 
@@ -43,6 +44,8 @@ def absolute(value: str, reads: str | None) -> str:
     if value == "" or place.is_absolute():
         return value and str(place)
     if reads and not place.exists():
+        if reads == "data" and is_data_set_name(value):
+            return value
         if reads != "data" and not value.startswith("."):
             return value  # a name on the Hugging Face hub
         return os.path.join(glob.escape(os.getcwd()), place)  # a pattern

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from string import ascii_lowercase
@@ -14,7 +16,7 @@ _FAILURES_SCORE = "task.verifier_failure=score"
 ASKED = "rollout.name=policy or evaluation.every>0"
 """The condition under which a run asks the prompts of its task."""
 
-VERIFIERS = ("exact_match", "regular_expression", "math_verify")
+VERIFIERS = ("exact_match", "last_number", "regular_expression", "math_verify")
 """Those that come with pgtoolkit; others are functions of the user's."""
 
 _NEEDS_TEMPLATE: Needs = {
@@ -57,6 +59,15 @@ class TooLong(StrEnum):
 class VerifierFailure(StrEnum):
     exclude = "exclude"
     score = "score"
+
+
+_FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")
+
+
+def is_data_set_name(path: str) -> bool:
+    """Return whether task.path names a data set on the Hugging Face hub, OWNER/NAME, and nothing on this machine."""
+    is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
+    return is_name and not path.endswith(_FILE_ENDINGS) and not os.path.exists(path)
 
 
 @dataclass(frozen=True)
@@ -275,14 +286,21 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
 class PromptsTaskConfig(ScoredTaskConfig):
     path: str = key(
         default=REQUIRED,
-        help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, or a folder "
-        "of a Hugging Face data set.",
+        help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, a folder of a "
+        "Hugging Face data set, or the name of one on the hub, such as openai/gsm8k, which the "
+        "package datasets loads.",
         reads="data",
         example="prompts.jsonl",
     )
+    config: str | None = key(
+        default=None,
+        help="Which configuration of a data set on the hub, such as main; null: it has one.",
+        learns="task.config!=null",
+        added=True,
+    )
     split: str | None = key(
         default=None,
-        help="Which split of that data set, such as train; null: the folder has no splits.",
+        help="Which split of that data set, such as train; null: it has one, or the folder none.",
     )
     prompt_field: str = key(
         default="prompt",
@@ -293,9 +311,16 @@ class PromptsTaskConfig(ScoredTaskConfig):
         help="Column with the reference answer; where a file has no column answer, as of verl, its "
         "reward_model.ground_truth.",
     )
+    answer_pattern: str | None = key(
+        default=None,
+        help="Regular expression whose one group, where it matches last in that column, is the "
+        "answer, such as '#### (.*)' of GSM8K's worked solutions; null: the whole column is.",
+        learns="task.answer_pattern!=null",
+        added=True,
+    )
     verifier: str | None = key(
         default="exact_match",
-        help="What scores a completion: exact_match, regular_expression, math_verify, or a dotted "
+        help="What scores a completion: exact_match, last_number, regular_expression, math_verify, or a dotted "
         "path `package.module.function` of your own or of TRL (docs/data.md), in the current "
         "directory or installed.",
         code="function",

@@ -149,7 +149,7 @@ def _decided_by(given: dict) -> set[str]:
     """Return the keys of a task that a set of this task does not take from it; see `held_out_sets`."""
     keys = {*given}
     if "path" in given:
-        keys |= {"split"}
+        keys |= {"config", "split"}
     if "verifier" in given:
         keys |= {"pattern", "verifiers"}
     return keys

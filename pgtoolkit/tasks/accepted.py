@@ -14,7 +14,7 @@ from pgtoolkit.tasks.chat_template import QUESTION
 from pgtoolkit.tasks.process_pool import Failure
 from pgtoolkit.tasks.reward_functions import NOT_REACHED, UNREACHABLE
 from pgtoolkit.tasks.tasks import PromptsTask
-from pgtoolkit.tasks.verifiers import Named, Response, math_golds
+from pgtoolkit.tasks.verifiers import Named, Response, last_number, math_golds
 
 FIRST = 100
 """Answers that are tried."""
@@ -90,6 +90,8 @@ def _accepts_any(task: PromptsTask, verifier: Named, rows: Iterator[Prompt]) -> 
 
 def _rejected(task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts whose own answer a verifier of pgtoolkit's does not accept, however it is written."""
+    if verifier.name == "last_number":
+        return [prompt for prompt in prompts if last_number(prompt.answer) is None]
     if verifier.name == "regular_expression":
         return [prompt for prompt in prompts if not can_capture(verifier.pattern, prompt.answer)]
     responses = [Response(prompt, math_golds(prompt.answer)[0], True) for prompt in prompts]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
 from typing import Any
 
 from pgtoolkit.completion import Message, Prompt
+from pgtoolkit.config.schema_tasks import is_data_set_name
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.plain_files import json_object
 from pgtoolkit.system.report import refusal, text
+from pgtoolkit.tasks.hub_data import hub_files
 
 _VERL = "reward_model"
 """The column in which verl keeps the answer, as `ground_truth`."""
@@ -27,15 +30,18 @@ _USUAL = ("train", "test", "validation", "valid", "dev", "eval")
 """Names of splits; a folder with files of several is not meant as a whole."""
 
 
-def prompt_files(path: str, split: str | None) -> list[Path]:
-    """The files of task.path and task.split, in the order of their names, or as the data set lists them.
+def prompt_files(path: str, split: str | None, config: str | None = None) -> list[Path]:
+    """Return the files of task.path, task.config and task.split, ordered by name, or as the data set lists them.
 
     A folder is a data set that `save_to_disk` has written, with or without splits; or, with a split, one of the hub:
     files named `train.jsonl` or `train-00000-of-00002.parquet`, or in a folder `train`, at any depth. Anything else is
-    a file, a folder of files or a glob. Raises ConfigError where the split does not fit, DataError without files.
+    a file, a folder of files, a glob, or the name of a data set on the hub. Raises ConfigError where the split does not
+    fit, DataError without files.
     """
     from pgtoolkit.tasks.row_files import SUFFIXES, find_files
 
+    if is_data_set_name(path):
+        return list(hub_files(path, config, split))
     folder = Path(path).expanduser()
     if (folder / "dataset_dict.json").is_file():
         splits = [str(name) for name in _json(folder / "dataset_dict.json")["splits"]]
@@ -98,10 +104,14 @@ def read_prompts(
     split: str | None,
     prompt_field: str,
     answer_field: str,
+    config: str | None = None,
+    answer_pattern: str | None = None,
     keep_rows: bool = False,
 ) -> list[Prompt]:
-    """Return the rows of all files, by their numbers; keep_rows: with all their columns.
+    """Return the rows of all files, by their numbers.
 
+    answer_pattern: its one group is the answer, where it matches last; None: the whole field is. keep_rows: with all
+    their columns, of which `answer` is then the answer.
     Raises DataError with all that is wrong with them.
     """
     from pgtoolkit.tasks.row_files import Problems, open_files
@@ -109,7 +119,7 @@ def read_prompts(
     problems = Problems(f"the prompts of task.path={path} cannot be used")
     prompts = []
     columns = None if keep_rows else (prompt_field, answer_field, _VERL, TOOLS)
-    for file in open_files(prompt_files(path, split), columns):
+    for file in open_files(prompt_files(path, split, config), columns):
         for number, _, row in file.rows():
             place = f"{file.label}:{number}"
             if isinstance(row, str):
@@ -121,11 +131,12 @@ def read_prompts(
             if has_tools(row):
                 problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
             values = []
-            for key, column, read in (("prompt", prompt_field, _prompt), ("answer", answer_field, _answer)):
+            readers = {"prompt": _prompt, "answer": functools.partial(_answer, pattern=answer_pattern)}
+            for key, column in (("prompt", prompt_field), ("answer", answer_field)):
                 try:
                     if row.get(column) is None:
                         raise ValueError("is missing")
-                    values.append(read(row[column]))
+                    values.append(readers[key](row[column]))
                 except ValueError as reason:
                     other = "messages" if key == "prompt" and "messages" in row else "COLUMN"
                     use = "" if column in row else f". Use task.{key}_field={other}"
@@ -133,6 +144,8 @@ def read_prompts(
             if len(values) == 2:
                 (asked, messages), answer = values
                 kept = {name: _plain(value) for name, value in row.items()} if keep_rows else None
+                if kept is not None and answer_pattern is not None:
+                    kept["answer"] = answer
                 prompts.append(Prompt(asked, answer, len(prompts), place, messages, row=kept))
     problems.raise_if_any()
     if not prompts:
@@ -140,11 +153,11 @@ def read_prompts(
     return prompts
 
 
-def notes_on_columns(path: str, split: str | None, answer_field: str) -> list[str]:
+def notes_on_columns(path: str, split: str | None, config: str | None, answer_field: str) -> list[str]:
     """Return what may surprise of the columns that are read, by the first row."""
     from pgtoolkit.tasks.row_files import open_files
 
-    (file,) = open_files(prompt_files(path, split)[:1], (answer_field, _VERL))
+    (file,) = open_files(prompt_files(path, split, config)[:1], (answer_field, _VERL))
     _, _, row = next(file.rows())
     if not _is_of_verl(row, answer_field):
         return []
@@ -200,7 +213,18 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _answer(value: Any) -> str:
+def _answer(value: Any, pattern: str | None = None) -> str:
+    """Return the text of an answer, or the part of it that the group of a pattern has matched last."""
+    answer = _text_of_answer(value)
+    if pattern is None:
+        return answer
+    captured = [match.group(1) for match in re.finditer(pattern, answer)]
+    if not captured or not (captured[-1] or "").strip():
+        raise ValueError(f"needs a text in which task.answer_pattern={pattern} captures something (got {answer!r:.60})")
+    return captured[-1].strip()
+
+
+def _text_of_answer(value: Any) -> str:
     if type(value) is int:
         return str(value)
     if type(value) is float and math.isfinite(value):

@@ -207,7 +207,8 @@ class PromptRows(_NumberedRows):
         from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
 
         chosen = config.path, config.split, config.prompt_field, config.answer_field
-        self._read = once(functools.partial(read_prompts, *chosen, keep_rows))
+        cut = getattr(config, "config", None), getattr(config, "answer_pattern", None)
+        self._read = once(functools.partial(read_prompts, *chosen, *cut, keep_rows))
         super().__init__(len(self._read))
         self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
         # The number of prompts is among the arguments since some may be dropped.

@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import NamedTuple
 
 from pgtoolkit.completion import Message, Prompt
@@ -193,6 +194,7 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     """The verifier of that name, or the function at a dotted path `package.module.function`.
 
     exact_match: the completion is the answer, up to white space around both.
+    last_number: the last number of the completion is the answer, as a number; see `last_number`.
     regular_expression: what the one group of `pattern` captured last in the completion is the answer, likewise.
     math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how answers are read.
     A function of the user's is a `RewardFunction`.
@@ -201,11 +203,30 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     """
     if name == "exact_match":
         return lambda completion, answer: float(completion.strip() == answer.strip())
+    if name == "last_number":
+        return _is_last_number
     if name == "regular_expression":
         return _regular_expression(pattern)
     if name == "math_verify":
         return _math_verify()
     return RewardFunction(key, name)
+
+
+_A_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
+"""A number with a sign, perhaps with commas at thousands; a minus behind a number or a word subtracts."""
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number of a text, None without one."""
+    numbers = _A_NUMBER.findall(text)
+    if not numbers:
+        return None
+    return Decimal(numbers[-1].replace(",", "").replace("\u2212", "-"))
+
+
+def _is_last_number(completion: str, answer: str) -> float:
+    found = last_number(completion)
+    return float(found is not None and found == last_number(answer))
 
 
 def _regular_expression(pattern: str) -> Verifier:

@@ -86,7 +86,8 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
             inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
             files[key] = sorted(file for file in inside if file.is_file())
     prompts = _prompts(config)
-    files |= {key: prompt_files(task.path, task.split) for key, task in prompts.items()}
+    for key, task in prompts.items():
+        files[key] = prompt_files(task.path, task.split, getattr(task, "config", None))
     return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 

@@ -230,7 +230,8 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | 
         with contextlib.closing(task):
             task.prompt(0)
             if config.path is not None:
-                report.notes += notes_on_columns(config.path, config.split, config.answer_field)
+                name = getattr(config, "config", None)
+                report.notes += notes_on_columns(config.path, config.split, name, config.answer_field)
             if isinstance(task, PromptsTask):
                 asks_for_messages = any(signature and signature.is_batch for signature in task.signatures)
                 has_template = asks_for_messages and not no_template and _has_template(model)

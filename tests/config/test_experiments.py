@@ -26,6 +26,7 @@ CHOSEN = {
     "dr_grpo": ("grpo", "constant"),
     "gmpo": ("gmpo", "sample_mean"),
     "grpo": ("grpo", "sample_mean"),
+    "gsm8k": ("grpo", "token_mean"),
     "gspo_paper": ("gspo", "sample_mean"),
     "guess": ("grpo", "sample_mean"),
     "icepop": ("grpo", "sample_mean"),
@@ -68,6 +69,17 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         student, teacher = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1))
         named = f"model.path={student}", f"kl.reference={teacher}"
         overrides = [*(one for one in overrides if not one.startswith("model.")), *named]
+    if name == "gsm8k":
+        model = save_with_tokenizer(small_llama(0), tmp_path / "model")
+        row = {"question": "67=", "answer": "6 * 7 = 42\n#### 42"}
+        data = tmp_path / "data"
+        data.mkdir()
+        for split in ("train", "test"):
+            write_jsonl(data / f"{split}.jsonl", [row] * 3)
+        overrides = [one for one in overrides if not one.startswith(("model.", "task."))]
+        overrides += [f"model.path={model}", f"task.path={data}", "task.config=null"]
+        overrides.append(f"evaluation.sets={{test: {{path: {data}, config: null, split: test}}}}")
+        overrides += ["evaluation.prompts_per_set=2", "evaluation.max_completion_length=4"]
     config = config_of(*overrides)
     assert validate(config)[1].problems == []
     train(config, tmp_path, overrides=overrides)

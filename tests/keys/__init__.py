@@ -52,6 +52,7 @@ SEEN_BY = {
         [f"task/{name}.chat_arguments" for name in ("reasoning_gym", "prompts", "conversation")],
         "tasks/test_chat.py::test_a_template_gets_its_arguments",
     ),
+    "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_by_its_name",
     "task/prompts.verifier_concurrency": "tasks/test_reward_functions.py::"
     "test_calls_of_an_async_function_wait_at_the_same_time",
     **dict.fromkeys(

@@ -129,6 +129,17 @@ def answer_field(tmp_path):
     assert scores(["3", "-3"], *prompts(tmp_path), "task.answer_field=solution") == [0, 1]
 
 
+@key("task/prompts.answer_pattern")
+def answer_pattern(tmp_path):
+    rows = [{"prompt": f"{i}?", "answer": f"#### {i} or\n####  {-i} "} for i in range(4)]
+    (tmp_path / "worked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = ["task=prompts", f"task.path={tmp_path / 'worked.jsonl'}"]
+    assert scores(["-3", rows[3]["answer"]], *own) == [0, 1]
+    assert scores(["-3", rows[3]["answer"]], *own, "task.answer_pattern='#### (.*)'") == [1, 0]
+    with pytest.raises(DataError, match=r"worked\.jsonl:1:answer: needs a text in which task\.answer_pattern="):
+        task_of(*own, "task.answer_pattern='x=(.*)'")
+
+
 def half_of_length(completion, answer):
     return len(completion + answer) / 2
 

@@ -63,6 +63,15 @@ def test_an_answer_that_the_group_never_gives_is_named(tmp_path):
     assert checked(tmp_path, ["1", 42.0, 3], *DIGITS) == ([], [])
 
 
+def test_an_answer_without_a_number_is_named(tmp_path):
+    problems, (note,) = checked(tmp_path, ["1,234", "none"], "task.verifier=last_number")
+    assert problems == []
+    assert note.startswith("task.verifier=last_number accepts no completion for 1 of the first 2 answers")
+    assert "'none' at p.jsonl:2" in note
+    (problem,), _ = checked(tmp_path, ["none"], "task.verifier=last_number")
+    assert problem.startswith("task.verifier=last_number needs answers that it can read (got none at p.jsonl:1")
+
+
 def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
     (problem,), notes = checked(tmp_path, ["x"] * 150, *DIGITS)
     assert problem == (

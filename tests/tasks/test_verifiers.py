@@ -25,6 +25,33 @@ def test_regular_expression_compares_what_it_captured_last():
     assert optional("x", "None") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("First 17, then 42.", "42", 1),
+        ("It is 42, not 17.", "42", 0),
+        ("So $1,234.50.", "1234.5", 1),
+        ("1234", "1,234", 1),
+        ("1,2", "12", 0),
+        ("1,2", "2", 1),
+        ("It is -7", "-7", 1),
+        ("It is \u22127.", "-7", 1),
+        ("9-7", "-7", 0),
+        ("9 - 7", "7", 1),
+        ("x-7", "7", 1),
+        ("(3)-7", "7", 1),
+        ("42%", "42 apples", 1),
+        ("0.50", ".5", 0),
+        ("0.50", "0.5", 1),
+        ("1e5", "5", 1),
+        ("none", "42", 0),
+        ("none", "none", 0),
+    ],
+)
+def test_the_last_number(completion, answer, expected):
+    assert make_verifier("last_number")(completion, answer) == expected
+
+
 @pytest.mark.parametrize("name", ["no_such_name", "math.no_such_function", "math.pi"])
 def test_what_cannot_be_a_verifier(name):
     with pytest.raises(ConfigError, match=f"task.verifier={name} needs a function "):

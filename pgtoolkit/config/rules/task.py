@@ -46,11 +46,35 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
     elif isinstance(task, tasks.ConversationTaskConfig):
         if task.environment is not None:  # as it is while nobody has chosen one, of which more is said elsewhere
             importable(report, "task.environment", task.environment, "It answers the policy, and scores conversations.")
-        existing(report, "task.path", task.path)
+        _path(task, report)
     elif isinstance(task, tasks.PromptsTaskConfig):
-        existing(report, "task.path", task.path)
+        _path(task, report)
+        groups, got = _groups(task.answer_pattern)
+        if task.answer_pattern is not None and groups != 1:
+            needs, reason = "a regular expression with one group", "What its group finds last is the answer."
+            report.refuse("task.answer_pattern", needs, got, reason, "\"task.answer_pattern='#### (.*)'\"")
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
+
+
+def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report) -> None:
+    """Refuse a path where there is nothing, and keys of a data set on the hub for one that is none."""
+    if task.path is not None and tasks.is_data_set_name(task.path):
+        installed(report, f"task.path={task.path}", "datasets", "datasets")
+        return
+    existing(report, "task.path", task.path)
+    config = getattr(task, "config", None)
+    if config is not None:
+        needs, reason = "task.path=OWNER/NAME of a data set on the hub", "Files have no configurations."
+        report.refuse(f"task.config={config}", needs, task.path, reason, "task.config=null, or the folder of one")
+
+
+def _groups(pattern: str | None) -> tuple[int, str | None]:
+    """Return how many groups a regular expression has, 0 where it is none, and the pattern or what is wrong with it."""
+    try:
+        return re.compile(str(pattern)).groups, pattern
+    except re.error as error:
+        return 0, f"{pattern}: {error}"
 
 
 def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
@@ -95,10 +119,7 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
             reason = "It would be ignored: other verifiers take none."
             report.refuse(f"{prefix}pattern={pattern}", needs, name, reason, f"{needs} or {prefix}pattern=null")
         return
-    try:
-        groups, got = re.compile(str(pattern)).groups, pattern
-    except re.error as error:
-        groups, got = 0, f"{pattern}: {error}"
+    groups, got = _groups(pattern)
     if groups != 1:
         reason = "What its group finds last is compared with the answer; (?:...) captures nothing."
         report.refuse(needs, f"{prefix}pattern with one group", got, reason, f"\"{prefix}pattern='answer: (.*)'\"")

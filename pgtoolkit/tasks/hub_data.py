@@ -1,0 +1,65 @@
+"""Data sets of the Hugging Face hub by their names, which the package datasets loads and keeps on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import refusal, text
+
+_MOST_CHARACTERS = 300
+"""Of what the package says of a data set that it cannot load."""
+
+
+@functools.lru_cache(maxsize=16)
+def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, ...]:
+    """Return the Arrow files of a split, in their order, after a download where they are not in the cache.
+
+    Without the network the cache alone is looked at. Raises ConfigError where there is no such data set,
+    configuration or split.
+    """
+    import datasets
+
+    setting = f"task.path={name}" if config is None else f"task.path={name} with task.config={config}"
+    with _quiet():
+        try:
+            splits = datasets.load_dataset(name, config)
+        except Exception as error:  # the package, and those that it asks, raise what they like
+            got = " ".join(str(error).split())[:_MOST_CHARACTERS]
+            needs = "a data set of the Hugging Face hub, or of its cache on this machine"
+            reason = "There is no such folder here, so it is taken for a name on the hub."
+            use = "OWNER/NAME, task.config=NAME where it has several, or the path of a file or folder"
+            raise ConfigError(refusal(setting, needs, got, reason, use)) from error
+    names = [str(name) for name in splits]
+    if split is None and len(names) == 1:
+        split = names[0]
+    if split not in names:
+        use = " or ".join(f"task.split={text(name)}" for name in names)
+        needs = f"one of {', '.join(names)}"
+        reason = "These are the splits that it has."
+        raise ConfigError(refusal(f"task.split={text(split)} with {setting}", needs, split, reason, use))
+    return tuple(Path(file["filename"]) for file in splits[split].cache_files)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside the block the package and the hub's client write no warnings and no progress bars."""
+    import datasets
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "httpx")]
+    levels = [logger.level for logger in loggers]
+    had_bars = datasets.utils.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    datasets.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if had_bars:
+            datasets.utils.enable_progress_bars()
