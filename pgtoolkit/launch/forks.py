@@ -6,12 +6,12 @@ import atexit
 import contextlib
 import importlib
 import json
+import math
 import os
 import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +23,7 @@ from typing import NoReturn
 import pgtoolkit
 from pgtoolkit.errors import Interrupted, PgtoolkitError
 from pgtoolkit.launch.ranks import run_job
+from pgtoolkit.system.child import Child, channel_to_parent, follow_parent
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
@@ -44,111 +45,130 @@ _WHILE_IMPORTED = {
 
 
 class JobProcess:
-    """The process of one job, in a session of its own; it saves and stops when this process ends.
-
-    line: to the job, which obeys the signals whose numbers it is sent, and to what has forked it, which answers with
-    the exit status.
-    """
+    """The process of one job, in a session of its own; it saves and stops when the process that forked it ends."""
 
     reason: str | None = None
     """What the engine says of a job that did not end by itself."""
 
-    def __init__(self, line: socket.socket, forks: Forks):
-        self._line, self._forks, self._status = line, forks, None
-        line.setblocking(False)
+    def __init__(self, number: int, forks: Forks):
+        self._number = number
+        self._forks = forks
 
     def poll(self) -> int | None:
-        """The exit status once the job has ended; negative where a signal ended it."""
-        if self._status is None:
-            try:
-                self._status = int(self._line.recv(8))
-            except BlockingIOError:
-                return None
-            except (ConnectionResetError, ValueError):  # nobody is left to answer
-                self._status, self.reason = Interrupted.exit_status, "the process that forks the jobs was ended"
-            self._line.close()
-        return self._status
+        """Return the exit status once the job has ended, negative where a signal ended it; None before."""
+        nobody_answers = self._forks.has_ended.is_set()
+        status = self._forks.statuses.get(self._number)
+        if status is None and nobody_answers:
+            self.reason = "the process that forks the jobs was ended"
+            return Interrupted.exit_status
+        return status
 
     def stop(self, number: int) -> None:
         """Let the job save and stop; number: of the signal that asks for it."""
         with contextlib.suppress(OSError):  # it has ended
-            self._line.send(bytes([number]))
+            self._forks.send(["stop", self._number, number])
 
     def wait(self) -> int:
-        """Until it has ended; also in a signal handler, which may have interrupted a `poll`."""
+        """Wait until the job has ended, also in a signal handler; return its exit status."""
         while (status := self.poll()) is None:
             time.sleep(0.05)
         return status
 
 
 class Forks:
-    """The process that forks those of jobs; it ends with this object, or with this process, after its last job.
+    """The process that forks those of jobs; it ends with this object, or with this process, once its jobs have saved.
 
     environment: of the jobs, where it is not that of this process.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
-        self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", "pgtoolkit.launch.forks"]
-        # A session of its own: Ctrl-C in the terminal reaches the jobs through this process alone, once.
-        own = {"stdout": subprocess.DEVNULL, "start_new_session": True, "env": environment}
-        with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs, **own)
-        weakref.finalize(self, _end, self._channel, self._process)  # at the latest when the interpreter ends
+        self._process = Child([sys.executable, "-P", "-m", "pgtoolkit.launch.forks"], environment, is_quiet=True)
+        self._started = 0
+        self.statuses: dict[int, int] = {}
+        """Exit statuses of the jobs that have ended."""
+        self.has_ended = threading.Event()
+        listening = [self._process.channel, self.statuses, self.has_ended]
+        threading.Thread(target=_listen, args=listening, daemon=True).start()
+        weakref.finalize(self, self._process.end, math.inf)  # at the latest when the interpreter ends
 
     def start(self, file: str | Path, log: str | Path, gpu: str | None = None) -> JobProcess:
-        """file: the job's description, see `multirun`. log: what the process prints is added to it.
+        """Start the job that a file describes, see `multirun`. What the process prints is added to the log.
 
         gpu: the only one that it sees, as CUDA_VISIBLE_DEVICES names it. Raises PgtoolkitError.
         """
-        ours, theirs = socket.socketpair()
-        with theirs, Path(log).open("a+", encoding="utf-8") as output:
-            try:
-                request = json.dumps([str(file), gpu]).encode()
-                socket.send_fds(self._channel, [request], [theirs.fileno(), output.fileno()])
-            except OSError as error:
-                raise PgtoolkitError(f"the process that forks the jobs has ended: {error.strerror}") from error
-        return JobProcess(ours, self)
+        self._started += 1
+        Path(log).touch()
+        try:
+            self.send(["start", self._started, str(file), gpu, str(log)])
+        except OSError as error:
+            raise PgtoolkitError(f"the process that forks the jobs has ended: {error.strerror}") from error
+        return JobProcess(self._started, self)
+
+    def send(self, request: list) -> None:
+        self._process.channel.sendall(json.dumps(request).encode() + b"\n")
 
 
-def _end(channel: socket.socket, process: subprocess.Popen) -> None:
-    channel.close()
-    process.wait()
+def _listen(channel: socket.socket, statuses: dict[int, int], has_ended: threading.Event) -> None:
+    """Take down the exit statuses of jobs, until the process that forks them ends.
+
+    In a thread of its own: a signal handler may wait for a job that the interrupted code waits for, too.
+    """
+    with contextlib.suppress(OSError):
+        for line in channel.makefile():
+            number, status = map(int, line.split())
+            statuses[number] = status
+    has_ended.set()
 
 
 def serve() -> int:
-    """Fork a process for each request, until the launcher has closed its end and the last of them has ended.
+    """Fork a process for each job asked for, until the launcher has ended and then the last of the jobs.
 
     Returns the exit status, in the process of a job that of the job.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # which may come to all processes of a node at once
-    launcher = [socket.socket(fileno=os.dup(0))]
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    launcher = channel_to_parent()
     loaded = _code()
     _load()
-    lines: dict[int, socket.socket] = {}
-    while launcher or lines:
-        for channel in select.select(launcher, [], [], 0.05)[0]:
-            request, received, _, _ = socket.recv_fds(channel, 65536, 2, socket.MSG_CMSG_CLOEXEC)
-            if not request:
-                launcher.clear()
-                break
-            line, log = socket.socket(fileno=received[0]), received[1]
-            if (process := os.fork()) == 0:
-                for inherited in (channel, *lines.values()):
+    jobs: dict[int, tuple[int, socket.socket]] = {}  # the process of each, and its channel
+    is_open = True
+    unread = b""
+    while is_open or jobs:
+        lines: list[bytes] = []
+        if select.select([launcher] if is_open else [], [], [], 0.05)[0]:
+            try:
+                received = launcher.recv(65536)
+            except ConnectionResetError:  # it was killed with statuses unread
+                received = b""
+            *lines, unread = (unread + received).split(b"\n")
+            is_open = len(received) > 0
+        if not is_open:
+            for _, channel in jobs.values():
+                channel.close()  # so they save and stop
+        for line in lines:
+            action, number, *arguments = json.loads(line)
+            if action == "stop":
+                if number in jobs:
+                    os.kill(jobs[number][0], *arguments)
+                continue
+            channel, other_end = socket.socketpair()
+            process = os.fork()
+            if process == 0:
+                for inherited in (launcher, channel, *(channel for _, channel in jobs.values())):
                     inherited.close()
                 if _code() != loaded:
-                    _begin_anew(request.decode(), line.fileno(), log)
-                return _job(*json.loads(request), line, log)
-            lines[process] = line
-            os.close(log)
-        for process in [*lines]:
+                    _begin_anew(arguments, other_end)
+                return _job(*arguments, other_end)
+            other_end.close()
+            jobs[number] = process, channel
+        for number, (process, channel) in list(jobs.items()):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process, signal.SIGKILL)  # what a killed job may have left of its own processes
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                with lines.pop(process) as line, contextlib.suppress(OSError):
-                    line.send(str(status).encode())
+                del jobs[number]
+                channel.close()
+                with contextlib.suppress(OSError):
+                    launcher.sendall(f"{number} {status}\n".encode())
     return 0
 
 
@@ -161,12 +181,10 @@ def _code() -> dict[Path, int]:
     return changed
 
 
-def _begin_anew(request: str, line: int, log: int) -> NoReturn:
+def _begin_anew(job: list, channel: socket.socket) -> NoReturn:
     """A job as if it was started alone, by another code than was imported here; what it imports later, too, is new."""
-    for inherited in (line, log):
-        os.set_inheritable(inherited, True)
-    command = [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", request, str(line), str(log)]
-    os.execv(sys.executable, command)
+    os.dup2(channel.fileno(), 0)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", json.dumps(job)])
 
 
 def _load() -> None:
@@ -191,34 +209,24 @@ def _import_ahead(name: str) -> None:
         importlib.import_module(name)
 
 
-def _job(file: str, gpu: str | None, line: socket.socket, log: int) -> int:
+def _job(file: str, gpu: str | None, log: str, channel: socket.socket) -> int:
     os.setsid()
     atexit.unregister(shutil.rmtree)  # of matplotlib's folder, where the home cannot be written: others still need it
-    for output in (1, 2):
-        os.dup2(log, output)
-    os.close(log)
+    with open(log, "ab") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
     prepare_streams()
     # Until training minds them: nothing has begun that would have to be saved.
     answer_stop_signals(lambda *_: os._exit(Interrupted.exit_status))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    threading.Thread(target=_obey, args=[line], name="launcher", daemon=True).start()
+    follow_parent(channel)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     return run_job(Path(file))
 
 
-def _obey(line: socket.socket) -> None:
-    """Take the launcher's signals, and stop in an orderly way when it ends, even if it was killed."""
-    while told := line.recv(1):
-        os.kill(os.getpid(), told[0])
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        status = _job(*json.loads(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
-    else:
-        status = serve()
+    status = _job(*json.loads(sys.argv[1]), channel_to_parent()) if sys.argv[1:] else serve()
     # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares with the others,
     # only to free it: 0.4 s.
     threading._shutdown()

@@ -118,13 +118,17 @@ def end_all(children: Iterable[Child], seconds: float = 0) -> None:
         child.channel.close()
 
 
-def _close_channels() -> None:
-    """Close the channels in a process that was forked from this one: it would keep them open after this one's end."""
+def _forget_children() -> None:
+    """Leave the children to the process that started them, in one that was forked from that.
+
+    An open channel here would outlive that process, and what waits for a child here would find none.
+    """
     for child in _children:
         child.channel.close()
+        child._process.returncode = 0
 
 
-os.register_at_fork(after_in_child=_close_channels)
+os.register_at_fork(after_in_child=_forget_children)
 
 
 def channel_to_parent() -> socket.socket:

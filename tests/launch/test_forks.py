@@ -147,7 +147,7 @@ def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypat
 def test_a_killed_process_that_forks_is_said(forks):
     waiting = start(forks, "waiting")
     waiting.stop(signal.SIGTERM)
-    forks._process.kill()
+    forks._process.stop(signal.SIGKILL)
     assert (waiting.wait(), waiting.reason) == (75, "the process that forks the jobs was ended")
     with pytest.raises(PgtoolkitError, match="the process that forks the jobs has ended"):
         start(forks, "next")
@@ -170,10 +170,10 @@ def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     unwritable = {"HOME": "/proc/none", "MPLCONFIGDIR": "/proc/none", "TMPDIR": str(tmp_path / "temporary")}
     logs = [tmp_path / f"log-{number}" for number in range(3)]
-    (package / "launch" / "processes.py").write_text(ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])"))
+    (package / "launch" / "ranks.py").write_text(ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])"))
     forks = Forks(ENVIRONMENT | unwritable | {"PYTHONPATH": str(tmp_path)})
     assert [forks.start("any", log).wait() for log in logs[:2]] == [6, 6]
-    (package / "launch" / "processes.py").write_text(ANSWER.format(7, "'matplotlib' not in sys.modules"))
+    (package / "launch" / "ranks.py").write_text(ANSWER.format(7, "'matplotlib' not in sys.modules"))
     assert forks.start("any", logs[2]).wait() == 7
     assert [log.read_text() for log in logs] == [""] * 3
 

@@ -61,6 +61,8 @@ commands, log, then = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 children = [Child(command, log=log) for command in commands]
 if os.fork() == 0:  # shares the channels, unless they are closed in it
     os.setsid()
+    for child in children:
+        child.end()
     time.sleep(600)
 print(*(child.pid for child in children), flush=True)
 sys.stdin.readline()
