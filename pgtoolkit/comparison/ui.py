@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
+from pgtoolkit.system.child import Child, under_guard
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
@@ -38,13 +37,12 @@ def serve(uri: str | None, port: int) -> int:
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
     environment |= {"PYTHONSAFEPATH": "1"}  # a file of the current directory, such as profile.py, hides no library
     # One worker and no job runner: ready in 7 s instead of 37 s.
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", _HOST, "--port", str(port)]
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
+    command += ["--host", _HOST, "--port", str(port), "--backend-store-uri", store]
     for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the latter of a terminal that is closed
         signal.signal(ending, signal.default_int_handler)
-    # A session of its own: what the server starts ends with it, and only once, by `_stop`. What it says of each request
-    # goes to standard output.
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
-    server = subprocess.Popen([*command, "--backend-store-uri", store], env=environment, **streams)
+    # Quiet, since what the server says of each request goes to standard output.
+    server = Child(under_guard(command, _SECONDS_TO_STOP), environment, is_quiet=True)
     try:
         say(f"MLflow starts with {store}, which takes some seconds; Ctrl-C ends it.")
         status = server.wait()
@@ -52,7 +50,7 @@ def serve(uri: str | None, port: int) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        _stop(server)
+        server.end(2 * _SECONDS_TO_STOP)
 
 
 def _addresses(client, address: str) -> str:
@@ -78,13 +76,3 @@ def _runs(client, condition):
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(ids, condition, max_results=1000, order_by=["attributes.start_time DESC"])
     return [run for run in runs if "sweep_summary" not in run.data.tags]
-
-
-def _stop(server: subprocess.Popen) -> None:
-    """End the server and all it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        # Its group lives on while any of its processes does, even where the first has ended.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(_SECONDS_TO_STOP)

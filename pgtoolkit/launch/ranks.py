@@ -11,13 +11,11 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from subprocess import Popen
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -30,6 +28,7 @@ from pgtoolkit.launch.worker import Training, train_as_rank
 from pgtoolkit.ranks.environment import joined, world_size
 from pgtoolkit.runs.directory import is_held, record_end
 from pgtoolkit.runs.records import read_status
+from pgtoolkit.system.child import Child, end_all
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.report import print_error, say, shortest_path
 from pgtoolkit.tracking.next_commands import resume_command
@@ -89,13 +88,13 @@ def _run_workers(training: Training, count: int) -> None:
         # it waits until it can be forwarded; the store's threads, which come next, must not have it either.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         store = loopback_store()
-        workers: dict[int, Popen] = {}
+        workers: dict[int, Child] = {}
         signals: list[int] = []
 
         def forward(number: int, _frame: FrameType | None) -> None:
             signals.append(number)
             for process in workers.values():
-                process.send_signal(number)
+                process.stop(number)
 
         try:
             for rank in range(count):
@@ -104,7 +103,7 @@ def _run_workers(training: Training, count: int) -> None:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
                 unanswering = _wait(workers, signals)
         finally:
-            _end(workers, signal.SIGKILL)  # whatever happened here, nobody stays behind
+            end_all(workers.values())  # whatever happened here, nobody stays behind
         try:
             _conclude(folder, workers, signals, unanswering, training)
         except RankLost as error:
@@ -125,7 +124,7 @@ def loopback_store() -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def _started(folder: Path, rank: int, count: int, port: int) -> Popen:
+def _started(folder: Path, rank: int, count: int, port: int) -> Child:
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     own |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RUN_ID": "pgtk", "TORCHELASTIC_RESTART_COUNT": 0}
     own |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
@@ -134,13 +133,12 @@ def _started(folder: Path, rank: int, count: int, port: int) -> Popen:
     environment = os.environ | {name: str(value) for name, value in own.items()}
     command = [sys.executable, "-P", "-m", "pgtoolkit.launch.worker", str(folder)]
     if rank == 0:
-        return Popen(command, env=environment, start_new_session=True)
+        return Child(command, environment)
     # The others have nothing to say that rank 0 does not; what a library prints is looked at if one dies.
-    with (folder / f"stderr-{rank}").open("wb") as file:
-        return Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL, stderr=file)
+    return Child(command, environment, folder / f"stderr-{rank}", is_quiet=True)
 
 
-def _wait(workers: dict[int, Popen], signals: list[int]) -> list[int]:
+def _wait(workers: dict[int, Child], signals: list[int]) -> list[int]:
     """Until all have ended; returns the ranks that had to be killed."""
     deadline = None
     while running := [rank for rank, process in workers.items() if process.poll() is None]:
@@ -150,24 +148,18 @@ def _wait(workers: dict[int, Popen], signals: list[int]) -> list[int]:
         if failed and 0 not in running:
             deadline = min(deadline, time.monotonic() + 2)
         if deadline is not None and time.monotonic() > deadline:
-            _end(workers, signal.SIGTERM)
+            for rank in running:
+                workers[rank].stop(signal.SIGTERM)
+            deadline = time.monotonic() + 2
+            for rank in running:
+                workers[rank].wait(max(0, deadline - time.monotonic()))
             return running
         time.sleep(0.05)
     return []
 
 
-def _end(workers: dict[int, Popen], number: int) -> None:
-    """Signal those that still run, with all that they have started, and wait a little."""
-    running = [process for process in workers.values() if process.poll() is None]
-    for process in running:
-        os.killpg(process.pid, number)
-    deadline = time.monotonic() + 2
-    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 def _conclude(
-    folder: Path, workers: Mapping[int, Popen], signals: list[int], unanswering: list[int], training: Training
+    folder: Path, workers: Mapping[int, Child], signals: list[int], unanswering: list[int], training: Training
 ) -> None:
     """Raise the error that ended the job, if one did: what came first, not what followed from it."""
     outcomes: dict[int, tuple[PgtoolkitError | None, str]] = {}

@@ -18,6 +18,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
+from pgtoolkit.system.child import channel_to_parent, follow_parent
 from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
@@ -136,6 +137,7 @@ if __name__ == "__main__":
     # shown, or taken by the import for a failure of its own. The interpreter started with it blocked.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    follow_parent(channel_to_parent())
     # `pgtoolkit.launch.worker`, not `__main__`, is the module that the job was pickled with.
     from pgtoolkit.launch import worker
 

@@ -63,8 +63,6 @@ class Server:
 
     def close(self) -> None:
         self._session.close()
-        if self._process is not None:
-            self._process.close()
 
     def is_up(self) -> bool:
         """Whether it answers by now; SamplerLost if it was started here and has ended."""

@@ -1,94 +1,49 @@
-"""Servers as processes of ours: started under a guard, their logs in files, and their end."""
+"""Servers as processes of ours: started under guards, their logs in files, and their end."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 from pgtoolkit.errors import SamplerLost
-from pgtoolkit.sampling import server_guard
+from pgtoolkit.system.child import Child, end_all, under_guard
 
+_GRACE_SECONDS = 5
+"""From SIGTERM, at which a server may clean up, to SIGKILL."""
 _END_SECONDS = 15
-"""More than the guard gives the servers."""
+"""More than a guard gives its server."""
 _OF_THIS_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAST_LINES = 5
 
 
-class Guard:
-    """A process that outlives this one, whatever ends this one, until it has ended the servers and deleted `folder`."""
+class ServerProcess:
+    """A server that was started here, and runs until `end`, or until this process ends.
 
-    def __init__(self, folder: Path):
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", server_guard.__file__, str(os.getpid()), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the training process, which ends this one in its time
-            text=True,
-        )
-        self._started, self._ended = 0, {}
-        threading.Thread(target=self._listen, daemon=True).start()
+    variables: that it gets besides those of this process. log: a file that takes what it prints. port: kept for it.
+    Raises SamplerLost where there is no such program.
+    """
 
-    def start(self, command: list[str], variables: dict[str, str], log: Path, port: socket.socket) -> ServerProcess:
-        """A server that runs until the guard ends; variables: that it gets besides those of this process.
-
-        log: file that takes what it prints. port: kept for it. Raises SamplerLost where there is no such program.
-        """
+    def __init__(self, command: list[str], variables: dict[str, str], log: Path, port: socket.socket):
         environment = own_environment() | variables
         if shutil.which(command[0], path=environment.get("PATH")) is None:
             raise SamplerLost(
                 f"the sampling server cannot be started: there is no program {command[0]}. Give sampler.executable the "
                 "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
             )
-        server = ServerProcess(self, self._started, log, port)
-        self._started += 1
-        with contextlib.suppress(BrokenPipeError):  # as its status then says
-            self._process.stdin.write(
-                json.dumps({"command": command, "environment": environment, "log": str(log)}) + "\n"
-            )
-            self._process.stdin.flush()
-        return server
-
-    def status(self, number: int) -> int | None:
-        """A server's exit status; None while it runs."""
-        if number not in self._ended and (code := self._process.poll()) is not None:
-            return 128 - code if code < 0 else code  # the guard was killed, and its servers with it
-        return self._ended.get(number)
-
-    def end(self) -> None:
-        """Nothing of the servers is left afterwards."""
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # where the guard itself was killed
-        self._process.wait()
-
-    def _listen(self) -> None:
-        for line in self._process.stdout:
-            number, status = map(int, line.split())
-            self._ended[number] = status
-
-
-class ServerProcess:
-    """A server that a guard has started."""
-
-    def __init__(self, guard: Guard, number: int, log: Path, port: socket.socket):
-        self.log, self._guard, self._number, self._port = log, guard, number, port
+        self.guard = Child(under_guard(command, _GRACE_SECONDS), environment, log)
+        self.log = log
+        self._port = port
 
     @property
     def status(self) -> int | None:
-        """The server's exit status; None while it runs."""
-        return self._guard.status(self._number)
+        """The server's exit status, as a shell tells it where a signal ended it; None while it runs."""
+        status = self.guard.poll()
+        return 128 - status if status is not None and status < 0 else status
 
     def last_words(self) -> str:
         """The last lines of the log that tell of an error, or else its last lines, and where the log is."""
@@ -100,8 +55,13 @@ class ServerProcess:
         told = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
         return f"Its last words: {told}. All of them: {self.log}." if told else f"Its log, {self.log}, is empty."
 
-    def close(self) -> None:
-        self._port.close()
+
+def end_servers(servers: Iterable[ServerProcess]) -> None:
+    """End servers with all that has come of them, at the same time."""
+    servers = list(servers)
+    end_all([server.guard for server in servers], _END_SECONDS)
+    for server in servers:
+        server._port.close()
 
 
 def own_environment() -> dict[str, str]:

@@ -28,7 +28,7 @@ from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.server_api import Sampling, plan
 from pgtoolkit.sampling.server_client import Server
-from pgtoolkit.sampling.server_process import ServerProcess, own_environment, reserve_port
+from pgtoolkit.sampling.server_process import ServerProcess, end_servers, own_environment, reserve_port
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
@@ -84,6 +84,7 @@ class ServerSampler:
         # A port is open to everybody on the machine.
         self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
         self._servers = [self._server(url) for url in chosen.urls]
+        self._processes: list[ServerProcess] = []
         self._version: int | None = None
         self._asleep = False
 
@@ -144,6 +145,7 @@ class ServerSampler:
 
     def close(self) -> None:
         """Ends the servers that were started here, and leaves alone those that were joined."""
+        end_servers(self._processes)
         self._folder.remove()
         for server in self._servers:
             server.close()
@@ -216,7 +218,8 @@ class ServerSampler:
         variables |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         where = "" if gpus is None else f" on GPU {gpus}"
         log.info(f"starting a sampling server{where}; its log: {log_file}")
-        process = self._folder.guard.start(command, variables, log_file, reserved)
+        process = ServerProcess(command, variables, log_file, reserved)
+        self._processes.append(process)
         return self._server(f"http://{host}:{port}", process)
 
     def _wake(self, server: Server, load: bool) -> None:

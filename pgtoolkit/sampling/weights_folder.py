@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from pgtoolkit.errors import StorageError
 from pgtoolkit.ranks.collectives import whole
-from pgtoolkit.sampling.server_process import Guard
+from pgtoolkit.system.child import Child
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 2**26
@@ -28,6 +29,16 @@ _ROOM = 2**26
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32"}
 _NAMES |= {torch.bool: "BOOL", torch.uint8: "U8", torch.float64: "F64"}
 """How safetensors calls number types."""
+
+_KEEPER = """
+import shutil, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+sys.stdin.buffer.read()
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+"""Deletes a folder when the channel of this process ends, as only the end of its parent or `end` does: a signal may be
+sent to all processes of a job."""
+_SECONDS_TO_DELETE = 15
 
 
 class WeightsFolder:
@@ -57,7 +68,7 @@ class WeightsFolder:
         self._header: bytes | None = None
         self._rooms: dict[str, Tensor] = {}
         self._known_at: int | None = None  # the address that CUDA knows
-        self.guard: Guard | None = None
+        self._keeper: Child | None = None
         self.path: Path | None = None
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
@@ -66,7 +77,7 @@ class WeightsFolder:
         with _refusing(parent / f"pgtk-weights-{secrets.token_hex(8)}") as self.path:
             parent.mkdir(parents=True, exist_ok=True)
             # First, so that a kill at any moment leaves nothing in memory.
-            self.guard = Guard(self.path)
+            self._keeper = Child([sys.executable, "-I", "-c", _KEEPER, str(self.path)])
             self.path.mkdir(0o700)
             write_settings(self.path)
             self.path.chmod(0o700 | self._more_rights)
@@ -115,11 +126,11 @@ class WeightsFolder:
         return "model.safetensors" if self._count == 1 else f"model-{number + 1:05}-of-{self._count:05}.safetensors"
 
     def remove(self) -> None:
-        """With the servers that were started from it."""
+        """Delete the folder, which no server may still read."""
         self._forget()
-        if self.guard is not None:
-            self.guard.end()
-            shutil.rmtree(self.path, ignore_errors=True)  # where the guard was killed
+        if self._keeper is not None:
+            self._keeper.end(_SECONDS_TO_DELETE)
+            shutil.rmtree(self.path, ignore_errors=True)  # where the keeper was killed
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.dtype.is_floating_point else tensor.dtype

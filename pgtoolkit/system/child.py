@@ -76,31 +76,46 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, negative for the signal that ended the process; None until `poll` or `wait` tells it."""
+        return self._process.returncode
+
     def poll(self) -> int | None:
         """Return the exit status, negative for the signal that ended the process; None while it runs."""
-        return self._process.poll()
+        return self.wait(0)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until the process has ended, or for so many seconds; then as `poll`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.returncode
+        if self.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            if self.returncode is not None:
+                # What it has left in its group: the program of a guard that was killed. Now, for the number of a
+                # process that has ended is given to another one after a while.
+                self._kill_group()
+        return self.returncode
 
     def stop(self, number: int) -> None:
         """Send a signal to the process, which may save and end then. A guard does not heed those of a job."""
-        self._process.send_signal(number)
+        if self.poll() is None:
+            self._process.send_signal(number)
 
     def end(self, seconds: float = 0) -> int | None:
         """End the process and all that has come of it; see `end_all`. Return its exit status."""
         end_all([self], seconds)
-        return self.poll()
+        return self.returncode
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def end_all(children: Iterable[Child], seconds: float = 0) -> None:
     """Close the channels of these processes, as the end of this process would, and wait until they have ended.
 
-    What a guard does not guard, and still runs after `seconds`, is killed. For a guard this is the time that it needs
-    beyond the one that it gives its program.
+    What still runs after `seconds` is killed with its process group. For a guard, which gives its program a time of
+    its own and ends all that has come of it, they should be more than that time.
     """
     children = list(children)
     for child in children:
@@ -109,10 +124,8 @@ def end_all(children: Iterable[Child], seconds: float = 0) -> None:
             child.channel.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + seconds
     for child in children:
-        child.wait(max(0, deadline - time.monotonic()))
-        # Also where it has ended: a guard that was killed has left its program, which has the guard's group.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
+        if child.wait(max(0, deadline - time.monotonic())) is None:
+            child._kill_group()
     for child in children:
         child.wait(_SECONDS_TO_DIE)
         child.channel.close()
@@ -161,10 +174,10 @@ def under_guard(command: Sequence[str], seconds: float) -> list[str]:
 def stay_under_guard(seconds: float = 0) -> socket.socket:
     """Go on in a new process, and stay behind as its guard in this one. Return the channel, for the new process.
 
-    The guard waits for two things. When the parent ends, or closes the channel, it sends SIGTERM to the new process
-    and everything that has come of it, in whatever session, and SIGKILL after so many seconds. When the new process
-    ends, it does the same with what that has left behind, and then ends in the same way, by the same signal. Nothing
-    else may run in this process: no thread, and no code of the user's.
+    When the parent ends or closes the channel, and when the new process ends, the guard sends SIGTERM to everything
+    that has come of the new process, in whatever session, and SIGKILL after so many seconds. It ends when nothing is
+    left, with the status of the new process, or by the signal that has ended that. Nothing else may run in this
+    process: no thread, and no code of the user's.
     """
     channel = channel_to_parent()
     guard = os.getpid()
@@ -182,24 +195,24 @@ def stay_under_guard(seconds: float = 0) -> socket.socket:
 
 
 def _guard(process: int, channel: socket.socket, seconds: float) -> NoReturn:
-    ending = threading.Lock()
+    """Wait until nothing is left of a process and of what has come of it; then end as it has ended."""
 
-    def follow() -> None:
-        # No event is asked for: data, which is for the other process, wakes nobody here, the end of the parent does.
+    def end_all_that_is_left() -> None:
+        # No event is asked for: data, which is for the other process, wakes nobody here, the end of the channel does.
         hung_up = select.poll()
         hung_up.register(channel, 0)
         hung_up.poll()
-        with ending:
-            _end_descendants(seconds)
-            os._exit(0)
-
-    threading.Thread(target=follow, daemon=True).start()
-    ended = 0
-    while ended != process:  # others are those whose parents have ended
-        ended, wait_status = os.wait()
-    with ending:
         _end_descendants(seconds)
-        _end_as(os.waitstatus_to_exitcode(wait_status))
+
+    threading.Thread(target=end_all_that_is_left, daemon=True).start()
+    status = 0
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while True:
+            ended, wait_status = os.wait()
+            if ended == process:  # others have lost their parents
+                status = os.waitstatus_to_exitcode(wait_status)
+                channel.shutdown(socket.SHUT_RDWR)
+    _end_as(status)
 
 
 def _end_as(status: int) -> NoReturn:

@@ -20,6 +20,7 @@ from pgtoolkit.rollouts.data_metrics import mismatch_note
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.steps import loadable
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.system.child import parent_has_ended
 from pgtoolkit.tracking.progress import ProgressLine
 from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.checkpoint import save_checkpoint
@@ -31,7 +32,7 @@ log = logging.getLogger("pgtoolkit")
 
 
 _LAUNCHER_LOST = 1000
-"""Stands among the numbers of signals for the end of the process that started this one."""
+"""Stands among the numbers of signals for the end of the process that started this one, which sends SIGTERM."""
 
 
 class Recorder(lightning.Callback):
@@ -40,7 +41,8 @@ class Recorder(lightning.Callback):
     run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh run.
     completions: an attribute, where some are kept; rank 0's.
     The first of STOP_SIGNALS, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
-    second SIGINT acts at once. Several ranks stop in the same way when the process that started them is gone.
+    second SIGINT acts at once. A process that `pgtk` has started, and ranks that another launcher has, stop in the same
+    way when the process that started them is gone.
     `reached` says in words that the goal of trainer.stop_at was, which ends the run as well.
     """
 
@@ -97,7 +99,7 @@ class Recorder(lightning.Callback):
         if is_best or self.step % self._config.checkpoint_every == 0:
             self._save(module)
         if stop:
-            self.interrupted_by = "the end of its launcher" if stop == _LAUNCHER_LOST else signal.Signals(stop).name
+            self.interrupted_by = _name(stop)
         if stop or self.reached:
             trainer.should_stop = True
 
@@ -109,6 +111,7 @@ class Recorder(lightning.Callback):
 
     def _asked_to_stop(self, module) -> int:
         """The number of a signal to any rank; 0 without one."""
+        # Another launcher, such as torchrun, is no parent of ours to follow.
         if module.layout.world_size > 1 and os.getppid() != self._parent:
             self._signal = _LAUNCHER_LOST
         return largest(self._signal, module.layout)
@@ -150,9 +153,13 @@ class Recorder(lightning.Callback):
             self._run.set_status("running", self.step, saved=self.step)
 
     def _stop_after_this_step(self, number, _frame) -> None:
-        self._signal = number
+        self._signal = _LAUNCHER_LOST if parent_has_ended.is_set() else number
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # Not by the log: the signal may have come while a line of it is written, and a stream is not written to twice.
         if self._run is not None:
             with contextlib.suppress(OSError):
-                os.write(1, f"{signal.Signals(number).name}: finishing this step, then saving\n".encode())
+                os.write(1, f"{_name(self._signal)}: finishing this step, then saving\n".encode())
+
+
+def _name(number: int) -> str:
+    return "the end of its launcher" if number == _LAUNCHER_LOST else signal.Signals(number).name

@@ -148,7 +148,7 @@ class SharedServers:
 
     def processes(self, name: str) -> list[psutil.Process]:
         """Those of a server, with its guard."""
-        guard = psutil.Process(self.samplers[name][1]._folder.guard._process.pid)
+        guard = psutil.Process(self.samplers[name][1]._processes[0].guard.pid)
         return [guard, *guard.children(recursive=True)]
 
     def engine(self, name: str) -> psutil.Process:

@@ -47,7 +47,7 @@ class ServerCommand(Command):
     def server(self) -> list[psutil.Process]:
         """The processes of its server, with the guard."""
         found = psutil.Process(self.process.pid).children(recursive=True)
-        guards = [one for one in found if "server_guard.py" in " ".join(one.cmdline())]
+        guards = [one for one in found if "child.py" in " ".join(one.cmdline())]
         return [*guards, *(child for guard in guards for child in guard.children(recursive=True))]
 
     def weights(self) -> Path:

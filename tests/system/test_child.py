@@ -138,7 +138,7 @@ def test_a_guarded_process_is_ended_with_all_that_came_of_it(tmp_path):
     end_all([stubborn, leaving], 20)
     assert not any(map(lives, [*pids, stubborn.pid, leaving.pid]))
     assert log.read_text() == "asked to end\n"
-    assert (stubborn.poll(), leaving.poll()) == (0, 0)
+    assert (stubborn.poll(), leaving.poll()) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_program_of_ours_is_asked_before_it_is_killed(tmp_path):
     wait_until(lambda: "asked to end" in log.read_text())
     assert (orderly.end(20), deaf.end(0.1)) == (7, -signal.SIGKILL)
     assert log.read_text().splitlines()[-1] == "saved: True"
-    assert not any(map(lives, pids))
+    wait_until(lambda: not any(map(lives, pids)))
 
 
 ANSWERING = """
@@ -214,7 +214,8 @@ def test_its_session_its_log_and_its_channel(tmp_path, guarded):
     child.channel.sendall(b"one\ntwo\n")
     answers = child.channel.makefile("r")
     assert [answers.readline(), answers.readline()] == ["17 one\n", "17 two\n"]
-    assert child.end(10) == (0 if guarded else 4)
+    status = child.end(10)
+    assert status == 4 or (guarded and status == -signal.SIGKILL)  # who sees the end of the channel first
     assert sorted(log.read_text().splitlines()) == [
         "before",
         "standard error",
