@@ -283,3 +283,12 @@ def test_transformers_may_be_imported_before():
 def test_lightning_is_imported_in_one_place():
     users = [file.name for file in FILES if "lightning" in roots(imports(file))]
     assert users == ["frameworks.py"]
+
+
+def test_the_rules_are_asked_where_a_command_begins():
+    """What they know is said once: behind the door nothing builds a report of its own."""
+    users = {module(file) for file in FILES if "config.validate" in own(imports(file))}
+    assert users == {"launch.check", "launch.evaluate", "comparison.tokens"}
+    reports = {file for file in of_wings("model", "sampling", "rollouts", "tasks") if "Report(" in file.read_text()}
+    reports |= {file for file in of_wings("training") if file.stem != "machine" and "Report(" in file.read_text()}
+    assert reports == set()

@@ -15,6 +15,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.rules.executed import imports
+from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.errors import ConfigError, DataError
@@ -81,7 +82,7 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     first = [] if run_dir or not chosen else chosen[0]
     (_, config), *beside = _composed(run_dir, others, [first, *chosen])
     if run_dir and others:
-        _refuse_another_run(run_dir, others)
+        _refuse_another_run(run_dir, config)
     recorded = read_metrics(run_dir / "metrics.jsonl") if run_dir else {"step": []}
     steps = [int(step) for step in recorded["step"]]
     number, checkpoint = _begin(run_dir, config, number, steps)
@@ -113,10 +114,9 @@ def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) ->
     return configured
 
 
-def _refuse_another_run(run_dir: Path, overrides: list[str]) -> None:
-    """A step is made again as it was: nothing of the run may be changed but the losses that stand beside its own."""
-    saved, config = (compose(chosen, run_dir=run_dir).config for chosen in ([], overrides))
-    drift = config_drift(plain_config(saved), plain_config(config))
+def _refuse_another_run(run_dir: Path, config: Config) -> None:
+    """Refuse a configuration that is not the run's: a step is made again as it was, but for losses beside its own."""
+    drift = config_drift(plain_config(saved_config(run_dir)), plain_config(config))
     movable = {key.name for key in keys_of(config) if key.reads or key.machine}  # where files lie now, what computes
     if changed := [key for key in drift if key not in movable]:
         before, now = drift[changed[0]]

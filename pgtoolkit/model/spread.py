@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
 from pgtoolkit.batch import MicroBatch
-from pgtoolkit.config.rules.step import fits
+from pgtoolkit.config.rules.step import misfits
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.kernels.losses import LMHead
@@ -38,7 +38,6 @@ from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_star
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.collectives import join, local
 from pgtoolkit.ranks.layout import AXES, Layout
-from pgtoolkit.system.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +149,8 @@ def refuse_misfit(model: nn.Module, sizes: dict[str, int], shard: bool) -> None:
     heads, key_value_heads, layers = (getattr(config, name, None) for name in names)
     known = {"type": config.model_type, "attention heads": heads, "key-value heads": key_value_heads, "layers": layers}
     known["tied"] = head is model.get_input_embeddings().weight
-    report = Report()
-    fits(SimpleNamespace(**sizes, shard=shard), known, len(head), report)
-    if report.problems:
-        raise ConfigError(report.problems[0])
+    for problem in misfits(SimpleNamespace(**sizes, shard=shard), known, len(head)):
+        raise ConfigError(problem)
 
 
 def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:

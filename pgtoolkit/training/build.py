@@ -16,7 +16,7 @@ from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.plan import compilation, samples_beside
-from pgtoolkit.config.rules.run import refuse_unknown
+from pgtoolkit.config.rules.run import unknown_parts
 from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
@@ -31,10 +31,10 @@ from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
-from pgtoolkit.system.report import Report, refusal
+from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.frameworks import lightning
-from pgtoolkit.training.machine import devices
+from pgtoolkit.training.machine import lacking_devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.sources import evaluator_of, source_of
 
@@ -76,10 +76,8 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
     on_gpu = accelerator(config) == "gpu"
     compiles, reason = compilation(run, on_gpu) if run else (config.model.compile is True, "since nothing is trained")
     policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
-    report = Report()
-    refuse_unknown(config.model, policy.model.config.model_type, report)
-    if report.problems:
-        raise ConfigError(report.problems[0])
+    if problem := unknown_parts(config.model, policy.model.config.model_type):
+        raise ConfigError(problem)
     if config.model.compile == "auto" and config.model.name == "huggingface":
         log.info(f"model.compile=auto: {'on' if compiles else 'off'}, {reason}")
     return policy
@@ -133,10 +131,8 @@ def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, record
 
 def accelerator(config: Config) -> str:
     """What to compute on, "gpu" or "cpu"; ConfigError where it is asked for and missing."""
-    report = Report()
-    devices(config, report)  # not only where it was typed: a sweep's job may run on another machine
-    if report.problems:
-        raise ConfigError(" ".join(report.problems))
+    if problems := lacking_devices(config):  # not only where it was typed: a sweep's job may run on another machine
+        raise ConfigError(" ".join(problems))
     return "gpu" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
 
 

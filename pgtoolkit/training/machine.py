@@ -20,7 +20,7 @@ from pgtoolkit.config import memory
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
-from pgtoolkit.config.rules.run import refuse_triton
+from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import ModelConfig
 from pgtoolkit.config.schema_tasks import TaskConfig
@@ -49,7 +49,7 @@ def check_machine(c: Config, report: Report) -> None:
     """
     if report.problems:
         return
-    devices(c, report)
+    report.problems += lacking_devices(c)
     _compiler(c, report)
     _processes(c, report)
     _places(c, report)
@@ -72,19 +72,23 @@ def check_machine(c: Config, report: Report) -> None:
                 _epochs(c, report)
 
 
-def devices(c: Config, report: Report) -> None:
-    """A GPU where one is asked for."""
+def lacking_devices(c: Config) -> list[str]:
+    """Return the problems of a configuration that asks for a GPU where there is none."""
     if not (c.trainer.device == "cuda" or c.kernel.needs_gpu):
-        return
+        return []
     import torch
 
     if torch.cuda.is_available():
-        return
+        return []
+    problems = []
     if c.trainer.device == "cuda":
         reason = "Its driver or torch's CUDA build is missing."
-        report.refuse("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
+        problems.append(
+            refusal("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
+        )
     if c.kernel.needs_gpu and c.trainer.device != "cpu":  # which the rule on kernels has refused
-        refuse_triton("none", report)
+        problems.append(no_triton("none"))
+    return problems
 
 
 def _compiler(c: Config, report: Report) -> None:

@@ -22,7 +22,7 @@ from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact
-from pgtoolkit.system.report import Report, is_whole, plural, text
+from pgtoolkit.system.report import Report, is_whole, plural, refusal, text
 
 
 def rollout(c: Config, report: Report) -> None:
@@ -98,7 +98,8 @@ def model(c: Config, report: Report) -> None:
         if not targets or len(set(targets)) < len(targets) or ("all-linear" in targets and len(targets) > 1):
             needs, reason = "names, each of them once, or all-linear by itself", "They say which layers get adapters."
             report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
-    refuse_unknown(model, shape(model).get("type"), report)
+    if problem := unknown_parts(model, shape(model).get("type")):
+        report.problems.append(problem)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
     if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
@@ -110,11 +111,15 @@ def model(c: Config, report: Report) -> None:
         )
 
 
-def refuse_unknown(model: ModelConfig, kind: str | None, report: Report) -> None:
-    """A model that is to be compiled and whose parts are not known; kind: its type, None if that is not known yet."""
-    if model.compile is True and kind not in (None, *MODEL_TYPES):
-        needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "The parts of other models are not known."
-        report.refuse("model.compile=true", needs, kind, reason, "model.compile=auto")
+def unknown_parts(model: ModelConfig, kind: str | None) -> str | None:
+    """Return the problem with a model that is to be compiled and whose parts are not known.
+
+    kind: its type; None if that is not known yet.
+    """
+    if model.compile is not True or kind in (None, *MODEL_TYPES):
+        return None
+    needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "The parts of other models are not known."
+    return refusal("model.compile=true", needs, kind, reason, "model.compile=auto")
 
 
 def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
@@ -126,12 +131,13 @@ def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
 
 def kernel(c: Config, report: Report) -> None:
     if c.kernel.needs_gpu and c.trainer.device == "cpu":
-        refuse_triton("trainer.device=cpu", report)
+        report.problems.append(no_triton("trainer.device=cpu"))
 
 
-def refuse_triton(got: str, report: Report) -> None:
+def no_triton(got: str) -> str:
+    """Return the refusal of kernel=triton; got: what there is in the place of a GPU."""
     reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
-    report.refuse("kernel=triton", "a GPU", got, reason, "kernel=torch")
+    return refusal("kernel=triton", "a GPU", got, reason, "kernel=torch")
 
 
 def optimizer(c: Config, report: Report) -> None:

@@ -253,7 +253,7 @@ def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:
 def parallelism(c: Config, report: Report) -> None:
     """The sizes against each other, the processes that a launcher has started, and the model."""
     p, rank, product = c.parallelism, joined(), world_size(c.parallelism)
-    fits(p, shape(c.model), vocabulary_size(c.model, c.task), report)
+    report.problems += misfits(p, shape(c.model), vocabulary_size(c.model, c.task))
     if rank is not None and rank.world_size != product:
         factors = " x ".join(f"{name}={getattr(p, name)}" for name in AXES)
         needs = f"the product of the parallel sizes, {product} = {factors}"
@@ -282,17 +282,18 @@ def parallelism(c: Config, report: Report) -> None:
             report.refuse(f"parallelism.{name}={text(value)}", needs, got, reason, use)
 
 
-def fits(p: ParallelismConfig, known: dict[str, Any], vocabulary: int | None, report: Report) -> None:
-    """Whether a model can be spread so: as far as it is known by `check`, and as it is loaded by `model/spread.py`.
+def misfits(p: ParallelismConfig, known: dict[str, Any], vocabulary: int | None) -> list[str]:
+    """Return the problems with a model that is spread so, as far as `check` knows it, or as it is loaded.
 
     p: parallelism. known: type, attention heads, key-value heads, layers, tied; what is not known is missing or None.
     """
+    problems = []
     tensor, stages = p.tensor_parallel, p.pipeline_parallel
     spread = [f"{name}={getattr(p, name)}" for name in AXES if name != "data_parallel" and getattr(p, name) > 1]
     spread += ["shard=true"] if p.shard else []
     if spread and known.get("type") not in (None, *MODEL_TYPES):
         needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "Only models of these types can be spread."
-        report.refuse(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp")
+        problems.append(refusal(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp"))
     setting = f"parallelism.tensor_parallel={tensor}"
     heads = {what: known.get(what) for what in ("attention heads", "key-value heads")}
     heads = {what: number for what, number in heads.items() if is_whole(number) and number >= 1}
@@ -300,14 +301,15 @@ def fits(p: ParallelismConfig, known: dict[str, Any], vocabulary: int | None, re
         fitting = max(size for size in range(1, tensor) if not any(number % size for number in heads.values()))
         needs = f"a divisor of the model's {heads[uneven[0]]} {uneven[0]}"
         use = f"parallelism.tensor_parallel={fitting}"
-        report.refuse(setting, needs, tensor, "Attention heads are dealt out whole.", use)
+        problems.append(refusal(setting, needs, tensor, "Attention heads are dealt out whole.", use))
     if vocabulary is not None and -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
         reason, use = "One rank would hold none of the vocabulary.", "parallelism.tensor_parallel=1"
-        report.refuse(setting, f"fewer shards of {vocabulary} tokens", tensor, reason, use)
+        problems.append(refusal(setting, f"fewer shards of {vocabulary} tokens", tensor, reason, use))
     setting, layers = f"parallelism.pipeline_parallel={stages}", known.get("layers")
     if known.get("tied") and stages > 1:
         needs, got = "a model whose embedding and LM head are two matrices", "one for both"
-        report.refuse(setting, needs, got, "They lie on different stages.", "parallelism=fsdp")
+        problems.append(refusal(setting, needs, got, "They lie on different stages.", "parallelism=fsdp"))
     if is_whole(layers) and 1 <= layers < stages:
         reason, use = "A stage holds whole layers, at least one.", f"parallelism.pipeline_parallel={layers}"
-        report.refuse(setting, f"at most the model's {layers} layers", stages, reason, use)
+        problems.append(refusal(setting, f"at most the model's {layers} layers", stages, reason, use))
+    return problems
