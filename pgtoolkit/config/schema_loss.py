@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pgtoolkit.config.defaults import REQUIRED, SameAs
 from pgtoolkit.config.key import Needs, Option, Refusal, key
-from pgtoolkit.losses.corrections import CORRECTIONS, Factor, Mean  # noqa: F401  (types of keys, by their names)
-from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
+from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
 
 _NEEDS_KL: Needs = {"only_if": "kl.kind!=none", "use": "kl=k3"}
 _NEEDS_REFERENCE_MODEL: Refusal = {

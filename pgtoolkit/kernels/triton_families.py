@@ -24,12 +24,15 @@ def slope_of(family: Family) -> triton.JITFunction | None:
     """Return the family's slope, or None for a family that has none here."""
     if type(family) is Grpo and family.dual_clip is not None:
         return dual_clipped
+    if type(family) is Dppo and family.divergence == "binary_kl":
+        return left_out_by_kl
     return _SLOPES.get(type(family))
 
 
 def numbers_of(family: Family) -> tuple[float, float, float, float]:
-    """Return the family's fields as its slope takes them. A lower bound that is None lies at 0, which is 1 below 1."""
-    numbers = [getattr(family, field.name) for field in fields(family)]
+    """Return the family's numbers as its slope takes them. A lower bound that is None lies at 0, which is 1 below 1."""
+    values = [getattr(family, field.name) for field in fields(family)]
+    numbers = [value for value in values if not isinstance(value, str)]
     numbers += [0.0] * (4 - len(numbers))
     return tuple(1.0 if number is None else float(number) for number in numbers)
 
@@ -78,10 +81,22 @@ def soft_gated(log_ratio, advantage, log_prob, positive, negative, _unused, _unu
 
 @triton.jit
 def left_out(log_ratio, advantage, log_prob, low, high, cap, _unused):
-    """`Dppo`, by how far the probability has moved."""
+    """`Dppo`, by the difference of the probabilities."""
     _, ratio = _clamped(log_ratio)
     moved = tl.exp2(log_prob * (1 / LN_2)) * (1 - 1 / ratio)
     too_far = ((moved < -low) & (advantage < 0)) | ((moved > high) & (advantage > 0))
+    return tl.where(too_far, 0.0, -tl.minimum(ratio, cap) * advantage)
+
+
+@triton.jit
+def left_out_by_kl(log_ratio, advantage, log_prob, low, high, cap, _unused):
+    """`Dppo`, by the binary KL of the old to the new policy."""
+    limited, ratio = _clamped(log_ratio)
+    old = tl.exp2((log_prob - limited) * (1 / LN_2))
+    old_others = tl.maximum(1 - old, 0.0)
+    others = tl.maximum(1 - tl.exp2(log_prob * (1 / LN_2)), 0.0)
+    moved = old_others * LN_2 * (tl.log2(old_others + 1e-8) - tl.log2(others + 1e-8)) - old * limited
+    too_far = ((moved > low) & (limited < 0) & (advantage < 0)) | ((moved > high) & (limited > 0) & (advantage > 0))
     return tl.where(too_far, 0.0, -tl.minimum(ratio, cap) * advantage)
 
 

@@ -27,6 +27,12 @@ class Mean(StrEnum):
     geometric = "geometric"
 
 
+class MaskMean(StrEnum):
+    product = "product"
+    geometric = "geometric"
+    worst = "worst"
+
+
 class Factor(StrEnum):
     document = "document"
     token = "token"
@@ -45,11 +51,13 @@ class Correction(ABC):
     of_policy: True if the ratio is of the new log-probs to those of the policy that sampled (the sampling log-probs
         where they are known, else the old ones), and not of the old to the sampling ones. It is then known only after
         the forward pass, together with all tokens of the document.
+    by_worst: whether a token beyond the bounds takes all tokens of its document out with it.
     equal_within_documents: whether the tokens of a document have the same factor.
     """
 
     scope: ClassVar[str] = "token"
     of_policy: ClassVar[bool] = False
+    by_worst: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -63,7 +71,7 @@ class Correction(ABC):
     @property
     def by_document(self) -> bool:
         """Whether a token's factor depends on the other tokens of its document."""
-        return self.scope != "token"
+        return self.by_worst or self.scope != "token"
 
     @property
     @abstractmethod
@@ -98,6 +106,9 @@ class Factors:
         limited, distance = clamped(over), over.abs()
         of_tokens = limited if over is log_ratio else clamped(log_ratio)
         values, outside = correction.factors(limited, of_tokens, advantages)
+        if correction.by_worst:
+            outside = documents.broadcast(documents.sum(outside.to(values.dtype))) > 0
+            values = values.where(~outside, 0.0)
         # The clamp makes a number of an infinite log-ratio, and a mask of NaN. Over a document that has a token of such
         # a log-ratio there is no finite one.
         return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
@@ -234,13 +245,14 @@ class SequenceTruncate(_Sequence):
 
 @dataclass(frozen=True)
 class SequenceMask(_Sequence):
-    """Documents whose product, or geometric mean, of exp(old - sampling log-prob) lies outside of two
-    bounds are left out.
+    """Documents whose product, geometric mean, or worst token of exp(old - sampling log-prob) lies
+    outside of two bounds are left out.
     """
 
-    mean: Mean = parameter(
-        Mean.product,
-        help="What of a document's ratios has to lie within the bounds: their product or their geometric mean.",
+    mean: MaskMean = parameter(
+        MaskMean.product,
+        help="What of a document's ratios has to lie within the bounds: their product, their geometric "
+        "mean, or worst: each of them (with factor=one or token).",
     )
     low: float | None = parameter(
         None,
@@ -263,6 +275,31 @@ class SequenceMask(_Sequence):
     )
 
     masks: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.by_worst and self.factor == "document":
+            raise ValueError(
+                "factor='document' needs mean='product' or 'geometric' (got mean='worst'): the worst token is no ratio "
+                "of the document; factor='one' keeps the others as they are"
+            )
+
+    @property
+    def scope(self) -> str:
+        return "token" if self.by_worst else super().scope
+
+    @property
+    def by_worst(self) -> bool:
+        return self.mean == "worst"
+
+    @property
+    def equation(self) -> str:
+        if not self.by_worst:
+            return super().equation
+        least = "" if self.low is None else f"{self.low:g} <= "
+        return (
+            f"{self.kept} where {least}v_u <= {self.high:g} for each trained token u of document d, else 0,  {_TOKEN}"
+        )
 
     @property
     def equal_within_documents(self) -> bool:

@@ -7,6 +7,7 @@ defaults; tensors bring their methods.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from pgtoolkit.losses.checks import check_name
@@ -14,6 +15,12 @@ from pgtoolkit.losses.family import Family, parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class Divergence(StrEnum):
+    total_variation = "total_variation"
+    binary_kl = "binary_kl"
+
 
 _RATIO = "r_t = exp(new - old log-prob of token t)"
 _MEAN = "exp(mean over the trained tokens of document d of {})"
@@ -242,15 +249,15 @@ class Dppo(Family):
         0.2,
         least=1e-9,
         most=1,
-        help="Where the advantage is negative, a token whose probability has fallen by more than "
-        "this gets no gradient (0 to 1).",
+        help="Where the advantage is negative, a token whose probability has fallen by a divergence of "
+        "more than this gets no gradient (0 to 1). With divergence=binary_kl others take 0.05.",
     )
     delta_high: float = parameter(
         0.2,
         least=1e-9,
         most=1,
-        help="Where the advantage is positive, a token whose probability has risen by more than "
-        "this gets no gradient (0 to 1).",
+        help="Where the advantage is positive, a token whose probability has risen by a divergence of "
+        "more than this gets no gradient (0 to 1). With divergence=binary_kl others take 0.05.",
     )
     ratio_cap: float = parameter(
         20.0,
@@ -258,14 +265,33 @@ class Dppo(Family):
         most=1e9,
         help="The most that a ratio weighs. verl 0.9.1 ships 3; prime-rl and SkyRL have no cap.",
     )
+    divergence: Divergence = parameter(
+        Divergence.total_variation,
+        help="How far a token's probability has moved: total_variation (the difference of the two "
+        "probabilities) or binary_kl (the KL of the old to the new policy, of this token against all others).",
+        learns="loss.divergence=binary_kl",
+        added=True,
+    )
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True
 
     @property
     def equation(self) -> str:
-        kept = f"0 where exp(p_t) - exp(o_t) < -{self.delta_low:g} and A_t < 0, or > {self.delta_high:g} and A_t > 0"
+        low, high = f"{self.delta_low:g}", f"{self.delta_high:g}"
+        kept = f"0 where exp(p_t) - exp(o_t) < -{low} and A_t < 0, or > {high} and A_t > 0"
+        if self.divergence == "binary_kl":
+            kept = f"0 where d_t > {low} and p_t < o_t and A_t < 0, or d_t > {high} and p_t > o_t and A_t > 0"
+            kept += ";  d_t = exp(o_t) (o_t - p_t) + (1 - exp(o_t)) ln((1 - exp(o_t)) / (1 - exp(p_t)))"
         return f"-min(r_t, {self.ratio_cap:g}) A_t p_t, no gradient through the ratio; {kept},  {_RATIO}, p_t the new"
+
+    def notes(self) -> list[str]:
+        widest = max(self.delta_low, self.delta_high)
+        note = (
+            f"loss.divergence=binary_kl with a bound of {widest:g}, which total_variation has: a binary KL is smaller, "
+            "and others bound it by 0.05 (loss.delta_low=0.05 loss.delta_high=0.05)."
+        )
+        return [note] if self.divergence == "binary_kl" and widest >= 0.2 else []
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         log_ratio = log_ratio.detach()
@@ -275,7 +301,14 @@ class Dppo(Family):
         return slope * log_probs, slope
 
     def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        moved = log_probs.exp() * (1 - 1 / ratio)  # exp(p) - exp(o), with the log-ratio clamped as everywhere
+        if self.divergence == "binary_kl":
+            # The log-ratio is clamped as everywhere, here and below. A probability may lie above 1 by rounding.
+            old_log_probs = log_probs - ratio.log()
+            others, old_others = (-x.expm1().clamp(max=0.0) for x in (log_probs, old_log_probs))
+            of_others = old_others * ((old_others + 1e-8) / (others + 1e-8)).log()
+            moved = of_others - old_log_probs.exp() * ratio.log()
+            return (moved > self.delta_low) & (ratio < 1), (moved > self.delta_high) & (ratio > 1)
+        moved = log_probs.exp() * (1 - 1 / ratio)  # exp(p) - exp(o)
         return moved < -self.delta_low, moved > self.delta_high
 
 

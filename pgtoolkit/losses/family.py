@@ -32,12 +32,15 @@ def clamped(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def parameter(default: Any, *, help: str, least: float | None = None, most: float | None = None) -> Any:
+def parameter(
+    default: Any, *, help: str, least: float | None = None, most: float | None = None, **declared: Any
+) -> Any:
     """Declare a parameter of a family or a correction: a field of its dataclass, a key of its option.
 
-    help: what it means, in sentences. least, most: the range of a number, both ends included.
+    help: what it means, in sentences. least, most: the range of a number, both ends included. declared: more that is
+    true of the key, see `config.key.Key`.
     """
-    declared = {"default": default, "help": help}
+    declared |= {"default": default, "help": help}
     if least is not None:
         declared["range"] = (least, most)
     return field(default=default, metadata=declared)

@@ -217,11 +217,20 @@ def _gmpo(r, x, A, p, epsilon_low, epsilon_high):
     return -r * A, -r * A
 
 
-def _dppo(r, x, A, p, delta_low, delta_high, ratio_cap):
-    moved = math.exp(p) - math.exp(p - x)
+def _dppo(r, x, A, p, delta_low, delta_high, ratio_cap, divergence):
+    moved = _moved(x, p, divergence)
     if (A > 0 and moved > delta_high) or (A < 0 and moved < -delta_low):
         return 0.0, 0.0
     return -min(r, ratio_cap) * A * p, -min(r, ratio_cap) * A
+
+
+def _moved(x, p, divergence):
+    """dppo: how far a token's probability has moved from exp(o) to exp(p), below 0 where it has fallen; x = p - o."""
+    new, old = math.exp(p), math.exp(p - x)
+    if divergence == "total_variation":
+        return new - old
+    kl = -old * x + (1 - old) * math.log((max(0.0, 1 - old) + 1e-8) / (max(0.0, 1 - new) + 1e-8))
+    return math.copysign(kl, x)
 
 
 def _vespo(r, x, A, p, power_positive, decay_positive, power_negative, decay_negative):
@@ -249,7 +258,20 @@ def _one_sided(x, A, epsilon_low, epsilon_high) -> float:
     return min(x, epsilon_high) if A > 0 else max(x, -epsilon_low) if A < 0 else x
 
 
-def _clips(loss, r, p, x, A, epsilon_low=None, epsilon_high=None, delta_low=None, delta_high=None, dual_clip=None, **_):
+def _clips(
+    loss,
+    r,
+    p,
+    x,
+    A,
+    epsilon_low=None,
+    epsilon_high=None,
+    delta_low=None,
+    delta_high=None,
+    divergence=None,
+    dual_clip=None,
+    **_,
+):
     """(outside the bounds, the lower bound changes the coefficient, the upper one does); x: of the token alone."""
     below = above = False
     if loss in ("grpo", "gspo", "cispo"):
@@ -262,7 +284,7 @@ def _clips(loss, r, p, x, A, epsilon_low=None, epsilon_high=None, delta_low=None
     if loss == "dppo":
         assert delta_low is not None
         assert delta_high is not None
-        moved = math.exp(p) - math.exp(p - min(20.0, max(-20.0, x)))
+        moved = _moved(min(20.0, max(-20.0, x)), p, divergence)
         below, above = moved < -delta_low, moved > delta_high
     # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
     low, high = below and (A != 0 if loss == "cispo" else A < 0), above and (A != 0 if loss == "cispo" else A > 0)

@@ -20,15 +20,19 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
         masked = math.fsum(advantage[t] for t in tokens) / n < 0 and _clamp(behind) > settings["threshold"]
         return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
     low, high = settings["low"] or 0.0, settings["high"]
+    mean = settings.get("mean")
     found = {}
     for t in tokens:
         x = o[t] - b[t]
         v = math.exp(_clamp(x))
         over = x
-        if correction.startswith("sequence"):
-            over = math.fsum(o[u] - b[u] for u in tokens) / (n if settings["mean"] == "geometric" else 1)
+        if mean in ("product", "geometric"):
+            over = math.fsum(o[u] - b[u] for u in tokens) / (n if mean == "geometric" else 1)
         ratio = math.exp(_clamp(over))
         outside = ratio < low or ratio > high
+        if mean == "worst":
+            of_tokens = [math.exp(_clamp(o[u] - b[u])) for u in tokens]
+            outside = min(of_tokens) < low or max(of_tokens) > high
         if correction.endswith("truncate"):
             rho = min(high, max(low, ratio))
         else:

@@ -4,6 +4,7 @@ A step is cut into micro-batches on several ranks, as verl cuts it: each adds up
 verl averages over ranks.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -11,14 +12,17 @@ import sys
 import pytest
 import torch
 from adapters.padded import LENGTHS, WIDTH, batch, ours, summary
-from adapters.test_numbers import CLIP, NARROW, VERL
+from adapters.test_numbers import BINARY_KL, CLIP, NARROW, VERL
 
 pytest.importorskip("verl", reason="the extra verl")
 
 from adapters.verl_steps import CUT, ONE, step
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
 from verl.workers.config import FSDPActorConfig
 
 from pgtoolkit.adapters import verl as adapter
+from pgtoolkit.corrections import SequenceMask
+from pgtoolkit.families import Dppo
 
 THEIRS = {"grpo": "vanilla", "dppo": "dppo_tv", "kimi": "dro", "reinforce": "gpg"}
 """verl's names of losses that it calls otherwise."""
@@ -64,6 +68,27 @@ def test_a_geometric_mean_in_one_micro_batch_is_ours():
         loss, gradient, _ = step(loss_mode, CLIP | {"loss_agg_mode": "seq-mean-token-mean"}, ONE)
         assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
         torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
+
+
+def test_a_bound_on_a_binary_kl_is_ours():
+    exact = ours(Dppo(**BINARY_KL), {}, "token_mean")
+    flags = {"clip_ratio_low": 1e-3, "clip_ratio_high": 5e-4, "clip_ratio_c": 1.1}
+    loss, gradient, _ = step("dppo_kl", flags)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
+    torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.02])
+def test_documents_out_by_their_worst_token_are_ours(threshold):
+    """Of k2, half of the squared log-ratio: the bounds of the ratio are exp of plus and minus the root of twice it."""
+    new, old, _, mask = batch()
+    kept, _ = compute_rollout_rejection_mask(new - old, mask.double(), "seq_max_k2", threshold)
+    bound = math.exp(math.sqrt(2 * threshold))
+    correction = SequenceMask(mean="worst", low=1 / bound, high=bound, factor="one")
+    given = {"correction": correction, "sampling_log_probs": old}
+    _, gradient = ours("reinforce", {}, "token_mean", step=(new, new, torch.ones(len(new)), mask), **given)
+    assert torch.equal(gradient != 0, kept > 0)
+    assert 0 < int((kept > 0).any(1).sum()) < len(new)
 
 
 @pytest.mark.parametrize(

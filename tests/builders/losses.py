@@ -17,7 +17,7 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses import reference
 from pgtoolkit.losses.aggregation import aggregation_of
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.losses.families import Cispo, Grpo, family_of
+from pgtoolkit.losses.families import Cispo, Dppo, Grpo, family_of
 from pgtoolkit.losses.kl import FULL_KINDS, KINDS, KL
 from pgtoolkit.losses.objective import Loss, Objective
 from pgtoolkit.losses.piece import make_objective
@@ -45,6 +45,7 @@ LOSSES = ("grpo", "gspo", "cispo")
 FAMILIES = {name: family_of(name, **parameters) for name, parameters in PARAMETERS.items()} | {
     "grpo, dual clip": Grpo(epsilon_low=0.2, epsilon_high=0.25, dual_clip=1.3),
     "cispo, no lower bound": Cispo(epsilon_low=None, epsilon_high=0.2),
+    "dppo, binary KL": Dppo(delta_low=1e-3, delta_high=5e-4, ratio_cap=1.1, divergence="binary_kl"),
 }
 AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
 LEVELS = ("none", "basic", "with_entropy")
@@ -65,6 +66,8 @@ CORRECTIONS = {
     "product masked, V": corrections.SequenceMask(low=0.9, high=1.6),
     "mean masked, v": corrections.SequenceMask(mean="geometric", low=0.9, high=1.1, factor="token"),
     "mean masked, 1": corrections.SequenceMask(mean="geometric", high=1.1, factor="one"),
+    "worst masked, 1": corrections.SequenceMask(mean="worst", low=0.7, high=1.5, factor="one"),
+    "worst masked, v": corrections.SequenceMask(mean="worst", high=1.4, factor="token"),
     "off policy": corrections.OffPolicyMask(threshold=0.01),
 }
 """Each kind, with bounds beyond which some tokens of the cases below lie on each side, and others between."""

@@ -23,7 +23,7 @@ import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from pgtoolkit.kernels import triton_families as families, triton_passes
-from pgtoolkit.losses.families import FAMILIES, Grpo
+from pgtoolkit.losses.families import FAMILIES, Dppo, Grpo
 
 def compiled(kernel, sizes, types, other, aligned, **options):
     types = types | dict.fromkeys(sizes, "constexpr")
@@ -38,7 +38,8 @@ def compiled(kernel, sizes, types, other, aligned, **options):
     return made.asm["cubin"]
 
 numbers = dict.fromkeys(("number0", "number1", "number2", "number3"), "fp32")
-known = {name: family() for name, family in FAMILIES.items()} | {"dual_clip": Grpo(dual_clip=3.0), "score": None}
+known = {name: family() for name, family in FAMILIES.items()}
+known |= {"dual_clip": Grpo(dual_clip=3.0), "binary_kl": Dppo(divergence="binary_kl"), "score": None}
 
 def one_pass(family, kind, half, bonus):
     from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
@@ -114,7 +115,7 @@ for line in sys.stdin:
     except Exception as error:
         print(repr(str(error)), flush=True)
 """.replace("VOCABULARY", str(VOCABULARY))
-BY_TOKEN = [name for name in (*EVERY_LOSS, "dual_clip") if name not in BY_DOCUMENT]
+BY_TOKEN = [name for name in (*EVERY_LOSS, "dual_clip", "binary_kl") if name not in BY_DOCUMENT]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from keys import (
 )
 from pgtoolkit.batch import Document
 from pgtoolkit.losses.corrections import CORRECTIONS
-from pgtoolkit.losses.families import FAMILIES, Grpo
+from pgtoolkit.losses.families import FAMILIES, Divergence, Grpo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKEN_FAMILIES = [name for name, family in FAMILIES.items() if family.scope == "token"]
@@ -37,6 +37,7 @@ def loss_name():
 OTHERS = {
     **{"epsilon_low": (0.05, 0.2, 0.7), "epsilon_high": (0.05, 0.2, 0.7), "dual_clip": (1.05, 1.2, 1.5)},
     **{"delta_low": (0.01, 0.04, 0.1), "delta_high": (0.01, 0.04, 0.1), "ratio_cap": (0.8, 1.1, 1.5)},
+    "divergence": tuple(Divergence),
     **dict.fromkeys(("temperature_positive", "temperature_negative", "tau"), (0.2, 1.0, 3.0)),
     **dict.fromkeys(("power_positive", "decay_positive", "power_negative", "decay_negative"), (0.5, 1.0, 4.0)),
 }
@@ -44,16 +45,17 @@ OTHERS = {
 
 @key(*(f"loss/{name}.{one.name}" for name, family in FAMILIES.items() for one in fields(family)))
 def parameter_of_a_family(key):
-    """Each of three values acts as the specification says, and they give three losses or gradients."""
+    """Each of its values acts as the specification says, and all of them give other losses or gradients."""
     group, name = key.split(".")
     family, found = group.split("/")[1], set()
     wide = {"epsilon_low": 0.3, "epsilon_high": 0.3, "dual_clip": None} if family in ("grpo", "gspo", "cispo") else {}
+    wide |= {"delta_low": 0.02, "delta_high": 0.02} if name == "divergence" else {}
     defaults = vars(FAMILIES[family]()) | {one: value for one, value in wide.items() if one in vars(FAMILIES[family]())}
     for value in OTHERS[name]:
         given = defaults | {name: value}
         typed = [f"loss.{one}={'null' if number is None else number}" for one, number in given.items()]
         found.add(round(loss_as_specified([f"loss={family}", *typed], loss=family, **given), 8))
-    assert len(found) == 3
+    assert len(found) == len(OTHERS[name])
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ def correction_name():
 
 BOUNDS = {"low": (None, 0.5, 0.8, 0.95), "high": (1.0, 2.0, 9.0), "threshold": (0.1, 1.0, 2.0)}
 BOUNDS |= {"mean": ("product", "geometric"), "factor": ("document", "token", "one")}
+WORST = {"factor": "one", "high": 1.5}
 
 
 @key(*(f"correction/{name}.{one.name}" for name, kind in CORRECTIONS.items() for one in fields(kind)))
@@ -108,8 +111,11 @@ def parameter_of_a_correction(key):
     group, one = key.split(".")
     name = group.split("/")[1]
     wide = {"low": None, "high": 9.0} if hasattr(CORRECTIONS[name], "high") else {}
-    found = {round(corrected_loss(name, **wide | {one: value}), 9) for value in BOUNDS[one]}
-    assert len(found) >= min(3, len(BOUNDS[one]))
+    values = (*BOUNDS[one], "worst") if (name, one) == ("sequence_mask", "mean") else BOUNDS[one]
+    found = {
+        round(corrected_loss(name, **wide | {one: value} | (WORST if value == "worst" else {})), 9) for value in values
+    }
+    assert len(found) >= min(3, len(values))
 
 
 @key("aggregation.mode")

@@ -36,6 +36,13 @@ def dppo(p, x, A):
     return -A * x.detach().exp().clamp(max=3.0) * p * kept
 
 
+def dppo_by_kl(p, x, A):
+    new, old = p.detach().exp(), (p - x).detach().exp()
+    kl = old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+    left_out = ((kl > 0.03) & (new > old) & (A > 0)) | ((kl > 0.05) & (new < old) & (A < 0))
+    return -A * x.detach().exp().clamp(max=1.5) * p * ~left_out
+
+
 def vespo(p, x, A):
     W = (by_document(x) * torch.tensor([3.0, 3, 3, 3, 3, 3, 2, 2])).exp().detach()
     positive, negative = W**2 * torch.exp(3 * (1 - W)), W**1.5 * torch.exp(2 * (1 - W))
@@ -66,6 +73,7 @@ FORMULAS = {
     sapo: families.Sapo(temperature_positive=1.5, temperature_negative=2.5),
     gmpo: families.Gmpo(epsilon_low=0.4, epsilon_high=0.25),
     dppo: families.Dppo(delta_low=0.2, delta_high=0.1, ratio_cap=3.0),
+    dppo_by_kl: families.Dppo(delta_low=0.05, delta_high=0.03, ratio_cap=1.5, divergence="binary_kl"),
     vespo: families.Vespo(power_negative=1.5),
     kimi: families.Kimi(tau=0.7),
     reinforce: families.Reinforce(),

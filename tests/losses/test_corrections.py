@@ -35,6 +35,8 @@ WORKED = [
     (corrections.SequenceMask(low=1.0, factor="token"), [0.4, 1, 3, 0, 0, 0, 0, 0]),
     (corrections.SequenceMask(low=1.0, high=9, factor="one"), [1, 1, 1, 1, 1, 1, 0, 0]),
     (corrections.SequenceMask(mean="geometric", high=1.9), [1.2 ** (1 / 3)] * 3 + [0] * 3 + [0.9**0.5] * 2),
+    (corrections.SequenceMask(mean="worst", low=0.4 - 1e-9, high=2.5, factor="one"), [0, 0, 0, 1, 1, 1, 1, 1]),
+    (corrections.SequenceMask(mean="worst", low=0.95, high=3 + 1e-9, factor="token"), [0, 0, 0, 2, 2, 2, 0, 0]),
     # The mean of old - new log-prob over the document of negative advantage is -0.07 / 3.
     (corrections.OffPolicyMask(threshold=0.0), [1] * 8),
 ]

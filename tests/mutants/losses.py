@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from mutants import mutant
+from pgtoolkit.losses.corrections import TokenMask
 
 # Aggregations: the weight of a token.
 
@@ -130,6 +131,15 @@ def dppo_compares_ratios_in_the_place_of_probabilities(right, self, ratio, token
     return ratio - 1 < -self.delta_low, ratio - 1 > self.delta_high
 
 
+@mutant("losses.families:Dppo.outside")
+def the_binary_kl_is_of_the_new_to_the_old_policy(right, self, ratio, token_log_ratio, log_probs):
+    if self.divergence != "binary_kl":
+        return right(self, ratio, token_log_ratio, log_probs)
+    mirrored = replace(self, delta_low=self.delta_high, delta_high=self.delta_low)
+    low, high = right(mirrored, 1 / ratio, -token_log_ratio, log_probs - ratio.log())
+    return high, low
+
+
 # Corrections.
 
 
@@ -144,6 +154,12 @@ def the_bounds_of_a_mask_are_outside(right, self, log_ratio, token_log_ratio, ad
 @mutant("losses.corrections:_Bounded.factors")
 def the_ratio_is_of_sampler_to_trainer(right, self, log_ratio, token_log_ratio, advantages):
     return right(self, -log_ratio, -token_log_ratio, advantages)
+
+
+@mutant("losses.corrections:Factors.of")
+def a_document_s_worst_token_goes_alone(right, cls, correction, *others):
+    alone = TokenMask(correction.low, correction.high) if correction.by_worst else correction
+    return right(cls, alone, *others)
 
 
 @mutant("losses.corrections:SequenceMask.equal_within_documents")

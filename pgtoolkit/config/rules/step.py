@@ -46,15 +46,24 @@ def aggregation(c: Config, report: Report) -> None:
 
 
 def correction(c: Config, report: Report) -> Config:
-    """Refuse bounds that are not in their order, and log-probs that do not differ by what a correction is for.
+    """Refuse bounds out of order, a factor that a mean does not have, and sampling log-probs equal to the old ones.
 
-    Returns the configuration for the rules that follow, without bounds that are refused.
+    Returns the configuration for the rules that follow, without what is refused.
     """
     low, high = getattr(c.correction, "low", None), getattr(c.correction, "high", None)
     if low is not None and low > high:
         needs = f"at most correction.high={text(high)}"
         report.refuse_value("correction.low", low, needs, "It is the lower of two bounds.", high)
         c = with_values(c, {"correction.low": None})
+    if getattr(c.correction, "mean", None) == "worst" and getattr(c.correction, "factor", None) == "document":
+        report.refuse(
+            setting="correction.mean=worst",
+            needs="correction.factor=one or token",
+            got="document",
+            reason="The worst token is no ratio of the document, by which its tokens could be multiplied.",
+            use="correction.factor=one",
+        )
+        c = with_values(c, {"correction.factor": "one"})
     chosen, setting, rollout = configured(c.correction, CORRECTIONS), f"correction={c.correction.name}", c.rollout
     if chosen is None:
         return c
