@@ -50,7 +50,8 @@ def plan(c: Config, gpu: float | None = None) -> Plan | None:
         always = {"frozen weights": number * shape.weights / ranks, "adapters": adapters / ranks}
     if c.kl.needs_model and not (rank and c.kl.reference == "initial"):
         teacher = None if c.kl.reference == "initial" else sizes(SimpleNamespace(path=c.kl.reference))
-        always["reference"] = number * (teacher or shape).weights / ranks
+        of_weight = number if c.kl.update_every is None else 4
+        always["reference"] = of_weight * (teacher or shape).weights / ranks
     sampling = _sampling(c, shape, number) if samples(c) and c.sampler.name == "transformers" else {}
     beside = samples_beside(c)
     if sampling and (ranks > 1 or number < 4 or rank is not None or beside):

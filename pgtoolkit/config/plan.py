@@ -85,14 +85,21 @@ def reference(config: Config) -> Iterator[str]:
     if chosen == "recorded":
         yield "the column ref_log_probs of the recorded rollouts; no second model"
         return
-    yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
+    if (every := config.kl.update_every) is None:
+        yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
+    else:
+        yield (
+            f"the weights that the run starts from; after every {every} updates {config.kl.update_rate:g} of the way "
+            "towards the policy's"
+        )
     share = "a quarter" if model.gradient_checkpointing else "a third"
     share = f", about {share} of the arithmetic of an update" if chosen == "initial" else ""
     yield f"time: its forward pass of each micro-batch{share}"
     if chosen == "initial" and model.lora_rank is not None:
         yield "memory: none, since it is the model in training without its adapters"
     else:
-        yield "memory: that of a second model, which ranks that share a model share; matrices in bfloat16 take half"
+        halved = "matrices in bfloat16 take half" if every is None else "in float32"
+        yield f"memory: that of a second model, which ranks that share a model share; {halved}"
 
 
 def arithmetic(config: Config) -> Iterator[str]:

@@ -137,6 +137,29 @@ class KLConfig:
         '{answer}.)" (self-distillation); null: the prompt itself.',
         **_NEEDS_REFERENCE_MODEL,
     )
+    update_every: int | None = key(
+        default=None,
+        help="Updates of the policy after which the reference moves towards it, again and again; null: "
+        "it stays as it is.",
+        least=1,
+        most=10**9,
+        learns="kl.update_every>0",
+        fixed="the checkpoint holds the reference that has moved",
+        added=True,
+        only_if="kl.kind!=none and kl.reference=initial",
+        use="kl=k3 and kl.reference=initial",
+    )
+    update_rate: float = key(
+        default=1.0,
+        help="How far it moves: its weights become update_rate times the policy's and 1 - update_rate "
+        "times its own (0 to 1); 1: the policy's.",
+        least=1e-6,
+        most=1,
+        learns="kl.update_every>0",
+        added=True,
+        only_if="kl.update_every>0",
+        use="kl.update_every=512",
+    )
 
     @property
     def needs_model(self) -> bool:

@@ -137,7 +137,9 @@ def accelerator(config: Config) -> str:
 
 
 def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -> Policy | None:
-    """The reference, frozen and whole; None where none is needed; the policy itself where its adapters are left out.
+    """Return the reference, without gradient and whole, or the policy itself where its adapters are left out.
+
+    None where none is needed. One that moves has weights in float32, as the policy has.
 
     policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its checkpoint is read. So
     the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be loaded, or whose tokens
@@ -150,7 +152,7 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
         return policy  # the frozen weights under the adapters are those that the run starts from
     loaded = replace(policy, model=copy.deepcopy(policy.model)) if own else _loaded(config, policy, layout)
     model = loaded.model.requires_grad_(False)
-    if policy.compute_dtype != torch.float32:
+    if policy.compute_dtype != torch.float32 and config.kl.update_every is None:
         _narrow(model, policy.compute_dtype)
     return loaded
 

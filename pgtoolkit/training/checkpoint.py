@@ -2,9 +2,9 @@
 
 `step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of LoRA's adapters, which
 name their model. Its subfolder `training/` holds what else the next step depends on: the optimizer's moments by the
-names of their parameters, and state.json, whose tensors are in state.safetensors. manifest.json names the format, and
-the size and CRC-32 of each file, and of the rows that the run had recorded by then. Nothing is pickled: reading a
-checkpoint runs no code.
+names of their parameters, a reference that moves, and state.json, whose tensors are in state.safetensors.
+manifest.json names the format, and the size and CRC-32 of each file, and of the rows that the run had recorded by
+then. Nothing is pickled: reading a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
-WEIGHTS, ADAPTERS, MOMENTS = "model", "adapter_model", "training/optimizer"
+WEIGHTS, ADAPTERS, MOMENTS, REFERENCE = "model", "adapter_model", "training/optimizer", "training/reference"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
@@ -58,8 +58,8 @@ def save_checkpoint(
     """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step `best`; by every rank.
 
     state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS or
-    ADAPTERS, and of MOMENTS, by name; DTensors are written whole. write_settings: puts the other files into a folder;
-    called by rank 0. rows: checksums of the rows that the run has recorded, of rank 0.
+    ADAPTERS, of MOMENTS, and of a REFERENCE that moves, by name; DTensors are written whole. write_settings: puts the
+    other files into a folder; called by rank 0. rows: checksums of the rows that the run has recorded, of rank 0.
     All is written under a temporary name, flushed to disk, and renamed: killed at any moment, `folder` holds only whole
     checkpoints beside at most one `.tmp`. Raises StorageError on all ranks if the disk refuses any of them.
     """

@@ -18,7 +18,7 @@ from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import compiled
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
-from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
@@ -34,8 +34,8 @@ Inputs = tuple[Tensor, LMHead, Ranks]
 class PolicyGradientModule(DynamicAccumulation):
     """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
 
-    reference: frozen, spread like the policy; None where the documents bring their ref_log_probs or none are needed;
-    the policy itself where it is what the policy is without its adapters.
+    reference: without gradient, spread like the policy; None where the documents bring their ref_log_probs or none are
+    needed; the policy itself where it is what the policy is without its adapters.
     evaluator: measures the policy on held-out prompts, where the configuration asks for it.
     """
 
@@ -61,7 +61,10 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
         self._check_log_probs(step)
+        updates = self.num_updates
         output = super().training_step(step, batch_index)
+        if self.num_updates > updates:
+            self._move_reference()
         compiled.tell()
         weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
         if weight_sum is not None:
@@ -140,6 +143,18 @@ class PolicyGradientModule(DynamicAccumulation):
         log_probs = self.log_probs_of(*self._read_by_reference(micro_batch))[0]
         self.reference.put_away()
         return replace(micro_batch, ref_log_probs=_here(log_probs, micro_batch))
+
+    @torch.no_grad()
+    def _move_reference(self) -> None:
+        """Move the reference towards the policy, where that is due after this update."""
+        every, rate = self.config.kl.update_every, self.config.kl.update_rate
+        if every is None or self.num_updates % every != 0:
+            return
+        assert self.reference is not None
+        weights = named_weights(self.policy.model)
+        for name, weight in named_weights(self.reference.model).items():
+            if weight.is_floating_point():
+                local(weight).lerp_(local(weights[name]), rate)
 
     @torch.no_grad()
     def _reference_states(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead]:

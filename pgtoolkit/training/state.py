@@ -21,7 +21,7 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
-from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, WEIGHTS, damaged, open_tensors
+from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, REFERENCE, WEIGHTS, damaged, open_tensors
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was never stopped."""
@@ -48,7 +48,10 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
     without = [name for name, fields in of_each.items() if not fields]  # no step had a gradient of them
     without = set().union(*gather_objects(without, module.layout.world_group))
     state["without_moments"] = sorted(without)
-    return state, {kind: weights, MOMENTS: moments}
+    tensors = {kind: weights, MOMENTS: moments}
+    if module.config.kl.update_every is not None:
+        tensors[REFERENCE] = named_weights(module.reference.model)
+    return state, tensors
 
 
 def write_settings(module, folder: Path, merged: bool = False) -> None:
@@ -96,6 +99,10 @@ def restore(module, state: dict) -> None:
 def _restore_tensors(module, state: dict, names: set[str]) -> None:
     """This rank's part of weights and moments. names: of the whole model's weights."""
     load_weights(module.policy, state, names)
+    if module.config.kl.update_every is not None:
+        with open_tensors(state["path"], REFERENCE) as files:
+            for name, weight in named_weights(module.reference.model).items():
+                fill(weight, name, files)
     with open_tensors(state["path"], MOMENTS) as files:
         if state["num_updates"] and not files:
             raise StorageError(damaged(state["path"], "the optimizer's moments are missing"))

@@ -86,6 +86,22 @@ def reference_prompt():
     assert found[1] != found[2]
 
 
+@key("kl.update_every", "kl.update_rate")
+def moving_reference():
+    """How far from the policy the reference stands before the third of three updates."""
+    found = []
+    for every, rate in (("null", 1), (1, 0.5), (2, 0.5), (2, 1)):
+        typed = ["kl=k3", f"kl.update_every={every}", *([] if every == "null" else [f"kl.update_rate={rate}"])]
+        module, loader = built(*settings(*typed))
+        steps = iter(loader)
+        rows = [module.training_step(next(steps), number)["metrics"]["kl_ref"] for number in range(3)]
+        assert rows[0] == 0
+        found.append(rows[2])
+    stays, halfway_each_time, halfway, replaced = found
+    assert replaced == 0
+    assert 0 < halfway_each_time < halfway < stays
+
+
 @key("entropy.coefficient")
 def entropy():
     losses = []

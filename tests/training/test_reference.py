@@ -36,6 +36,43 @@ def test_the_first_distance_is_exactly_zero(tmp_path):
     assert all(0 < row["entropy"] < 2.5 for row in rows)
 
 
+def test_a_reference_that_moves(tmp_path):
+    """After every other update a quarter of the way to the policy, in float32 whatever the model computes in."""
+    moving = "kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.25", "optimizer.learning_rate=0.02"
+    module, loader = built(*SHORT, *moving)
+    expected = {name: weight.clone() for name, weight in module.reference.model.named_parameters()}
+    for number, step in enumerate(loader, 1):
+        module.training_step(step, number)
+        for name, weight in module.policy.model.named_parameters():
+            if number % 2 == 0:
+                expected[name] += 0.25 * (weight.detach() - expected[name])
+        for name, weight in module.reference.model.named_parameters():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-15)
+    assert number == 6
+    path = llama(tmp_path / "model")
+    module, _ = built(*with_model(path, "model.dtype=bfloat16", *moving), dtype=None)
+    assert {weight.dtype for weight in module.reference.model.parameters()} == {torch.float32}
+    typed = with_model(path, "model.lora_rank=2", *moving)
+    (problem,) = validate(config_of(*typed))[1].problems
+    assert problem.startswith("kl.update_every=2 needs model.lora_rank=null (got 2).")
+
+
+def test_a_reference_that_was_just_replaced_is_no_distance_away(tmp_path):
+    rows = metrics_of(run(tmp_path / "run", *PENALTIES, "loss=grpo", "kl.update_every=2"))
+    assert [row["kl_ref"] == 0 for row in rows] == [True, False] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "more"), [({"data_parallel": 2}, ("parallelism.shard=true",)), ({"tensor_parallel": 2}, ())], ids=str
+)
+def test_a_reference_that_moves_over_ranks(tmp_path, recorded, sizes, more):
+    moving = "kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.25", "optimizer.learning_rate=0.02"
+    settings = with_model(llama(tmp_path / "base"), *moving, of=recorded)
+    found = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
+    assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     """The matrices of the reference are kept in bfloat16, and what computes in float32 is not."""

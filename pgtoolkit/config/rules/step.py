@@ -144,6 +144,14 @@ def penalties(c: Config, report: Report) -> Config:
         report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
     if c.kl.reference_prompt is not None and not _takes_reference_prompt(c, report):
         c = with_values(c, {"kl.reference_prompt": None})
+    if c.kl.update_every is not None and c.model.lora_rank is not None:
+        report.refuse(
+            setting=f"kl.update_every={c.kl.update_every}",
+            needs="model.lora_rank=null",
+            got=c.model.lora_rank,
+            reason="The reference is the model without its adapters, and nothing of that is trained.",
+            use="kl.update_every=null or model.lora_rank=null",
+        )
     existing(report, "kl.reference", reference, hub=True)
     sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
