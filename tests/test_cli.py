@@ -325,7 +325,7 @@ def test_options_of_hydra_that_pgtk_does_not_take(capsys, command, typed, says):
     assert f"pgtk: error: {says}" in refused(capsys, *command, typed)
 
 
-@pytest.mark.parametrize("word", ["convert", "diff", "doctor", "plan"])
+@pytest.mark.parametrize("word", ["convert", "diff", "plan"])
 def test_a_command_that_is_gone_is_answered_with_what_to_use(word, capsys):
     assert main([word, "FILE"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

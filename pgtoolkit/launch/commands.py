@@ -224,6 +224,16 @@ def _explain(parser: _Parser, argv: list[str]) -> None:
     say(explain_as_json(words) if args.json else explain(words))
 
 
+def _doctor(parser: _Parser, argv: list[str]) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    args = parser.parse_args(argv)
+
+    from pgtoolkit.comparison.doctor import diagnose
+
+    say(diagnose(args.runs, args.json))
+
+
 def _translate(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON of TRL's GRPOTrainer or of verl")
     count = "that TRL trains on, which its file does not say (default: 1)"
@@ -237,6 +247,7 @@ def _translate(parser: _Parser, argv: list[str]) -> None:
 
 REPORTS = {
     "compare": ("RUN_DIR...", "what runs reached over seeds: better, equal, unknown; --html FILE", _compare),
+    "doctor": ("RUN_DIR...", "which known failure a run shows, since when, what to change", _doctor),
     "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
     "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
