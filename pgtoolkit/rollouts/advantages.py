@@ -175,6 +175,7 @@ class Estimator:
         weights = {f"reward/{name}": float(one.get("weight", 1)) for name, one in verifiers.items()}
         if name != "custom":
             return cls(name, weights if name == "gdpo" else {})
+        assert path is not None
         estimator = cls(name, {}, path, import_function("advantage.path", path, ("rewards",), ADVANTAGE_KEYWORDS))
         estimator._try(min(c.rollout.group_size or 4, 64), weights)
         return estimator
@@ -200,7 +201,7 @@ class Estimator:
                 except DataError as error:
                     refuse(number, str(error))
                     parts.append([0.0] * len(attempts))
-            parts = over_batch(self.name, parts, [[attempt.reward for attempt in group] for group in scored])
+            parts = over_batch(self.name, parts, [_rewards(group) for group in scored])
         return [_with_zeros(group, part) for group, part in zip(groups, parts, strict=True)]
 
     def _usable(self, groups: list[list[Attempt]], refuse: Callable[[int, str], None]) -> list[list[Attempt]]:
@@ -208,7 +209,7 @@ class Estimator:
         usable = []
         for number, group in enumerate(groups):
             try:
-                check_rewards([attempt.reward for attempt in group])
+                check_rewards(_rewards(group))
                 usable.append(group)
             except DataError as error:
                 refuse(number, str(error))
@@ -217,7 +218,7 @@ class Estimator:
 
     def _of_group(self, group: Sequence[Attempt], is_alone: bool) -> list[float]:
         """is_alone: the others of its group have no reward, so that it is compared with nothing."""
-        rewards = [attempt.reward for attempt in group]
+        rewards = _rewards(group)
         if is_alone and self.name in ("rloo", "pass_at_k"):
             return [0.0]
         if self.name in ESTIMATORS:
@@ -230,6 +231,7 @@ class Estimator:
         """What the function makes of a batch; an error of it, or what are no advantages, becomes one of this kind."""
         rewards, lengths, measures = ([[one[i] for one in group] for group in groups] for i in range(3))
         setting, on = f"advantage.path={self.path}", f"{len(groups)} groups, the first with the rewards {rewards[0]}"
+        assert self.function is not None
         with blaming(setting, kind, on):
             found = self.function(rewards, lengths=lengths, measures=measures)
         wanted, got = [len(group) for group in groups], f"{found!r:.60}"
@@ -257,6 +259,11 @@ class Estimator:
                 needs, reason = "the same advantages in whichever order the groups come", "A batch has no first prompt."
                 setting, use = f"advantage.path={self.path}", "neither state nor random numbers"
                 raise ConfigError(refusal(setting, needs, f"{one} and {two}", reason, use))
+
+
+def _rewards(group: Sequence[Attempt]) -> list[float]:
+    """Return the rewards of attempts that have one."""
+    return [attempt.reward for attempt in group if attempt.reward is not None]
 
 
 def _with_zeros(group: Sequence[Attempt], advantages: list[float]) -> list[float]:

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pgtoolkit.completion import Message
 from pgtoolkit.config.schema_rollouts import TrainedTurns
@@ -146,7 +146,7 @@ class Conversations:
     @property
     def _is_marked(self) -> bool:
         """Whether the template says itself which parts are the assistant's."""
-        return _GENERATION.search(self._template) is not None
+        return _GENERATION.search(self._template or "") is not None
 
     def _of_chat(self, messages: list[Message], first: int) -> dict[str, list]:
         """first: the message from which on turns are trained."""
@@ -205,10 +205,16 @@ class Conversations:
         """What the template makes of messages, and where in it are the parts that it marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {"return_assistant_tokens_mask": self._is_marked}
-        options |= {"add_generation_prompt": add_generation_prompt, **self._loaded[0].special_tokens_map}
+        special_tokens: dict[str, Any] = self._loaded[0].special_tokens_map
         try:
-            (text,), marked = render_jinja_template([messages], chat_template=self._template, **options)
+            (text,), marked = render_jinja_template(
+                [messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=self._is_marked,
+                add_generation_prompt=add_generation_prompt,
+                **special_tokens,
+            )
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
-        return text, marked[0] if marked else []
+        # transformers says of each conversation either texts or, as asked for here, places.
+        return str(text), cast("list[tuple[int, int]]", marked[0]) if marked else []

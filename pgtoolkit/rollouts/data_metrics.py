@@ -24,7 +24,9 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
     attempts = [*dict(zip(reversed(trajectories_of(documents)), reversed(documents), strict=True)).values()][::-1]
     columns = {
         "reward": [d.reward for d in attempts],
-        "overlong_penalty": [None if d.task_reward is None else d.reward - d.task_reward for d in attempts],
+        "overlong_penalty": [
+            None if d.task_reward is None or d.reward is None else d.reward - d.task_reward for d in attempts
+        ],
         "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in attempts],
         "exact_match": [d.exact_match for d in attempts],
         "truncated_fraction": [d.truncated for d in documents],
@@ -50,13 +52,14 @@ def mismatch_note(
     ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too. Without old
     log-probs there is nothing to compare.
     """
-    if any(d.old_log_probs is None for d in documents):
-        return ""
-    means = [
-        d.old_log_prob if isinstance(d, Outline) else float(d.old_log_probs.double().mean())
-        for d in documents
-        if d.num_trained
-    ]
+    means = []
+    for document in documents:
+        if document.old_log_probs is None:
+            return ""
+        if isinstance(document, Outline) and document.num_trained:
+            means.append(document.old_log_prob)
+        elif document.num_trained:
+            means.append(float(document.old_log_probs.double().mean()))
     difference = new_logprobs - sum(means) / len(documents)
     if abs(difference) <= LARGE_DIFFERENCE:
         return ""

@@ -99,7 +99,7 @@ class Evaluator:
 
         def answer(document: Document, prompt: Prompt) -> _Answer:
             row = row_of(step, document, prompt, policy.tokenizer)
-            return row, Score(document.reward, document.exact_match, document.measures, document.score_failed)
+            return row, Score(document.reward, bool(document.exact_match), document.measures, document.score_failed)
 
         return [[answer(document, prompt) for document in group] for group, prompt in zip(groups, prompts, strict=True)]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Completion, Prompt, Request
@@ -37,7 +38,7 @@ def completed(task: TokenizedTask, sampler: Sampler, requests: list[Request], la
         return sampler.complete(requests)
     firsts = [(request, place) for request in requests for place in range(request.completions)]
     with failing_together(layout):
-        conversations = task.task.begin([request.prompt for request, _ in firsts])
+        conversations = task.task.begin([_prompt_of(request) for request, _ in firsts])
     going = [*zip(conversations, firsts, strict=True)]
     while largest(len(going), layout):
         with failing_together(layout):
@@ -70,7 +71,9 @@ def overlong_penalty(length: int, longest: int, buffer: int | None, most: float)
 
     0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`; buffer: None for none.
     """
-    beyond = 0 if buffer is None else max(0, min(length, longest) - (longest - buffer))
+    if buffer is None:
+        return 0.0
+    beyond = max(0, min(length, longest) - (longest - buffer))
     return -most * beyond / buffer if beyond else 0.0
 
 
@@ -78,15 +81,19 @@ def scored_groups(
     task: TokenizedTask, requests: Sequence[Request], completions: Sequence[Completion], rollout: PolicyRolloutConfig
 ) -> list[list[Document]]:
     """The documents of each request, with what it was completed to, and the scores; advantages are 0."""
-    instead = [None] * len(requests)  # what a reference reads in the place of the prompt
+    prompts = [_prompt_of(request) for request in requests]
+    # What a reference reads in the place of the prompt.
+    instead: list[Tensor | None] = [None] * len(requests)
     if task.reference_prompt is not None:
-        instead = map(torch.tensor, task.encode_for_reference([request.prompt for request in requests]))
+        instead = [torch.tensor(tokens) for tokens in task.encode_for_reference(prompts)]
     asked = [(*both, i) for both in zip(requests, instead, strict=True) for i in range(rollout.group_size)]
-    scores = task.scores([request.prompt for request, *_ in asked], completions)
+    scores = task.scores([_prompt_of(request) for request, *_ in asked], completions)
     penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
     documents = []
     for (request, other, i), completion, score in zip(asked, completions, scores, strict=True):
-        written, start, prompt = completion.tokens, torch.tensor(request.tokens), request.prompt
+        written = completion.tokens
+        start = torch.tensor(request.tokens)
+        prompt = _prompt_of(request)
         drawn = torch.ones_like(written, dtype=torch.bool) if completion.drawn is None else completion.drawn
         documents.append(
             Document(
@@ -107,6 +114,11 @@ def scored_groups(
             )
         )
     return in_groups(documents, rollout.group_size)
+
+
+def _prompt_of(request: Request) -> Prompt:
+    assert request.prompt is not None
+    return request.prompt
 
 
 def in_groups(documents: list[Document], size: int) -> list[list[Document]]:
@@ -160,4 +172,5 @@ def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
     group = [document for document in group if not document.is_excluded]
     if mixed == Mixed.exact_match:
         return len({document.exact_match for document in group}) > 1
-    return not are_equal(d.reward if d.task_reward is None else d.task_reward for d in group)
+    rewards = [d.reward if d.task_reward is None else d.task_reward for d in group]
+    return not are_equal(reward for reward in rewards if reward is not None)

@@ -204,7 +204,7 @@ class Indexing:
         _, first, counts = np.unique(groups[self._attempts], return_index=True, return_counts=True)
         for number in np.flatnonzero(counts != size) if size is not None and not self._is_cut else ():
             reason = f"is {ids[number]!r}, a group of {counts[number]} {self._counted}; rollout.group_size={size}"
-            self._refuse(self._attempts[first[number]], "group_id", reason)
+            self._refuse(int(self._attempts[first[number]]), "group_id", reason)
         spread = np.unique(groups * len(self.files) + self._rows["file"]).size - len(counts)
         if spread:
             self.notes.append(
@@ -239,8 +239,8 @@ class Indexing:
     def _label(self, index: int) -> str:
         return f"{self.files[self._rows['file'][index]].label}:{self._rows['number'][index]}"
 
-    def _refuse(self, index: int, field: str, reason: str) -> None:
-        self._problems.add(f"{self._label(index)}:{field}", reason)
+    def _refuse(self, index: int | np.integer, field: str, reason: str) -> None:
+        self._problems.add(f"{self._label(int(index))}:{field}", reason)
 
 
 def _entries(row: Row, group: int, trajectory: int) -> tuple:

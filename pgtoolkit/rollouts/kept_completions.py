@@ -61,6 +61,7 @@ class KeptCompletions:
 
 def row_of(step: int, document: Document, prompt: Prompt, tokenizer, advantage: float | None = None) -> CompletionRow:
     """A document as it is kept."""
+    assert document.model_version is not None
     first = int(document.loss_mask.int().argmax())  # of a conversation the completion is all that follows
     return CompletionRow(
         step=step,
@@ -101,6 +102,6 @@ def chosen(documents: list[Document], names: dict[int, str], count: int) -> list
 def _best_and_worst(documents: list[Document]) -> list[Document]:
     """From both ends in turn, by reward; of equal ones the first comes first. Those without a reward are the last."""
     scored = [document for document in documents if document.reward is not None]
-    falling = sorted(scored, key=lambda document: -document.reward)
+    falling = sorted(scored, key=lambda document: -(document.reward or 0.0))
     in_turn = [falling[i // 2 if i % 2 == 0 else -1 - i // 2] for i in range(len(falling))]
     return in_turn + [document for document in documents if document.reward is None]

@@ -56,7 +56,7 @@ class Plausibility:
         if self._num_compared < _ENOUGH_TOKENS:
             return None
         correlations = {place: self._correlation(place) for place in _PLACES}
-        best = max(correlations, key=correlations.get)
+        best = max(correlations, key=lambda place: correlations[place])
         second = max(correlation for place, correlation in correlations.items() if place != best)
         if best == 0 or correlations[best] <= _MIN_CORRELATION or correlations[best] <= second + _MIN_LEAD:
             return None

@@ -20,7 +20,7 @@ from pgtoolkit.batch import Document, cut, pack
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import OldLogProbs
+from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.config.schema_step import LastStep
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
@@ -105,11 +105,12 @@ class PolicyRollouts(Source):
     folder: Path | None = None
 
     def __post_init__(self):
+        assert isinstance(self.config.rollout, PolicyRolloutConfig)
         self._rollout = self.config.rollout
         self._estimator = Estimator.of(self.config)
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
         self._ahead = steps_ahead(self._rollout, self.config.accumulation)
-        self._seconds = dict.fromkeys(STAGES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._number = -1
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
@@ -161,7 +162,8 @@ class PolicyRollouts(Source):
 
     def seconds(self) -> dict[str, float]:
         """Of this process; waiting for other ranks is in none of the stages."""
-        taken, self._seconds = self._seconds, dict.fromkeys(STAGES, 0.0)
+        taken = self._seconds
+        self._seconds = dict.fromkeys(STAGES, 0.0)
         return taken
 
     def close(self) -> None:
@@ -275,8 +277,8 @@ class PolicyRollouts(Source):
                 with self._timed("old_log_probs"):
                     documents = self._with_training_log_probs(parts[rank], max(map(len, parts)))
                 if tolerance is not None and documents:
-                    sampled = torch.cat([document.sampling_log_probs for document in documents])
-                    trainer = torch.cat([document.old_log_probs for document in documents])
+                    sampled = torch.cat([_sampled(document) for document in documents])
+                    trainer = torch.cat([_old(document) for document in documents])
                     check_batch(sampled, trainer, tolerance, self._rollout.top_p)
         if is_needed:
             documents = shares[rank][: len(shares[rank]) - len(documents)] + documents
@@ -336,4 +338,9 @@ class PolicyRollouts(Source):
 
 def _sampled(document: Document) -> Tensor:
     """The sampler's log-probs: the old ones, until others take their place."""
-    return document.old_log_probs if document.sampling_log_probs is None else document.sampling_log_probs
+    return _old(document) if document.sampling_log_probs is None else document.sampling_log_probs
+
+
+def _old(document: Document) -> Tensor:
+    assert document.old_log_probs is not None
+    return document.old_log_probs

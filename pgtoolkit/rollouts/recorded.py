@@ -114,8 +114,11 @@ class RecordedRollouts(Source):
             trajectory=trajectory,
             reward=None if np.isnan(row["reward"]) else float(row["reward"]),
             model_version=None if np.isnan(row["model_version"]) else int(row["model_version"]),
-            **{name: None if row[name] < 0 else bool(row[name]) for name in ("truncated", "exact_match")},
-            **{name: numbers if row[name] else None for name in OPTIONAL_VECTORS},
+            truncated=None if row["truncated"] < 0 else bool(row["truncated"]),
+            exact_match=None if row["exact_match"] < 0 else bool(row["exact_match"]),
+            old_log_probs=numbers if row["old_log_probs"] else None,
+            sampling_log_probs=numbers if row["sampling_log_probs"] else None,
+            ref_log_probs=numbers if row["ref_log_probs"] else None,
             checksum=int(row["checksum"]),
             has_signal=bool(row["has_signal"]),
             score_failed=bool(row["score_failed"]),
@@ -182,6 +185,7 @@ def recorded_rollouts(
         "ref_log_probs": config.kl.reference == "recorded",
         "truncated": loss.masks_truncated,
     }
+    assert isinstance(config.rollout, RecordedRolloutConfig)
     needs = tuple(name for name, is_asked in asked.items() if is_asked)
     options = config.seed, needs, max_tokens, loss.reads_old_log_probs, first, layout, run_dir, tokenizer
     return RecordedRollouts(config.rollout, Estimator.of(config), vocabulary_size, *options)

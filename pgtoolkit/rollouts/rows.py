@@ -59,7 +59,7 @@ class Row(SimpleNamespace):
         checksum, others = 0, []
         for value in vars(self).values():
             if is_vector := isinstance(value, np.ndarray):
-                checksum = zlib.crc32(value, checksum)
+                checksum = zlib.crc32(value.data, checksum)
             others.append(len(value) if is_vector else value)
         return zlib.crc32(repr(others).encode(), checksum)
 
@@ -105,7 +105,8 @@ def parse_row(
         except Exception as error:  # what the tokenizers library raises for a character it has no token for
             name = "messages" if raw.get("messages") is not None else "completion"
             return [(name, str(error) if isinstance(error, ValueError) else f"cannot be encoded: {first_line(error)}")]
-    row, problems = Row(**(_NOTHING | checked)), []
+    row = Row(**{**_NOTHING, **checked})
+    problems = []
     for name, (_, read) in FIELDS.items():
         if name in checked:
             continue
@@ -138,7 +139,7 @@ def _checked_vectors(batch: pa.RecordBatch, rules: Rules) -> dict[str, list[np.n
     # All lists as one: right, if each is and none of what is asked of a list as a whole is broken.
     flat = {name: x.flatten().to_numpy(zero_copy_only=False) for name, x in lists.items()}
     row = parse_row(flat, Rules(rules.vocabulary_size))
-    if isinstance(row, list) or row.loss_mask[ends[:-1]].any() or lengths.max() > (rules.max_tokens or math.inf):
+    if not isinstance(row, Row) or row.loss_mask[ends[:-1]].any() or lengths.max() > (rules.max_tokens or math.inf):
         return {}
     trained = np.add.reduceat(row.loss_mask, ends[:-1], dtype=np.int64)
     if trained.max() > (rules.max_completion_length or math.inf):

@@ -47,13 +47,14 @@ class Source(Protocol):
     """
 
     num_documents: int | None = None
-    batch_size: int
+    batch_size: int = 0
     has_groups: bool = True
 
     def before_step(self, position: int) -> None:
         """Called once before the documents of a step are asked for: where in the stream it begins."""
 
-    def document(self, position: int) -> Document: ...
+    def document(self, position: int) -> Document:
+        raise NotImplementedError
 
     def outline(self, position: int) -> Document:
         """The document, or as much of it as is known without reading it."""
@@ -66,7 +67,8 @@ class Source(Protocol):
     def state_dict(self) -> dict:
         return {}
 
-    def load_state_dict(self, state: dict) -> None: ...
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from a state of `state_dict`. Raises ValueError for anything else."""
 
     def seconds(self) -> dict[str, float]:
         """What making documents took since the last call, by stage; nothing where they are only read."""
@@ -173,11 +175,13 @@ class StepLoader:
         if self.accumulation.docs_per_step > 0:
             return True
         with_next = cut([*documents, self._look(position)], self.accumulation.max_tokens)
+        assert self.accumulation.micro_batches_per_step is not None
         return len(with_next) > self.accumulation.micro_batches_per_step
 
     def _is_full(self, documents: list[Document]) -> bool:
         if self.accumulation.docs_per_step > 0:
             return len(documents) >= self.accumulation.docs_per_step
+        assert self.accumulation.micro_batches_per_step is not None
         return len(cut(documents, self.accumulation.max_tokens)) >= self.accumulation.micro_batches_per_step
 
 
@@ -227,7 +231,7 @@ def make_step(
     parts = cut([replace(documents[i], **numbers[i]) for i in numbers], max_tokens)
     how = known_vectors(*documents), trajectories is not None
     micro_batches = [pack(part, *how) for part in parts + [[]] * (longest - len(parts))]
-    return Step(micro_batches, totals, documents, state_after)
+    return Step(micro_batches, totals, documents, state_after or {})
 
 
 def _numbered(belongs_to: list, trained: list[int]) -> tuple[list[int], torch.Tensor]:
