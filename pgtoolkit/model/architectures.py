@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.models import MODEL_TYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Layer = Any
+"""A layer of a transformer, or one of its parts, whose attributes no type says: `Architecture` does."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Architecture:
     fused: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
 
-    def layers_of(self, model: nn.Module) -> nn.ModuleList:
+    def layers_of(self, model: PreTrainedModel) -> Layer:
         return getattr(model.base_model, self.layers)
 
 
@@ -56,11 +61,11 @@ _GPT2 = Architecture(
 _ARCHITECTURES = {kind: _GPT2 if kind == "gpt2" else _LLAMA_LIKE for kind in MODEL_TYPES}
 
 
-def is_known(model: nn.Module) -> bool:
+def is_known(model: PreTrainedModel) -> bool:
     """Whether the parts of a transformers model are known, and its attention is softmax of scaled products alone."""
     return model.config.model_type in _ARCHITECTURES
 
 
-def architecture_of(model: nn.Module) -> Architecture:
+def architecture_of(model: PreTrainedModel) -> Architecture:
     """Where the parts of a transformers model are, for one that is known."""
     return _ARCHITECTURES[model.config.model_type]

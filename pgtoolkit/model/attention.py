@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.fixed_order import in_fixed_order
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.layout import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "pgtoolkit_packed"
 """What transformers calls `attention`, once a model was switched to it."""
@@ -64,7 +68,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> boo
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def switch_on(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
     """Make a transformers model use `attention`, if it runs as one kernel.
 
     dtype: what attention is computed in. Afterwards the model's forward needs the keyword `documents`.
@@ -77,7 +81,7 @@ def switch_on(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
         use_packed_attention(model)
 
 
-def use_packed_attention(model: nn.Module) -> None:
+def use_packed_attention(model: PreTrainedModel) -> None:
     """Make a transformers model use `attention`; for a name of ours transformers makes no mask."""
     from transformers import AttentionInterface
 
@@ -114,16 +118,20 @@ def by_document(
     if has_kernel(query.device, query.dtype, query.shape[2]):
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = max(documents.queries), max(documents.keys)
-        how = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-        if "enable_gqa" in varlen_attn.__kwdefaults__:  # PyTorch before 2.12 takes fewer key-value heads unasked
+        how: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+        # PyTorch before 2.12 takes fewer key-value heads unasked.
+        if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
             how["enable_gqa"] = True
-        return in_fixed_order(varlen_attn(query, key, value, *documents.ends, *longest, **how))
+        query_ends, key_ends = documents.ends
+        longest_query, longest_key = max(documents.queries), max(documents.keys)
+        out = varlen_attn(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
+        assert isinstance(out, Tensor)
+        return in_fixed_order(out)
     if (repeats := query.shape[1] // key.shape[1]) > 1:
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    lengths = (documents.queries, documents.keys, documents.keys)
-    parts = zip(*(x.split(n) for x, n in zip((query, key, value), lengths, strict=True)), strict=True)
-    return torch.cat([_one_document(*part, scaling, window) for part in parts])
+    queries, keys = query.split(documents.queries), key.split(documents.keys)
+    parts = zip(queries, keys, value.split(documents.keys), strict=True)
+    return torch.cat([_one_document(q, k, v, scaling, window) for q, k, v in parts])
 
 
 def _one_document(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -12,12 +12,16 @@ import logging
 import time
 import types
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from pgtoolkit.errors import ConfigError, first_line
-from pgtoolkit.model.architectures import architecture_of
+from pgtoolkit.model.architectures import Layer, architecture_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("pgtoolkit")
 
@@ -28,7 +32,7 @@ _seconds = [0.0]
 """What compiling took since it was last told."""
 
 
-def switch_on(model: nn.Module) -> None:
+def switch_on(model: PreTrainedModel) -> None:
     """Make a transformers model of a known type compute so, in place; copies of it do so, too."""
     parts = architecture_of(model)
     for layer in parts.layers_of(model):
@@ -82,10 +86,12 @@ class Rowwise:
         """
         key = (needed, *((x.device, x.dtype, x.shape[1:], x.stride(0) == 0) for x in inputs))
         if key not in self._compiled:
+            from torch._dynamo.exc import TorchDynamoException  # not above: it takes seconds
+
             start = time.perf_counter()
             try:
                 self._compiled[key] = _compile(function, [_rows_like(x) for x in inputs])
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except TorchDynamoException as error:
                 raise ConfigError(
                     "model.compile=auto or true needs a machine on which torch.compile works (got "
                     f"{first_line(error)}). Norms, gates and rotary positions are compiled. Use model.compile=false."
@@ -97,10 +103,10 @@ class Rowwise:
 class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rowwise: Rowwise, *inputs: Tensor) -> tuple[Tensor, ...]:
-        inputs = [x.detach() if x.stride(0) == 0 else x.detach().contiguous() for x in inputs]
+        detached = [x.detach() if x.stride(0) == 0 else x.detach().contiguous() for x in inputs]
         ctx.rowwise, ctx.needed = rowwise, ctx.needs_input_grad[1:]
-        ctx.save_for_backward(*inputs)
-        return rowwise.run(rowwise.function, inputs)
+        ctx.save_for_backward(*detached)
+        return rowwise.run(rowwise.function, detached)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,7 +165,7 @@ def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
     return type(layer.__name__, (layer,), {"forward": _layer})
 
 
-def _layer(layer: nn.Module, hidden_states: Tensor, **options) -> Tensor:
+def _layer(layer: Layer, hidden_states: Tensor, **options) -> Tensor:
     attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)
     norm = layer.post_attention_layernorm
     dtype = _type_of_products(hidden_states, attended, norm.weight)
@@ -167,16 +173,16 @@ def _layer(layer: nn.Module, hidden_states: Tensor, **options) -> Tensor:
     return hidden_states + layer.mlp(normalized)
 
 
-def _norm(norm: nn.Module, x: Tensor) -> Tensor:
+def _norm(norm: Layer, x: Tensor) -> Tensor:
     """In the type that the matrices behind it take, once and not for each of them."""
     return _normalized(norm, _type_of_products(x, norm.weight), x)[0]
 
 
-def _head_norm(norm: nn.Module, x: Tensor) -> Tensor:
+def _head_norm(norm: Layer, x: Tensor) -> Tensor:
     return _normalized(norm, torch.promote_types(x.dtype, norm.weight.dtype), x)[0]
 
 
-def _normalized(norm: nn.Module, dtype: torch.dtype, *added: Tensor) -> tuple[Tensor, ...]:
+def _normalized(norm: Layer, dtype: torch.dtype, *added: Tensor) -> tuple[Tensor, ...]:
     """The norm of the sum of tensors (..., H), and the sum where there are several."""
     found = _rms_norm(norm.variance_epsilon, dtype)(*(x.flatten(end_dim=-2) for x in added), weight=norm.weight)
     return tuple(x.view(added[0].shape) for x in found)
@@ -195,7 +201,7 @@ def _rms_norm(epsilon: float, dtype: torch.dtype) -> Rowwise:
     return Rowwise(rms_norm)
 
 
-def _gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
+def _gated_mlp(mlp: Layer, x: Tensor) -> Tensor:
     return mlp.down_proj(_activated(mlp.config.hidden_act, mlp.gate_proj(x), mlp.up_proj(x)))
 
 
@@ -229,7 +235,8 @@ def _turned(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[T
     heads = [x.transpose(1, 2).reshape(size * length, -1, width) for x in (query, key)]
     turns = [x.expand(size, length, width).reshape(size * length, width) for x in (cosine, sine)]
     found = _rotary(_type_of_products(query, cosine))(*heads, *turns)
-    return tuple(x.view(size, length, -1, width).transpose(1, 2) for x in found)
+    turned_query, turned_key = (x.view(size, length, -1, width).transpose(1, 2) for x in found)
+    return turned_query, turned_key
 
 
 @functools.cache

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from pgtoolkit.model.architectures import is_known
+from pgtoolkit.model.architectures import Layer, is_known
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "pgtoolkit_decoding"
 """What transformers calls `attention`, while a model decodes."""
@@ -25,7 +29,7 @@ _GRAPH_PAYS = 16
 """Tokens from which on capturing a graph takes less time than it saves."""
 
 
-def can_decode(model: nn.Module) -> bool:
+def can_decode(model: PreTrainedModel) -> bool:
     """Whether `Decoding` computes what this transformers model does.
 
     Its attention must be known to be ordinary, and its rotary positions may not depend on the length so far.
@@ -35,7 +39,7 @@ def can_decode(model: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def decoding(model: nn.Module) -> Iterator[None]:
+def decoding(model: PreTrainedModel) -> Iterator[None]:
     """The model's attention is that of this file meanwhile."""
     from transformers import AttentionInterface
 
@@ -45,7 +49,7 @@ def decoding(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(before or "sdpa")
 
 
 class Cache:
@@ -70,6 +74,7 @@ class Cache:
         if layer not in self._kept:
             shape = (len(self.positions), key.shape[1], self._room, key.shape[3])
             self._kept[layer] = (key.new_zeros(shape), value.new_zeros(shape))
+        assert self.reading is not None
         rows, prompt_of = self.reading
         for kept, new in zip(self._kept[layer], (key, value), strict=True):
             kept[rows, :, : new.shape[2]] = new[prompt_of]
@@ -78,12 +83,11 @@ class Cache:
         """Forget all but these rows, (fewer,) int64."""
         self.positions = self.positions[rows]
         for layer, kept in self._kept.items():
-            self._kept[layer] = tuple(values[rows] for values in kept)
+            keys, values = kept
+            self._kept[layer] = (keys[rows], values[rows])
 
 
-def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options
-) -> tuple[Tensor, None]:
+def attention(module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options) -> tuple[Tensor, None]:
     """(B, S, heads, width) from query (B, heads, S, width), key and value (B, key-value heads, S, width).
 
     transformers calls this in each layer. options: `cache`, and its own `scaling` and `sliding_window` (how many keys a
@@ -104,7 +108,8 @@ def attention(
         from pgtoolkit.kernels.triton_attention import attend
     else:
         attend = _attend
-    out = attend(query, key, value, *cache.of(module.layer_idx), cache.positions, scaling, window)
+    keys, values = cache.of(module.layer_idx)
+    out = attend(query, key, value, keys, values, cache.positions, scaling, window)
     return out.reshape(rows, 1, heads, width), None
 
 
@@ -150,7 +155,7 @@ class Decoding:
     prompts differ by what is drawn for them alone; which others are read or go on beside a row changes its rounding.
     """
 
-    model: nn.Module
+    model: PreTrainedModel
     logits: Callable[[Tensor], Tensor]
     draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | float
     uniform: Tensor
@@ -241,6 +246,7 @@ class Decoding:
             written = self.tokens, self.log_probs, self._offsets, positions, self._next
             draw_next(logits, self.uniform.view(-1), self.draw, *written)
             return
+        assert not isinstance(self.draw, int)
         at = self._offsets + positions
         tokens, log_probs = self.draw(logits, self.uniform.view(-1)[at])
         self.tokens.view(-1).index_copy_(0, at, tokens)

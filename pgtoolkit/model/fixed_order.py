@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.utils import deterministic
+from torch.utils import deterministic as _deterministic
+
+deterministic: Any = _deterministic  # a module whose attribute is a property, which no type says
 
 _on = False
 _before: list[tuple[bool, bool, bool]] = []
@@ -40,7 +44,11 @@ def switch_on(model: nn.Module) -> None:
     """Make the embeddings of a model compute `in_fixed_order`."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda _module, _inputs, out: in_fixed_order(out, "EmbeddingBackward"))
+            module.register_forward_hook(_embedding_in_fixed_order)
+
+
+def _embedding_in_fixed_order(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return in_fixed_order(out, "EmbeddingBackward")
 
 
 def _begin(_gradients) -> None:

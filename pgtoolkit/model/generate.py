@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def generate(
     logits, (B, V). stopped: which rows have ended otherwise, (B,) bool, given their new tokens, (B, C), and how many
     of these it has not seen.
     """
-    from transformers.generation import LogitsProcessorList
+    from transformers.generation.logits_process import LogitsProcessorList
 
     model = policy.model
     longest = max(map(len, prompts))
@@ -49,7 +49,7 @@ def generate(
     # Not transformers' own criterion for stop strings, which counts those that the prompt begins.
     criteria = [] if stopped is None else [lambda written, *_, **__: stopped(written[:, longest:], 1)]
     with policy.generating(fp32_lm_head), without_own_settings(model):
-        written = model.generate(
+        written = cast("Any", model).generate(  # which transformers adds to its classes
             input_ids=tokens,
             attention_mask=attention_mask,
             generation_config=settings,

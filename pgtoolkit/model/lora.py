@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError
+from pgtoolkit.model.architectures import Layer
 from pgtoolkit.ranks.collectives import whole
 from pgtoolkit.system.report import text
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("pgtoolkit")
 
@@ -32,7 +34,7 @@ _NAME = "default"
 """What peft calls the only adapter of a model."""
 
 
-def add_adapters(model: nn.Module, config: HuggingFaceModelConfig) -> str:
+def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
     """Freeze a transformers causal LM and give it adapters in float32, in place, drawn from torch's random state.
 
     Returns a digest of the frozen weights, by which stored adapters know them. Raises ConfigError for targets that
@@ -41,11 +43,12 @@ def add_adapters(model: nn.Module, config: HuggingFaceModelConfig) -> str:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
+    assert config.lora_rank is not None
     digest = _digest(model)
     layers = _targets(model, config, (nn.Linear, Conv1D))
     chosen = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=cast("int", config.lora_alpha),  # peft divides by the rank, and takes any number
         target_modules=list(layers),
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
@@ -61,7 +64,7 @@ def add_adapters(model: nn.Module, config: HuggingFaceModelConfig) -> str:
     return digest
 
 
-def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, Layer]:
     """peft's layers in a model, by the names of those that they stand for; empty without adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
@@ -92,7 +95,7 @@ def merged_weights(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tens
 
 
 @torch.no_grad()
-def merge(model: nn.Module) -> None:
+def merge(model: PreTrainedModel) -> None:
     """Make the model what it was before `add_adapters`, with other weights, in place."""
     for name, layer in adapted_layers(model).items():
         layer.base_layer.weight.copy_(_merged(layer))
@@ -114,15 +117,17 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def settings(model: nn.Module, path: str) -> LoraConfig:
+def settings(model: PreTrainedModel, path: str) -> LoraConfig:
     """What adapter_config.json says; it names the model of model.path, so that it is found from anywhere."""
-    config, place = copy.copy(model.peft_config[_NAME]), os.path.expanduser(path)
+    config = cast("LoraConfig", copy.copy(model.peft_config[_NAME]))
+    place = os.path.expanduser(path)
     config.base_model_name_or_path = os.path.abspath(place) if os.path.isdir(place) else path
-    config.target_modules, config.inference_mode = sorted(config.target_modules), True
+    config.target_modules = sorted(config.target_modules or ())
+    config.inference_mode = True
     return config
 
 
-def _merged(layer: nn.Module) -> Tensor:
+def _merged(layer: Layer) -> Tensor:
     weight = layer.base_layer.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = (whole(getattr(layer, part)[_NAME].weight, wide) for part in ("lora_A", "lora_B"))
@@ -133,10 +138,14 @@ def _merged(layer: nn.Module) -> Tensor:
     return (weight.to(wide) + change).to(weight.dtype)
 
 
-def _targets(model: nn.Module, config: HuggingFaceModelConfig, kinds: tuple[type, ...]) -> dict[str, nn.Module]:
+def _targets(
+    model: PreTrainedModel, config: HuggingFaceModelConfig, kinds: tuple[type[nn.Module], ...]
+) -> dict[str, nn.Module]:
     """The layers to be adapted, by name: all linear ones but the head, or those that end in one of the names."""
     head = model.get_output_embeddings()
-    linear = {name: x for name, x in model.named_modules() if isinstance(x, kinds) and x is not head}
+    linear: dict[str, nn.Module] = {
+        name: x for name, x in model.named_modules() if isinstance(x, kinds) and x is not head
+    }
     wanted = config.lora_targets
     if wanted == ["all-linear"]:
         return linear

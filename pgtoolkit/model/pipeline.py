@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,11 @@ from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.agreement import gather_objects
 from pgtoolkit.ranks.layout import Layout
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
+
+def keep_stage(model: PreTrainedModel, stage: int, num_stages: int) -> None:
     """Take out of a transformers causal LM what other stages compute, in place.
 
     It has at least as many layers as there are stages, and its embedding and head are two matrices.
@@ -67,9 +71,9 @@ def weights_of_all_stages(own: dict[str, Tensor], group: ProcessGroup, device: t
     """The whole model's weights; called by every stage with its own."""
     kinds = gather_objects({name: (weight.shape, weight.dtype) for name, weight in own.items()}, group)
     return {
-        name: OfStage(own.get(name), *kind, device, stage, group)
+        name: OfStage(own.get(name), shape, dtype, device, stage, group)
         for stage, kind_of in enumerate(kinds)
-        for name, kind in kind_of.items()
+        for name, (shape, dtype) in kind_of.items()
     }
 
 
@@ -81,7 +85,7 @@ class Pipeline:
     sent has one shape.
     """
 
-    def __init__(self, states: Callable, model: nn.Module, layout: Layout, max_tokens: int):
+    def __init__(self, states: Callable, model: PreTrainedModel, layout: Layout, max_tokens: int):
         self.states, self.model, self.max_tokens = states, model, max_tokens
         self.number, self.count = layout.rank_in("pipeline_parallel"), layout.size("pipeline_parallel")
         self.group = layout.group("pipeline_parallel")

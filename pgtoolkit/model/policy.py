@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from pgtoolkit.model import attention, compiled, lora
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.ranks.collectives import whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 log = logging.getLogger("pgtoolkit")
 
@@ -36,8 +40,8 @@ class Policy:
     compiled: whether it computes as `compiled.switch_on` has made it, which copies of it are to do as well.
     """
 
-    model: nn.Module
-    tokenizer: object
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
     compute_dtype: torch.dtype = torch.float32
     base_digest: str | None = None
     packs: bool = True
@@ -62,7 +66,7 @@ class Policy:
 
     @property
     def head(self) -> nn.Linear:
-        return self.model.get_output_embeddings()
+        return cast("nn.Linear", self.model.get_output_embeddings())
 
     @property
     def by_document(self) -> bool:
@@ -219,7 +223,7 @@ class Policy:
         if by_document:
             self.model.set_attn_implementation("sdpa")
         if fp32_lm_head and dtype != torch.float32:
-            head.forward = forward
+            vars(head)["forward"] = forward  # of this object, before that of its class
         try:
             with self.autocast(self.model.device):
                 yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from pgtoolkit.model.architectures import is_known
 from pgtoolkit.model.generate import generate
 from pgtoolkit.model.policy import Policy
 from pgtoolkit.system import model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TO_PACK, _TO_USE, _COARSER = 5e-4, 5e-3, 0.3
 """What hidden states of the same tokens may differ by, relative to their norm: in float32 those of a model that is
@@ -86,7 +90,7 @@ def continues_rightly(policy: Policy) -> tuple[bool, str | None]:
     return False, f"{kind}, which gives other numbers token by token"
 
 
-def _limit_of_time_steps(model: nn.Module) -> str | None:
+def _limit_of_time_steps(model: PreTrainedModel) -> str | None:
     """Return the bounds of a Mamba 2 layer that are not 0 and infinity.
 
     transformers applies them in its scan of a sequence, not in its step with a state. How often they act depends on

@@ -6,9 +6,10 @@ import functools
 import logging
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
@@ -21,6 +22,9 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.system import model_folder
 from pgtoolkit.system.report import listed
 from pgtoolkit.tasks.prompts import END, tiny_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger("pgtoolkit")
 
@@ -69,8 +73,8 @@ def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
             activation_function="gelu_pytorch_tanh",  # GPT-2's function as one operation
             tie_word_embeddings=False,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=cast("int", tokenizer.eos_token_id),
+            pad_token_id=cast("int", tokenizer.pad_token_id),
         )
     )
     return Policy(model, tokenizer)
@@ -109,7 +113,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         from transformers import AutoModelForCausalLM
 
         with model_folder.refused(config.path, "a config.json of a causal language model", "It says what to make."):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, trust_remote_code=False)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                model_config, dtype=torch.float32, trust_remote_code=False
+            )
             model.generation_config = model_folder.load_generation_config(config.path)
     else:
         model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
@@ -126,13 +132,13 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     return Policy(model, tokenizer, dtype, digest, packs, mixes_lengths, not_sampled)
 
 
-def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
+def _trained(path: str, model_config, dtype: torch.dtype) -> PreTrainedModel:
     """The model with exactly the weights in its files; ConfigError where they are not all there."""
     from transformers import AutoModelForCausalLM
 
     needs, reason = "weights of the model that config.json describes", "transformers would fill in random numbers."
     with model_folder.refused(path, needs, "They and config.json must be of one model."):
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             os.path.expanduser(path),
             config=model_config,
             dtype=dtype,
@@ -140,6 +146,7 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
             ignore_mismatched_sizes=True,  # refused below, by name
             **model_folder.how_to_load(path),
         )
+    model, report = loaded  # two, as output_loading_info says
     lacks = [f"no {name}" for name in sorted(report["missing_keys"])]
     lacks += [
         f"{name} of shape {list(shape)} instead of {list(needed)}"
@@ -155,7 +162,7 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _untie(model: nn.Module, path: str) -> None:
+def _untie(model: PreTrainedModel, path: str) -> None:
     """Make the configuration say what was loaded, where it says tied and the files have two different matrices.
 
     transformers then loads both. Saved with a configuration of tied ones, the model would be another wherever the head

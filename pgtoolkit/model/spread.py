@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ from pgtoolkit.model.tensor import DividedMatrix, shard_tensors, vocabulary_star
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.collectives import join, local
 from pgtoolkit.ranks.layout import AXES, Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,10 @@ class ParallelPolicy(Policy):
             with failing_together(self.layout):
                 pass  # none begins to gather while another has failed
         own, group = super().weights(), self.layout.group("pipeline_parallel")
-        return own if group is None else weights_of_all_stages(own, group, self.model.device)
+        if group is None:
+            return own
+        # What another stage holds stands for a tensor, see `collectives.whole`.
+        return cast("dict[str, Tensor]", weights_of_all_stages(own, group, self.model.device))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
@@ -102,12 +108,13 @@ class ParallelPolicy(Policy):
         head = LMHead(local(weight), None if bias is None else local(bias))
         group, start = layout.group("tensor_parallel"), None
         if group is not None:
+            assert layout.mesh is not None
             start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
         return hidden, head, Ranks(group, start, layout.group("sequence_data_parallel"))
 
     def put_away(self) -> None:
         if self.sharded:
-            self.model.reshard()  # FSDP2 keeps the head's unit together for the backward
+            cast("FSDPModule", self.model).reshard()  # FSDP2 keeps the head's unit together for the backward
 
     def all_tokens(self, values: Tensor) -> Tensor:
         group = self.layout.group("sequence_data_parallel")
@@ -139,17 +146,21 @@ class ParallelPolicy(Policy):
             return self._transformer(use_cache=False, **inputs)
 
     def _transformer(self, **inputs) -> Tensor:
-        return self.model.transformer_states(**inputs) if self.sharded else super()._transformer(**inputs)
+        if not self.sharded:
+            return super()._transformer(**inputs)
+        states: Any = self.model.transformer_states  # see `shard_fully`
+        return states(**inputs)
 
 
-def refuse_misfit(model: nn.Module, sizes: dict[str, int], shard: bool) -> None:
+def refuse_misfit(model: PreTrainedModel, sizes: dict[str, int], shard: bool) -> None:
     """ConfigError where a transformers causal LM cannot be spread so, which `check` may not have known."""
-    config, head = model.config, model.get_output_embeddings().weight
+    config = model.config
+    head = cast("nn.Linear", model.get_output_embeddings()).weight
     names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
     heads, key_value_heads, layers = (getattr(config, name, None) for name in names)
     known = {"type": config.model_type, "attention heads": heads, "key-value heads": key_value_heads, "layers": layers}
-    known["tied"] = head is model.get_input_embeddings().weight
-    for problem in misfits(SimpleNamespace(**sizes, shard=shard), known, len(head)):
+    known["tied"] = head is cast("nn.Embedding", model.get_input_embeddings()).weight
+    for problem in misfits(sizes, shard, known, len(head)):
         raise ConfigError(problem)
 
 
@@ -165,6 +176,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     with failing_together(layout):
         refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
     vocabulary = policy.vocabulary_size
+    assert layout.mesh is not None
     if layout.size("tensor_parallel") > 1:
         partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
     if layout.size("sequence_data_parallel") > 1:
@@ -174,6 +186,7 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
     names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
     if sharded:
+        assert layout.loss_mesh is not None
         shard_fully(model, layout.loss_mesh)
     check_same(layout, "the weights of the model", _fill(model, policy.model, layout))
     return ParallelPolicy(
@@ -195,13 +208,14 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, source: nn.Module, layout: Layout) -> int:
+def _fill(model: PreTrainedModel, source: PreTrainedModel, layout: Layout) -> int:
     """Put the numbers of `source`, which the reader of the node has, in the place of this rank's part, on the device.
 
     Returns a digest of a few numbers of each tensor.
     """
+    assert layout.mesh is not None
     kind, parts, digest = layout.mesh.device_type, all_tensors(model), 0
-    device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     for name, tensor in all_tensors(source).items():
         if layout.rank == layout.reader:
             whole = tensor.detach().to(device).contiguous()
@@ -219,7 +233,7 @@ def _fill(model: nn.Module, source: nn.Module, layout: Layout) -> int:
     return digest
 
 
-def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard_fully(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place; parameters become DTensors.
 
     Afterwards the hidden states come from `model.transformer_states(**inputs)`.
@@ -228,7 +242,7 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
         if next(layer.parameters(), None) is not None:  # a pipeline's stage has passed others on
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    model.transformer_states = types.MethodType(_transformer_states, model)
+    vars(model)["transformer_states"] = types.MethodType(_transformer_states, model)
     register_fsdp_forward_method(model, "transformer_states")
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -238,6 +252,6 @@ def shard_fully(model: nn.Module, mesh: DeviceMesh) -> None:
             module.resharded = True
 
 
-def _transformer_states(model: nn.Module, **inputs) -> Tensor:
+def _transformer_states(model: PreTrainedModel, **inputs) -> Tensor:
     # Not a view, on which FSDP2's hook for the backward pass would not be safe.
     return model.base_model(**inputs).last_hidden_state.clone()

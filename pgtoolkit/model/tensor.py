@@ -8,6 +8,8 @@ sequence parallelism, its share of them, along the axis of positions.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -15,13 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
-from pgtoolkit.model.architectures import Architecture, architecture_of
+from pgtoolkit.model.architectures import Architecture, Layer, architecture_of
 from pgtoolkit.model.fixed_order import in_fixed_order
 from pgtoolkit.ranks import collectives
 from pgtoolkit.ranks.collectives import local
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def shard_tensors(model: nn.Module, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+
+def shard_tensors(model: PreTrainedModel, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
     """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place.
 
     Returns the parameters whose gradients are partial: each rank's backward gives its tokens' or its heads' part.
@@ -48,7 +53,7 @@ def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
-def _shard_layer(layer: nn.Module, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+def _shard_layer(layer: Layer, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
     group, attention, partial = mesh.get_group(), layer.get_submodule(parts.attention), set()
     for name in parts.column:
         layer.set_submodule(name, ColumnParallel(layer.get_submodule(name), mesh))
@@ -73,8 +78,9 @@ def _shard_layer(layer: nn.Module, parts: Architecture, mesh: DeviceMesh, sequen
     return partial
 
 
-def _shard_vocabulary(model: nn.Module, parts: Architecture, mesh: DeviceMesh) -> None:
-    base, head = model.base_model, model.get_output_embeddings()
+def _shard_vocabulary(model: PreTrainedModel, parts: Architecture, mesh: DeviceMesh) -> None:
+    base: Layer = model.base_model
+    head: Layer = model.get_output_embeddings()
     embedding = VocabularyEmbedding(getattr(base, parts.embedding), mesh)
     tied = head.weight is getattr(base, parts.embedding).weight
     setattr(base, parts.embedding, embedding)
@@ -114,10 +120,11 @@ class DividedMatrix(nn.Module):
 
     resharded = False
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: Layer):
         super().__init__()
         self.transposed = not isinstance(layer, nn.Linear)
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight: nn.Parameter = layer.weight
+        self.bias: nn.Parameter | None = layer.bias
         self._parts: dict[str, _Part] = {}
 
     def part(self, name: str) -> Tensor:
@@ -143,30 +150,31 @@ class _Part:
     long as all that a GPU does for one matrix of a small model.
     """
 
-    def __init__(self, parameter: nn.Parameter):
+    def __init__(self, parameter: DTensor):
         self.parameter = parameter
-        self.leaf = parameter.detach().to_local().requires_grad_(parameter.requires_grad)
+        self.leaf = local(parameter.detach()).requires_grad_(parameter.requires_grad)
         if parameter.requires_grad:
             self.leaf.register_post_accumulate_grad_hook(self._hand_over)
 
-    def is_of(self, parameter: nn.Parameter) -> bool:
+    def is_of(self, parameter: DTensor) -> bool:
         with torch.no_grad():
             return self.parameter is parameter and self.leaf.data_ptr() == parameter.to_local().data_ptr()
 
     def _hand_over(self, leaf: Tensor) -> None:
         whole = self.parameter
+        assert leaf.grad is not None
         if whole.grad is None:
             options = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
             whole.grad = DTensor.from_local(leaf.grad, whole.device_mesh, whole.placements, **options)
         else:
-            whole.grad.to_local().add_(leaf.grad)
+            local(whole.grad).add_(leaf.grad)
         leaf.grad = None
 
 
 class ColumnParallel(DividedMatrix):
     """Each rank computes a share of the outputs, from an input that all have."""
 
-    def __init__(self, layer: nn.Module, mesh: DeviceMesh):
+    def __init__(self, layer: Layer, mesh: DeviceMesh):
         super().__init__(layer)
         self.weight = _sharded(layer.weight, mesh, 1 if self.transposed else 0)
         if layer.bias is not None:
@@ -182,7 +190,7 @@ class RowParallel(DividedMatrix):
     by_tokens: a rank gets the sum for its share of the tokens only.
     """
 
-    def __init__(self, layer: nn.Module, mesh: DeviceMesh, by_tokens: bool):
+    def __init__(self, layer: Layer, mesh: DeviceMesh, by_tokens: bool):
         super().__init__(layer)
         self.weight = _sharded(layer.weight, mesh, 0 if self.transposed else 1)
         self.group, self.by_tokens = mesh.get_group(), by_tokens
@@ -199,11 +207,12 @@ class FusedHeads(DividedMatrix):
     A shard of it would be no shard of one tensor, but of three; so it is the work that is divided, not the memory.
     """
 
-    def __init__(self, layer: nn.Module, group: ProcessGroup, num_heads: int):
+    def __init__(self, layer: Layer, group: ProcessGroup, num_heads: int):
         super().__init__(layer)
         self.group, self.num_heads = group, num_heads
 
     def forward(self, x: Tensor) -> Tensor:
+        assert self.bias is not None
         return functional.linear(x, self._own(local(self.weight)).T, self._own(local(self.bias)))
 
     def _own(self, columns: Tensor) -> Tensor:
@@ -217,7 +226,7 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
         super().__init__()
-        self.weight = _sharded(embedding.weight, mesh, 0)
+        self.weight = _sharded(cast("nn.Parameter", embedding.weight), mesh, 0)
         self.start = vocabulary_start(embedding.num_embeddings, mesh)
         self.padding, self.group = embedding.padding_idx, mesh.get_group()
 

@@ -34,7 +34,7 @@ def sampling_settings(policy: Policy, rollout: PolicyRolloutConfig | RecordedRol
 
 def temperature_and_top_p(settings: GenerationConfig) -> list:
     """Processors of logits for what they say of the two; none where that changes nothing."""
-    from transformers.generation import TemperatureLogitsWarper, TopPLogitsWarper
+    from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
     if settings.temperature == 0:
         return [likeliest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
 from typing import Any
 
 from pgtoolkit.config.key import with_values
@@ -11,7 +12,6 @@ from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_
 from pgtoolkit.config.rules.run import existing, importable
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import RolloutConfig
-from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
@@ -270,7 +270,8 @@ def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:
 def parallelism(c: Config, report: Report) -> None:
     """The sizes against each other, the processes that a launcher has started, and the model."""
     p, rank, product = c.parallelism, joined(), world_size(c.parallelism)
-    report.problems += misfits(p, shape(c.model), vocabulary_size(c.model, c.task))
+    sizes = {name: getattr(p, name) for name in AXES}
+    report.problems += misfits(sizes, p.shard, shape(c.model), vocabulary_size(c.model, c.task))
     if rank is not None and rank.world_size != product:
         factors = " x ".join(f"{name}={getattr(p, name)}" for name in AXES)
         needs = f"the product of the parallel sizes, {product} = {factors}"
@@ -299,15 +300,17 @@ def parallelism(c: Config, report: Report) -> None:
             report.refuse(f"parallelism.{name}={text(value)}", needs, got, reason, use)
 
 
-def misfits(p: ParallelismConfig, known: dict[str, Any], vocabulary: int | None) -> list[str]:
+def misfits(sizes: Mapping[str, int], shard: bool, known: dict[str, Any], vocabulary: int | None) -> list[str]:
     """Return the problems with a model that is spread so, as far as `check` knows it, or as it is loaded.
 
-    p: parallelism. known: type, attention heads, key-value heads, layers, tied; what is not known is missing or None.
+    sizes: of AXES. shard: whether FSDP2 divides it. known: type, attention heads, key-value heads, layers, tied; what
+    is not known is missing or None.
     """
     problems = []
-    tensor, stages = p.tensor_parallel, p.pipeline_parallel
-    spread = [f"{name}={getattr(p, name)}" for name in AXES if name != "data_parallel" and getattr(p, name) > 1]
-    spread += ["shard=true"] if p.shard else []
+    tensor = sizes["tensor_parallel"]
+    stages = sizes["pipeline_parallel"]
+    spread = [f"{name}={sizes[name]}" for name in AXES if name != "data_parallel" and sizes[name] > 1]
+    spread += ["shard=true"] if shard else []
     if spread and known.get("type") not in (None, *MODEL_TYPES):
         needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "Only models of these types can be spread."
         problems.append(refusal(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp"))
