@@ -14,6 +14,8 @@ from torch import Tensor
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.model.generate import generate
 from pgtoolkit.model.policy import Policy
@@ -86,7 +88,10 @@ class TransformersSampler:
                 f"note: {policy.model.config.model_type} computes other numbers where a prompt is padded, so that only "
                 "prompts of equal length are sampled in one batch."
             )
-        rollout, self._static_cache = config.rollout, config.sampler.static_cache
+        rollout, chosen = config.rollout, config.sampler
+        assert isinstance(rollout, PolicyRolloutConfig)
+        assert isinstance(chosen, TransformersSamplerConfig)
+        self._static_cache = chosen.static_cache
         if self._static_cache and not policy.can_decode:
             raise ConfigError(
                 f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with ordinary rotary "
@@ -97,11 +102,11 @@ class TransformersSampler:
         self._live, self._version = policy, 0
         self._beside_training, self._closed = rollout.max_staleness is not None, False
         is_ready = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
-        self._policy = policy if is_ready else None
+        self._ready: Policy | None = policy if is_ready else None
         self._borrowed = False
         self._stream = None  # on a GPU beside training, its own
         self._fp32_lm_head = config.model.fp32_lm_head
-        self._max_sequences = config.sampler.max_sequences
+        self._max_sequences = chosen.max_sequences
         self._stops = StopStrings(rollout.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
@@ -111,15 +116,21 @@ class TransformersSampler:
 
     def _load(self, weights: dict[str, Tensor]) -> None:
         # Not before: only now is the model on the device that it is trained on.
-        self._policy = self._policy or self._live.copied()
-        self._policy.load(weights)
+        self._ready = self._ready or self._live.copied()
+        self._ready.load(weights)
+
+    @property
+    def _policy(self) -> Policy:
+        """What is sampled from, once weights were published or completions are asked for."""
+        assert self._ready is not None
+        return self._ready
 
     def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
         """Draws by the seed of each request: the same, whatever else is sampled, by whichever process.
 
         Keeps one log-prob per token, however large the vocabulary.
         """
-        borrows = not self._beside_training and self._policy is not self._live
+        borrows = not self._beside_training and self._ready is not self._live
         if borrows and not self._borrowed:
             self._load(self._live.weights())
         self._borrowed = borrows and more

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.environment import visible
@@ -72,6 +74,8 @@ Call = tuple[str, dict | None]
 def plan(api: Any, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
     """Which servers a run starts, by the words of `api`; none where it joins some. Called by every rank."""
     chosen = config.sampler
+    assert isinstance(chosen, VllmSamplerConfig)
+    assert isinstance(config.rollout, PolicyRolloutConfig)
     if chosen.urls:
         return Plan([], 0, False, number_type, room)
     on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
@@ -82,7 +86,7 @@ def plan(api: Any, config: Config, layout: Layout, number_type: str, room: int) 
             raise ConfigError(refusal("sampler.urls=[]", "running servers", "none", reason, "sampler.urls=[URL,...]"))
     if chosen.gpus is not None:
         size = chosen.tensor_parallel
-        gpus = [visible(chosen.gpus[i : i + size]) for i in range(0, len(chosen.gpus), size)]
+        gpus: list[str | None] = [visible(chosen.gpus[i : i + size]) for i in range(0, len(chosen.gpus), size)]
     else:
         gpus = [visible([device]) for device in sorted({device for _, device in ranks})] if on_gpu else [None]
     # While documents are sampled as others are trained on, there is no time to sleep.

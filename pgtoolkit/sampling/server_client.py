@@ -9,10 +9,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import requests
 import torch
+from requests.adapters import HTTPAdapter
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
@@ -57,7 +58,7 @@ class Server:
         self._session.headers["Accept-Encoding"] = "identity"
         if key is not None:
             self._session.headers["Authorization"] = f"Bearer {key}"
-        adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
+        adapter = HTTPAdapter(pool_maxsize=_CONNECTIONS)
         for scheme in ("http://", "https://"):
             self._session.mount(scheme, adapter)
 
@@ -126,7 +127,7 @@ class Server:
         reason = "stop" if stopped else self._finish(tokens.tolist(), choice, sampling)
         return Completion(tokens[:stopped], log_probs[:stopped], reason, version)
 
-    def _finish(self, tokens: list[int], choice: Choice, sampling: Sampling) -> str:
+    def _finish(self, tokens: list[int], choice: Choice, sampling: Sampling) -> Literal["stop", "length"]:
         by_text = choice.stop_text in sampling.stops.strings
         *inside, last = (token in sampling.ends for token in tokens)
         fits = len(tokens) <= sampling.max_tokens

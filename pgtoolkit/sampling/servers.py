@@ -21,6 +21,7 @@ from torch import Tensor
 from pgtoolkit.completion import Completion, Request
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
@@ -62,15 +63,18 @@ class ServerSampler:
         write_settings: Callable[[Path], None],
         run_dir: Path,
     ):
-        policy, chosen = trained.policy, config.sampler
+        policy, chosen, rollout = trained.policy, config.sampler, config.rollout
+        assert isinstance(chosen, VllmSamplerConfig)
+        assert isinstance(rollout, PolicyRolloutConfig)
+        self._chosen = chosen
         self._api, self._config, self._layout, self._run_dir = api, config, layout, run_dir
         self._write_settings = write_settings
         self._sampling = Sampling(
-            temperature=config.rollout.temperature,
-            top_p=1.0 if config.rollout.top_p is None else config.rollout.top_p,
-            max_tokens=config.rollout.max_completion_length,
+            temperature=rollout.temperature,
+            top_p=1.0 if rollout.top_p is None else rollout.top_p,
+            max_tokens=rollout.max_completion_length,
             ends=end_tokens(policy.model.generation_config, policy.tokenizer),
-            stops=StopStrings(config.rollout.stop, policy.tokenizer),
+            stops=StopStrings(rollout.stop, policy.tokenizer),
             vocabulary_size=policy.vocabulary_size,
             seeded=chosen.seeded,
         )
@@ -112,8 +116,9 @@ class ServerSampler:
                 loading.result()
         self._asleep = False
         if new:
+            assert log_probs is not None
             self._version = version
-            self._prove(log_probs)
+            self._prove(log_probs, version)
 
     def complete(
         self, requests: list[Request], sampling: Sampling | None = None, more: bool = False
@@ -131,7 +136,7 @@ class ServerSampler:
             for number, request in enumerate(requests)
         ]
         completions = _at_once(calls, _IN_FLIGHT * count)
-        if self._config.sampler.urls and self._layout.rank == 0:  # to others', another run may have given its weights
+        if self._chosen.urls and self._layout.rank == 0:  # to others', another run may have given its weights
             self._of_each(lambda server: self._proof.check_kept(server.url, self._score(server)))
         if self._plan.sleeps and not more:
             self._put_to_sleep()
@@ -140,8 +145,13 @@ class ServerSampler:
     def sampling_otherwise(self, rollout: PolicyRolloutConfig, settle: Callable[[], object]) -> Sampler:
         """Samples by the same servers as `rollout` says; settle: waits for what training is having sampled."""
         top_p = 1.0 if rollout.top_p is None else rollout.top_p
-        more = {"temperature": rollout.temperature, "top_p": top_p, "max_tokens": rollout.max_completion_length}
-        return _SameServers(self, dataclasses.replace(self._sampling, **more), settle)
+        sampling = dataclasses.replace(
+            self._sampling,
+            temperature=rollout.temperature,
+            top_p=top_p,
+            max_tokens=rollout.max_completion_length,
+        )
+        return _SameServers(self, sampling, settle)
 
     def close(self) -> None:
         """Ends the servers that were started here, and leaves alone those that were joined."""
@@ -153,10 +163,16 @@ class ServerSampler:
     @property
     def _salt(self) -> str:
         """What a server has cached of a prompt is used with the same weights alone."""
-        return f"{self._folder.path.name}-{self._version}"
+        return f"{self._path.name}-{self._version}"
+
+    @property
+    def _path(self) -> Path:
+        """Of the folder with the weights, once they were published."""
+        assert self._folder.path is not None
+        return self._folder.path
 
     def _deadline(self) -> float:
-        return time.monotonic() + self._config.sampler.answer_seconds
+        return time.monotonic() + self._chosen.answer_seconds
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
         """Called by every rank with its parts: of what is spread over ranks, one matrix at a time is whole."""
@@ -182,7 +198,7 @@ class ServerSampler:
             while True:
                 with failing_together(layout):
                     waiting = [server for server in self._servers if not server.is_up()] if layout.rank == 0 else []
-                    seconds, limit = time.monotonic() - began, self._config.sampler.start_seconds
+                    seconds, limit = time.monotonic() - began, self._chosen.start_seconds
                     if waiting and seconds > limit:
                         raise SamplerLost(
                             f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds="
@@ -202,16 +218,17 @@ class ServerSampler:
             self._servers = [self._server(url) for url in urls]
 
     def _server(self, url: str, process: ServerProcess | None = None) -> Server:
-        return Server(self._api, url, self._config.sampler.answer_seconds, process, self._key)
+        return Server(self._api, url, self._chosen.answer_seconds, process, self._key)
 
     def _started(self, number: int) -> Server:
         """The server of this number, which is not up yet."""
-        reserved, gpus, name, host = reserve_port(), self._plan.gpus[number], self._config.sampler.name, "127.0.0.1"
+        reserved, gpus, name, host = reserve_port(), self._plan.gpus[number], self._chosen.name, "127.0.0.1"
         port = reserved.getsockname()[1]
         log_file = self._run_dir / (f"{name}-{number}.log" if len(self._plan.gpus) > 1 else f"{name}.log")
-        command = self._api.command(self._config, self._folder.path, self._plan, host, port)
+        command = self._api.command(self._config, self._path, self._plan, host, port)
         # Where this process has a variable already, its value holds.
         variables = {variable: os.environ.get(variable, value) for variable, value in self._api.VARIABLES.items()}
+        assert self._key is not None
         variables[self._api.KEY] = self._key  # which is its owner's alone to read there, other than in its arguments
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         paths = [own_environment().get("PYTHONPATH"), self._api.MODULES and str(self._api.MODULES)]
@@ -228,7 +245,7 @@ class ServerSampler:
         if self._asleep:
             server.post(self._api.wake("weights"), deadline)
         if load:
-            server.post(self._api.load(self._folder.path, self._config), deadline)
+            server.post(self._api.load(self._path, self._config), deadline)
         if self._asleep:
             server.post(self._api.wake("cache"), deadline)
         if load:
@@ -243,14 +260,14 @@ class ServerSampler:
                 self._of_each(lambda server: server.post(self._api.sleep(), deadline))
         self._asleep = True
 
-    def _prove(self, log_probs: Tensor) -> None:
+    def _prove(self, log_probs: Tensor, version: int) -> None:
         scores = None
         with failing_together(self._layout):
             if self._layout.rank == 0:
                 scores = self._of_each(self._score)
         scores = gather_objects(scores, self._layout.world_group)[0]
         with failing_together(self._layout):
-            self._proof.check([server.url for server in self._servers], scores, log_probs, self._version)
+            self._proof.check([server.url for server in self._servers], scores, log_probs, version)
 
     def _score(self, server: Server) -> Tensor:
         return server.score(self._proof.text, self._salt, self._deadline())
@@ -279,7 +296,7 @@ def _at_once(calls: list[Callable[[], Any]], most: int) -> list[Any]:
     return results
 
 
-class _SameServers:
+class _SameServers(Sampler):
     """A sampler by the servers of another one, which starts and ends them."""
 
     def __init__(self, owner: ServerSampler, sampling: Sampling, settle: Callable[[], object]):

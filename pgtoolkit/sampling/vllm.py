@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from pgtoolkit.completion import Request
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -41,6 +43,8 @@ class Vllm:
     def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
         """Starts it on the weights in a folder."""
         chosen = config.sampler
+        assert isinstance(chosen, VllmSamplerConfig)
+        assert isinstance(config.rollout, PolicyRolloutConfig)
         options = {
             "host": host,
             "port": port,
@@ -113,6 +117,7 @@ class Vllm:
     def load(self, folder: Path, config: Config) -> Call:
         """Take the weights that lie in a folder: by what runs inside, where it was started with that."""
         chosen = config.sampler
+        assert isinstance(chosen, VllmSamplerConfig)
         if chosen.urls or any(argument.startswith(_EXTENSION) for argument in chosen.arguments):
             return self.LOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         return self.LOAD, {"method": "load_from_memory", "args": [str(folder)]}

@@ -15,6 +15,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +98,7 @@ class WeightsFolder:
             if self._number == 0 and self._count > 1:
                 files = {name: self._file(number) for number, share in enumerate(shares) for name in share}
                 content = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
-                with _refusing(self.path / "model.safetensors.index.json") as index:
+                with _refusing(self._folder / "model.safetensors.index.json") as index:
                     index.write_text(json.dumps(content), encoding="utf-8")
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
@@ -113,7 +114,7 @@ class WeightsFolder:
             numbers = whole(tensor, self._type_of(tensor)).reshape(-1)
             if room is not None and (stream is None or not numbers.is_cuda):
                 room.copy_(numbers)
-            elif room is not None:
+            elif room is not None and stream is not None:
                 stream.synchronize()  # so that no more than two matrices wait in the GPU's memory
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
@@ -121,6 +122,11 @@ class WeightsFolder:
                 numbers.record_stream(stream)
         if stream is not None:
             stream.synchronize()
+
+    @property
+    def _folder(self) -> Path:
+        assert self.path is not None
+        return self.path
 
     def _file(self, number: int) -> str:
         return "model.safetensors" if self._count == 1 else f"model-{number + 1:05}-of-{self._count:05}.safetensors"
@@ -130,7 +136,7 @@ class WeightsFolder:
         self._forget()
         if self._keeper is not None:
             self._keeper.end(_SECONDS_TO_DELETE)
-            shutil.rmtree(self.path, ignore_errors=True)  # where the keeper was killed
+            shutil.rmtree(self._folder, ignore_errors=True)  # where the keeper was killed
 
     def _type_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if tensor.dtype.is_floating_point else tensor.dtype
@@ -140,7 +146,7 @@ class WeightsFolder:
         self._forget()
         entries = json.loads(header[8:])
         size = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        with _refusing(self.path / self._file(self._number)) as file:
+        with _refusing(self._folder / self._file(self._number)) as file:
             file.unlink(missing_ok=True)
             with file.open("wb") as opened:
                 # Room is taken now: a write to mapped memory that finds none would end the process.
@@ -158,13 +164,14 @@ class WeightsFolder:
 
     def _forget(self) -> None:
         if self._known_at is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._known_at)
+            cuda: Any = torch.cuda.cudart()
+            cuda.cudaHostUnregister(self._known_at)
         self._rooms, self._header, self._known_at = {}, None, None
 
 
 def _lock_pages(content: Tensor) -> bool:
     """Whether CUDA could; where it cannot, copies wait for one another."""
-    cuda = torch.cuda.cudart()
+    cuda: Any = torch.cuda.cudart()
     done = cuda.cudaHostRegister(content.data_ptr(), content.nbytes, 0) == cuda.cudaError.success
     if not done:
         with contextlib.suppress(RuntimeError):

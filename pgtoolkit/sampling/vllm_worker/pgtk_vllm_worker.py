@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,10 @@ _TYPES |= {"BOOL": torch.bool, "U8": torch.uint8, "F64": torch.float64}
 
 class FromMemory:
     """Added to vLLM's class of workers: `--worker-extension-cls pgtk_vllm_worker.FromMemory`."""
+
+    if TYPE_CHECKING:  # what that class has
+        device: torch.device
+        reload_weights: Callable[..., None]
 
     def load_from_memory(self, folder: str) -> None:
         """Take the weights of the safetensors files in a folder. All of them are read when this returns."""
@@ -47,5 +52,6 @@ class FromMemory:
         if (key := (file, status.st_ino)) not in kept:
             kept[key] = torch.from_file(str(file), shared=True, size=status.st_size, dtype=torch.uint8)
             if self.device.type == "cuda":
-                torch.cuda.cudart().cudaHostRegister(kept[key].data_ptr(), status.st_size, 0)
+                cuda: Any = torch.cuda.cudart()
+                cuda.cudaHostRegister(kept[key].data_ptr(), status.st_size, 0)
         return kept[key]
