@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from pgtoolkit.system.report import text
 
-Values = TypeVar("Values")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Values = TypeVar("Values", bound="DataclassInstance")
 """A configuration that is an object of dataclasses."""
 
 
