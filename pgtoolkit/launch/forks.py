@@ -157,7 +157,7 @@ def serve() -> int:
                     inherited.close()
                 if _code() != loaded:
                     _begin_anew(arguments, other_end)
-                return _job(*arguments, other_end)
+                return _job(other_end, *arguments)
             other_end.close()
             jobs[number] = process, channel
         for number, (process, channel) in list(jobs.items()):
@@ -209,7 +209,7 @@ def _import_ahead(name: str) -> None:
         importlib.import_module(name)
 
 
-def _job(file: str, gpu: str | None, log: str, channel: socket.socket) -> int:
+def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
     os.setsid()
     atexit.unregister(shutil.rmtree)  # of matplotlib's folder, where the home cannot be written: others still need it
     with open(log, "ab") as printed:
@@ -226,7 +226,7 @@ def _job(file: str, gpu: str | None, log: str, channel: socket.socket) -> int:
 
 
 if __name__ == "__main__":
-    status = _job(*json.loads(sys.argv[1]), channel_to_parent()) if sys.argv[1:] else serve()
+    status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else serve()
     # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares with the others,
     # only to free it: 0.4 s.
     threading._shutdown()

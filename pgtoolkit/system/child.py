@@ -27,7 +27,10 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _SECONDS_TO_DIE = 10
 """For processes that were killed to be gone: one that waits for a disk may take longer, and is left to the kernel."""
@@ -70,6 +73,7 @@ class Child:
                 stderr=output,
                 start_new_session=True,
             )
+        self._connections: list[Connection] = []
         _children.add(self)
 
     @property
@@ -80,6 +84,14 @@ class Child:
     def returncode(self) -> int | None:
         """The exit status, negative for the signal that ended the process; None until `poll` or `wait` tells it."""
         return self._process.returncode
+
+    def connection(self) -> Connection:
+        """Return the channel as one for objects in place of bytes, which is closed with it."""
+        from multiprocessing.connection import Connection
+
+        connection = Connection(os.dup(self.channel.fileno()))
+        self._connections.append(connection)
+        return connection
 
     def poll(self) -> int | None:
         """Return the exit status, negative for the signal that ended the process; None while it runs."""
@@ -106,6 +118,10 @@ class Child:
         end_all([self], seconds)
         return self.returncode
 
+    def _close(self) -> None:
+        for end in (self.channel, *self._connections):
+            end.close()
+
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -128,7 +144,7 @@ def end_all(children: Iterable[Child], seconds: float = 0) -> None:
             child._kill_group()
     for child in children:
         child.wait(_SECONDS_TO_DIE)
-        child.channel.close()
+        child._close()
 
 
 def _forget_children() -> None:
@@ -137,7 +153,7 @@ def _forget_children() -> None:
     An open channel here would outlive that process, and what waits for a child here would find none.
     """
     for child in _children:
-        child.channel.close()
+        child._close()
         child._process.returncode = 0
 
 

@@ -146,7 +146,7 @@ class _Worker:
     def _start(self) -> None:
         command = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path)]
         self.process = Child(command)
-        self._connection = Connection(os.dup(self.process.channel.fileno()))
+        self._connection = self.process.connection()
         kind, value = self._ask(self._made, START_SECONDS)
         if kind == "error":
             raise ConfigError(value)

@@ -59,6 +59,7 @@ from pathlib import Path
 from pgtoolkit.system.child import Child
 commands, log, then = json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 children = [Child(command, log=log) for command in commands]
+connections = [child.connection() for child in children]
 if os.fork() == 0:  # shares the channels, unless they are closed in it
     os.setsid()
     for child in children:
