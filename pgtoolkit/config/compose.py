@@ -131,14 +131,14 @@ def composed_of(node: Node) -> Composed:
     config = in_range(resolve(node.config, wrong), wrong, choices)
     directory, problems_of_directory = hydra_keys.folder_in(node.config, "hydra.run.dir")
     return Composed(
-        config,
-        _once([*node.problems, *wrong.values()]),
-        choices,
-        hydra_keys.recorded(node.config.hydra),
-        hydra_keys.name_in(node.config.hydra, config.tracking.run_name),
-        hydra_keys.is_sweep(node.config.hydra),
-        directory,
-        problems_of_directory,
+        config=config,
+        problems=_once([*node.problems, *wrong.values()]),
+        choices=choices,
+        overrides=hydra_keys.recorded(node.config.hydra),
+        name=hydra_keys.name_in(node.config.hydra, config.tracking.run_name),
+        is_sweep=hydra_keys.is_sweep(node.config.hydra),
+        directory=directory,
+        problems_of_directory=problems_of_directory,
     )
 
 
