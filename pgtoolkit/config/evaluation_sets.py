@@ -10,7 +10,7 @@ from typing import Any
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, TaskConfig
+from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, SumsTaskConfig, TaskConfig
 from pgtoolkit.system.report import text
 
 USUAL = "held_out"
@@ -115,7 +115,9 @@ def are_training_prompts(c: Config, one: HeldOut) -> str | None:
     """Why a set holds prompts that the configuration trains on, as far as the two descriptions tell; else None."""
     if c.rollout.name != "policy" or one.task.name != c.task.name:
         return None
-    if isinstance(c.task, ChainSumTaskConfig | ShortestPathTaskConfig):  # they never ask what is held out
+    if isinstance(
+        c.task, ChainSumTaskConfig | ShortestPathTaskConfig | SumsTaskConfig
+    ):  # they never ask what is held out
         return None
     if one.files is not None:
         return "They are the prompts of training." if one.files == _files_of(c.task) else None

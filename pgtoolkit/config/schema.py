@@ -52,6 +52,7 @@ from pgtoolkit.config.schema_tasks import (
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
     ShortestPathTaskConfig,
+    SumsTaskConfig,
     TaskConfig,
 )
 
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
         | ChainSumTaskConfig
         | ShortestPathTaskConfig
         | GuessTaskConfig
+        | SumsTaskConfig
         | ReasoningGymTaskConfig
         | PromptsTaskConfig
         | ConversationTaskConfig

@@ -180,7 +180,7 @@ class GuessTaskConfig(GeneratedTaskConfig):
 
 
 @dataclass(frozen=True)
-class WrittenTaskConfig(TaskConfig):
+class ChatTaskConfig(TaskConfig):
     """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
 
     chat: Chat = key(
@@ -201,6 +201,12 @@ class WrittenTaskConfig(TaskConfig):
         added=True,
         **_NEEDS_TEMPLATE,
     )
+
+
+@dataclass(frozen=True)
+class WrittenTaskConfig(ChatTaskConfig):
+    """Prompts in words of others, which may be too long or fail to be scored."""
+
     max_prompt_length: int | None = key(
         default=None,
         help="Most tokens of a prompt (>= 1), chat template included; null: what a completion of "
@@ -232,6 +238,24 @@ class WrittenTaskConfig(TaskConfig):
         fixed="",
         added=True,
         only_if=_FAILURES_SCORE,
+    )
+
+
+@dataclass(frozen=True)
+class SumsTaskConfig(ChatTaskConfig):
+    num_terms: int = key(
+        default=2,
+        help="Numbers of a sum (>= 2).",
+        least=2,
+        most=100,
+        only_if=ASKED,
+    )
+    num_digits: int = key(
+        default=2,
+        help="Digits of each of them (>= 1): how hard it is.",
+        least=1,
+        most=100,
+        only_if=ASKED,
     )
 
 
@@ -439,6 +463,12 @@ OPTIONS = {
             help="Find a shortest path in a directed graph without cycles: `ab bd ac cd "
             "de:ae=` asks for `abde` or `acde`. The reward is 1 for any shortest path, "
             "else 0. One problem of eight is held out, and never trained on.",
+        ),
+        "sums": Option(
+            SumsTaskConfig,
+            help="Sums in words, for a model that follows instructions: `What is 23 + 45? Answer with the "
+            "number only.` The reward is 1 if the last number of a completion is the sum, else 0. One "
+            "problem of eight is held out, and never trained on.",
         ),
         "reasoning_gym": Option(
             ReasoningGymTaskConfig,

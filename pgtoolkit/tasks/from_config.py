@@ -10,10 +10,11 @@ from pgtoolkit.config.schema_tasks import (
     ReasoningGymTaskConfig,
     ReverseTaskConfig,
     ShortestPathTaskConfig,
+    SumsTaskConfig,
     TaskConfig,
 )
 from pgtoolkit.tasks.conversation import ConversationTask
-from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask
+from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask, SumsTask
 from pgtoolkit.tasks.tasks import Once, PromptsTask, ReasoningGymTask, ReverseTask, Task
 
 
@@ -31,6 +32,8 @@ def make_task(config: TaskConfig, seed: int, once: Once = lambda read: read(), h
             return ChainSumTask(config, seed, held_out)
         case ShortestPathTaskConfig():
             return ShortestPathTask(config, seed, held_out)
+        case SumsTaskConfig():
+            return SumsTask(config, seed, held_out)
         case ReasoningGymTaskConfig():
             return ReasoningGymTask(config, seed)
         case ReverseTaskConfig():

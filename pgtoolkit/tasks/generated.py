@@ -11,8 +11,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, SumsTaskConfig
 from pgtoolkit.tasks.tasks import Score, Task
+from pgtoolkit.tasks.verifiers import last_number
 
 _SHARE = 8
 """One of so many problems is held out."""
@@ -36,8 +37,13 @@ class DividedTask(Task):
     A prompt's answer is a worked one, of which a completion need not have more than the verifier looks at.
     """
 
-    def __init__(self, config: ChainSumTaskConfig | ShortestPathTaskConfig, seed: int, held_out: bool):
-        self.alphabet = config.alphabet
+    def __init__(
+        self,
+        config: ChainSumTaskConfig | ShortestPathTaskConfig | SumsTaskConfig,
+        seed: int,
+        held_out: bool,
+    ):
+        self.alphabet = getattr(config, "alphabet", None)
         self._config, self._seed, self._held_out = config, seed, held_out
 
     def prompt(self, index: int) -> Prompt:
@@ -79,6 +85,30 @@ class ChainSumTask(DividedTask):
 
     def _is_right(self, prompt: Prompt, completion: str) -> bool:
         return completion.rpartition(";")[2] == prompt.answer.rpartition(";")[2]
+
+
+class SumsTask(DividedTask):
+    """A sum in words: `What is 23 + 45? Answer with the number only.`
+
+    The reward is 1 where the last number of a completion is the sum, whether it has ended by itself or not.
+    """
+
+    def rows(self) -> Iterator[Prompt]:
+        """Return a few; all have equally many characters."""
+        return map(self.prompt, range(8))
+
+    def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
+        right = self._is_right(prompt, completion)
+        return Score(float(right), right)
+
+    def _drawn(self, draw: Draw) -> tuple[str, str]:
+        low = 10 ** (self._config.num_digits - 1)
+        terms = [_between(draw, low, 10 * low - 1) for _ in range(self._config.num_terms)]
+        problem = " + ".join(map(str, terms))
+        return f"What is {problem}? Answer with the number only.", str(sum(terms))
+
+    def _is_right(self, prompt: Prompt, completion: str) -> bool:
+        return last_number(completion) == last_number(prompt.answer)
 
 
 class ShortestPathTask(DividedTask):

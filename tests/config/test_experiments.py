@@ -34,6 +34,7 @@ CHOSEN = {
     "prompt_mean": ("grpo", "prompt_mean"),
     "rloo": ("grpo", "constant"),
     "sapo": ("sapo", "sample_mean"),
+    "sums": ("grpo", "token_mean"),
     "on_policy": ("gspo", "sample_mean"),
     "short": ("gspo", "sample_mean"),
 }
@@ -80,6 +81,11 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         overrides += [f"model.path={model}", f"task.path={data}", "task.config=null"]
         overrides.append(f"evaluation.sets={{test: {{path: {data}, config: null, split: test}}}}")
         overrides += ["evaluation.prompts_per_set=2", "evaluation.max_completion_length=4"]
+    if name == "sums":
+        words = small_llama(0, vocab_size=97, eos_token_id=96, max_position_embeddings=64)
+        model = save_with_tokenizer(words, tmp_path / "model", alphabet=None)
+        overrides = [one for one in overrides if not one.startswith(("model.", "task."))]
+        overrides += [f"model.path={model}", "evaluation.prompts_per_set=2", "accumulation.max_tokens=64"]
     config = config_of(*overrides)
     assert validate(config)[1].problems == []
     train(config, tmp_path, overrides=overrides)

@@ -45,11 +45,11 @@ SEEN_BY = {
         "tasks/test_chat.py::test_a_conversation_goes_through_the_template",
     ),
     **dict.fromkeys(
-        [f"task/{name}.{key}" for name in ("reasoning_gym", "prompts") for key in ("chat", "system_prompt")],
+        [f"task/{name}.{key}" for name in ("reasoning_gym", "prompts", "sums") for key in ("chat", "system_prompt")],
         "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
     ),
     **dict.fromkeys(
-        [f"task/{name}.chat_arguments" for name in ("reasoning_gym", "prompts", "conversation")],
+        [f"task/{name}.chat_arguments" for name in ("reasoning_gym", "prompts", "conversation", "sums")],
         "tasks/test_chat.py::test_a_template_gets_its_arguments",
     ),
     "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_by_its_name",
@@ -58,6 +58,10 @@ SEEN_BY = {
     **dict.fromkeys(
         [f"task/{task}.{end}_{size}" for task, size in _DIVIDED.items() for end in ("min", "max")],
         "tasks/test_generated.py::test_problems_are_as_large_as_asked_and_what_is_longest_is_known",
+    ),
+    **dict.fromkeys(
+        ("task/sums.num_terms", "task/sums.num_digits"),
+        "tasks/test_generated.py::test_sums_are_as_large_as_asked_and_scored_by_the_last_number",
     ),
     "task/reverse.num_digits": "tasks/test_tasks.py::test_the_endless_task_is_measured_by_its_digits",
     "advantage.path": "rollouts/test_estimators.py::test_a_function_of_ones_own_gets_the_whole_batch",

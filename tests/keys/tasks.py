@@ -29,7 +29,7 @@ def task_of(*overrides):
 
 TALK = ("task=conversation", "task.environment=tasks.environments_for_tests.Counting")
 ROOM = ("rollout.max_completion_length=40", "accumulation.max_tokens=64")
-KINDS = ("reverse", "chain_sum", "shortest_path", "reasoning_gym", "prompts", "conversation", "guess")
+KINDS = ("reverse", "chain_sum", "shortest_path", "reasoning_gym", "prompts", "conversation", "guess", "sums")
 
 
 @key(*(f"task/{name}.name" for name in KINDS))
@@ -42,6 +42,7 @@ def task_name(tmp_path, monkeypatch):
     assert [type(task).__name__ for task in found] == ["ChainSumTask", "ShortestPathTask"]
     found = task_of("task=guess", *room), task_of(*TALK)
     assert [task.prompt(0).text for task in found] == ["0-9?", f"{seed_of(0, 0) % 10}="]
+    assert task_of("task=sums", *room).prompt(0).text.startswith("What is ")
 
 
 def stand_in_gym(monkeypatch) -> None:

@@ -128,7 +128,7 @@ THINKS = (
 )
 
 
-@pytest.mark.parametrize("task", ["prompts", "reasoning_gym", "conversation"])
+@pytest.mark.parametrize("task", ["prompts", "reasoning_gym", "conversation", "sums"])
 def test_a_template_gets_its_arguments(task):
     tokenizer = tokenizer_of(THINKS)
     config = SCHEMAS[f"task/{task}"](**(option_values("task", task) | {"chat_arguments": {"enable_thinking": False}}))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pgtoolkit.completion import Prompt
-from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig
+from pgtoolkit.config.keys import option_values
+from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, SumsTaskConfig
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.generated import is_held_out
 
@@ -21,6 +22,11 @@ def chain_sum(seed=0, held_out=False, **sizes):
 def shortest_path(seed=0, held_out=False, **sizes):
     sizes = {"min_nodes": 12, "max_nodes": 20} | sizes
     return make_task(ShortestPathTaskConfig("shortest_path", **sizes), seed, held_out=held_out)
+
+
+def sums(seed=0, held_out=False, num_terms=2, num_digits=2):
+    values = option_values("task", "sums") | {"num_terms": num_terms, "num_digits": num_digits}
+    return make_task(SumsTaskConfig(**values), seed, held_out=held_out)
 
 
 def distances(prompt):
@@ -47,6 +53,35 @@ def test_training_never_asks_what_is_held_out(make):
     for held_out, texts in problems.items():
         assert len(texts) > 1150
         assert {is_held_out(text) for text in texts} == {held_out}
+
+
+@pytest.mark.parametrize("num_terms", [2, 3])
+@pytest.mark.parametrize("num_digits", [1, 2, 4])
+def test_sums_are_as_large_as_asked_and_scored_by_the_last_number(num_terms, num_digits):
+    task = sums(7, num_terms=num_terms, num_digits=num_digits)
+    for index in range(50):
+        prompt = task.prompt(index)
+        problem = re.fullmatch(r"What is ([\d +]+)\? Answer with the number only\.", prompt.text)[1]
+        terms = problem.split(" + ")
+        assert [len(term) for term in terms] == [num_digits] * num_terms
+        total = sum(map(int, terms))
+        assert prompt.answer == str(total)
+        for finished in (True, False):
+            score = task.score(prompt, f"It was 1 and is {total:,}.", finished)
+            assert (score.reward, score.exact_match) == (1.0, True)
+            score = task.score(prompt, f"It is {total}, not {total + 1}.", finished)
+            assert (score.reward, score.exact_match) == (0.0, False)
+        assert task.score(prompt, "I do not know", True).reward == 0
+
+
+def test_training_never_asks_a_held_out_sum():
+    """Nor the same terms in another order."""
+    asked = {}
+    for held_out in (False, True):
+        prompts = [sums(seed, held_out).prompt(index) for seed in range(2) for index in range(600)]
+        asked[held_out] = {tuple(sorted(re.findall(r"\d+", prompt.text))) for prompt in prompts}
+    assert not asked[False] & asked[True]
+    assert min(len(terms) for terms in asked.values()) > 300
 
 
 def test_an_eighth_is_held_out_and_another_order_is_the_same_problem():
