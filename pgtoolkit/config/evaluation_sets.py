@@ -66,8 +66,8 @@ def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
     values = vars(c.task) if kind == c.task.name else option_values("task", kind)
     if "path" in given:  # these are of the other files
         values = values | {name: None for name in ("config", "split") if name in values}
-    if "verifier" in given and kind == "prompts":
-        values = values | {"pattern": None, "verifiers": {}}
+    if kind == "prompts" and ("verifier" in given or "verifiers" in given):
+        values = values | {"verifier": option_values("task", kind)["verifier"], "pattern": None, "verifiers": {}}
     values = values | {key: value for key, value in given.items() if key not in OF_A_SET}
     return SCHEMAS[f"task/{kind}"](**copy.deepcopy(dict(values)))
 

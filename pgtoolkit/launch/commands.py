@@ -184,6 +184,8 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
     checkpoint.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
     allow = "evaluate a run on the prompts that it was trained on, too"
     parser.add_argument("--training-prompts", action="store_true", help=allow)
+    on = "prompts to evaluate on, in the place of the run's: a file, a folder, OWNER/NAME on the hub; may be repeated"
+    parser.add_argument("--on", action="append", default=[], metavar="PATH", help=on)
     args = parser.parse_intermixed_args(argv)
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
     if len(named) > 1:
@@ -193,7 +195,7 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
 
     overrides = [word for word in args.words if word not in named]
     source = plain_run(named[0]) if named else None
-    say(evaluate(source, args.step, args.best, overrides, args.training_prompts))
+    say(evaluate(source, args.step, args.best, overrides, args.training_prompts, args.on))
 
 
 def _tokens(parser: _Parser, argv: list[str]) -> None:

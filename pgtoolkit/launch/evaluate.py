@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.launch.start import refused
+from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.redaction import redact
@@ -41,12 +44,14 @@ def evaluate(
     best: bool,
     overrides: list[str],
     training_prompts: bool = False,
+    on: Sequence[str] = (),
 ) -> str:
     """Evaluate, write the results into a folder of their own, and return the text to print.
 
     source: a run or a model's folder; None: the model that a configuration begins with.
     step, best: which checkpoint of a run, if not the newest. overrides: what was typed.
     training_prompts: allow sets that hold the prompts that the run was trained on.
+    on: files, folders, globs or names of data sets, each a set, in the place of those of the run.
     Raises PgtoolkitError.
     """
     from pgtoolkit.runs.find import is_run
@@ -56,7 +61,7 @@ def evaluate(
         _refuse_flags_of_runs(source, step, best, training_prompts)
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
     trained = saved_config(source) if of_run else None
-    chosen = _configuration(command, source, trained, overrides)
+    chosen = _configuration(command, source, trained, overrides, on)
     for note in _check(chosen):
         say(f"note: {note}")
     if trained is not None and (problems := _asked_in_training(command, trained, chosen)):
@@ -96,14 +101,20 @@ def _refuse_flags_of_runs(source: Path | None, step: int | None, best: bool, tra
             raise ConfigError(refusal(flag, "a run directory", source, reason, f"no {flag}"))
 
 
-def _configuration(command: str, source: Path | None, trained: Config | None, typed: list[str]) -> Config:
+def _configuration(
+    command: str,
+    source: Path | None,
+    trained: Config | None,
+    typed: list[str],
+    on: Sequence[str],
+) -> Config:
     """Return the configuration without what says how to train.
 
-    trained: the configuration of the run that is evaluated; None where it is a model.
+    trained: the configuration of the run that is evaluated; None where it is a model. on: see `evaluate`.
     Raises ConfigError with all problems.
     """
     of_run = trained is not None
-    overrides = typed
+    overrides = _on_prompts(typed, trained, on) if on else typed
     if source is not None and not of_run:
         if not (source / "config.json").is_file():
             from pgtoolkit.runs.find import not_a_run
@@ -113,12 +124,55 @@ def _configuration(command: str, source: Path | None, trained: Config | None, ty
     kind, run_dir = ("run", source) if of_run else ("model", None)
     composed = compose(overrides, run_dir=run_dir, evaluate=kind)
     problems = composed.problems
-    if trained is not None and composed.config is not None:
+    if trained is not None and composed.config is not None and not on:
         problems = problems + _in_no_set(composed.config, trained, typed)
     if problems:
         raise refused(problems)
     measured_once = {"evaluation.every": 1, "evaluation.best": None, "trainer.stop_at": None}
-    return with_values(absolute_paths(composed.config), measured_once)
+    if on:
+        measured_once["evaluation.sets"] = _sets_on(on, composed.config, trained, typed)
+        if trained is not None:  # whose characters are the tokens of the tiny model
+            measured_once["task"] = trained.task
+    return absolute_paths(with_values(composed.config, measured_once))
+
+
+def _on_prompts(typed: list[str], trained: Config | None, on: Sequence[str]) -> list[str]:
+    """Return the overrides with a task that reads the prompts of `on`: the run's, if it is one, or task=prompts.
+
+    Raises ConfigError for what says otherwise which prompts they are.
+    """
+    for override in typed:
+        if key_of(override) == "task.path" or key_of(override).startswith("evaluation.sets"):
+            reason = "Its files are the sets, in the place of all others."
+            raise ConfigError(refusal(f"--on {on[0]}", "no other prompts", override, reason, "one of the two"))
+    overrides = [*typed, f"task.path={json.dumps(on[0])}"]
+    is_chosen = any(key_of(override) == "task" for override in typed)
+    reads_files = trained is not None and hasattr(trained.task, "path")
+    return overrides if is_chosen or reads_files else ["task=prompts", *overrides]
+
+
+def _sets_on(
+    on: Sequence[str],
+    config: Config,
+    trained: Config | None,
+    typed: list[str],
+) -> dict[str, dict[str, object]]:
+    """Return a set of each path, called as its file or its data set, with the keys of the task that are typed.
+
+    config: has them. trained: of a run, whose task is that of a set that names no other.
+    """
+    typed_keys = dict.fromkeys(key_of(override).split(".")[1] for override in typed if override.startswith("task."))
+    same = {leaf: plain_value(config, f"task.{leaf}") for leaf in typed_keys}
+    if trained is None or trained.task.name != config.task.name:
+        same = {"task": config.task.name, **same}
+    sets: dict[str, dict[str, object]] = {}
+    for path in on:
+        stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).stem).strip("_")[:30]
+        stem = stem if stem[:1].isalpha() else f"set_{stem}"
+        names = [stem, *(f"{stem}_{number}" for number in range(2, len(on) + 1))]
+        name = next(name for name in names if name not in sets and name != TRAINING)
+        sets[name] = {**same, "path": path}
+    return sets
 
 
 def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
@@ -150,8 +204,8 @@ def _decided_by(given: dict) -> set[str]:
     keys = {*given}
     if "path" in given:
         keys |= {"config", "split"}
-    if "verifier" in given:
-        keys |= {"pattern", "verifiers"}
+    if "verifier" in given or "verifiers" in given:
+        keys |= {"verifier", "pattern", "verifiers"}
     return keys
 
 

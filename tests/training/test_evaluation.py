@@ -197,6 +197,7 @@ def of_files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     (folder / "rewards_of_evaluation.py").write_text(
         "def right(completion, answer):\n    return float(completion == answer)\n"
+        "def always(completions, **others):\n    return [1.0] * len(completions)\n"
     )
     for name, numbers in (("train", range(6)), ("test", range(40, 45)), ("other", range(50, 54))):
         rows = [{"prompt": f"{i}=", "answer": str(i)} for i in numbers]
@@ -240,6 +241,47 @@ def test_a_set_that_is_typed_stands_beside_those_of_the_run(of_files, capsys):
     assert main(["evaluate", "with", VERIFIER, "evaluation.sets.more.path=other.jsonl"]) == 0
     expected = {"test": (5, "test.jsonl"), "more": (4, "other.jsonl")}
     assert sets_of(capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize("run", ["with", "without"])
+def test_prompts_of_ones_own_take_the_place_of_all_sets(of_files, capsys, run):
+    """A run, with the verifier that it was trained with, which scores nothing else."""
+    assert main(["evaluate", run, "--on", "other.jsonl", "--on", f"{of_files}/test.jsonl"]) == 0
+    said = capsys.readouterr()
+    assert sets_of(said.out) == {"other": (4, "other.jsonl"), "test": (5, "test.jsonl")}
+    assert "imports rewards_of_evaluation.right (task.verifier)" in said.err
+
+
+def test_a_run_on_other_prompts_is_scored_by_verifiers_of_ones_own(short, of_files, capsys):
+    """A run on numbers backwards, on a file, by two verifiers, here of the task, and there of a set."""
+    several = "{right: {verifier: exact_match}, always: {verifier: rewards_of_evaluation.always, weight: 0.5}}"
+    few = ["evaluation.completions_per_prompt=2", "evaluation.max_completion_length=7"]
+    for words, name, key in (
+        (
+            ["--on", "other.jsonl", f"task.verifiers={several}"],
+            "other",
+            "evaluation.sets.other.verifiers",
+        ),
+        (
+            [f"evaluation.sets.mine={{task: prompts, path: other.jsonl, verifiers: {several}}}"],
+            "mine",
+            "evaluation.sets.mine.verifiers",
+        ),
+    ):
+        assert main(["evaluate", str(short), *words, *few]) == 0
+        said = capsys.readouterr()
+        assert sets_of(said.out) == {name: (4, "other.jsonl")}
+        assert f"imports rewards_of_evaluation.always ({key}.always.verifier)" in said.err
+        shown = {words[0]: words[1] for words in map(str.split, said.out.splitlines()) if len(words) > 1}
+        assert float(shown["reward/always"]) == 1
+        assert float(shown["avg"]) >= 0.5
+
+
+def test_prompts_that_are_typed_twice_are_refused(of_files, capsys):
+    assert main(["evaluate", "with", "--on", "other.jsonl", "task.path=test.jsonl"]) == 2
+    assert "--on other.jsonl needs no other prompts (got task.path=test.jsonl)." in capsys.readouterr().err
+    assert main(["evaluate", "with", "--on", "train.jsonl"]) == 2
+    assert "(got set train: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

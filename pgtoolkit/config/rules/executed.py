@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.evaluation_sets import samples
-from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import default, keys_of, plain_value
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.records import leaves
@@ -64,9 +63,9 @@ def named_functions(config: object) -> dict[str, str]:
             if not key.free:
                 named[key.name] = value
             elif isinstance(value, dict):
-                for name in value:
-                    for leaf in ("verifier", "environment"):
-                        named[f"{key.name}.{name}.{leaf}"] = value_of(value, f"{name}.{leaf}")
+                for name, path in leaves(value):
+                    if name.rpartition(".")[2] in ("verifier", "environment"):
+                        named[f"{key.name}.{name}"] = path
     return {key: path for key, path in named.items() if isinstance(path, str) and "." in path}
 
 

@@ -180,12 +180,12 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
     if kind not in KINDS:
         report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
         return
-    known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf not in ("name", "verifiers")}
+    known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf != "name"}
     known |= {"seed": key_named("seed", c), "prompts": key_named("evaluation.prompts_per_set", c)}
     for name, value in [pair for pair in given.items() if pair[0] != "task"]:
         setting = f"{place}.{name}={text(value)}"
         if name not in known:
-            reason = f"A set has the keys of task={kind} but for verifiers, and {', '.join(OF_A_SET)}."
+            reason = f"A set has the keys of task={kind}, and {', '.join(OF_A_SET)}."
             report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")
         elif not fits(known[name], value):
             report.refuse(setting, describe(known[name]), value, "Every key has a type.", f"{place}.{name}=VALUE")
