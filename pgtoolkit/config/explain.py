@@ -18,11 +18,11 @@ from pgtoolkit.config.files import docs_page, options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import (
     KEYS,
-    describe,
     group_help,
     in_words,
     option_help,
     option_values,
+    values_in_words,
 )
 from pgtoolkit.config.refusals import ALSO_CALLED
 from pgtoolkit.config.schema import default_options
@@ -63,7 +63,7 @@ class Entry:
         if key.option:
             shown = {"type": f"one of {', '.join(options()[key.group])}", "default": default_options()[key.group]}
         else:
-            shown = {"type": describe(key), "default": self._default()}
+            shown = {"type": values_in_words(key), "default": self._default()}
         return shown | {"meaning": " ".join([self.meaning, *self._conditions()])}
 
     def _default(self) -> str:

@@ -127,7 +127,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
-def describe(key: Key) -> str:
+def values_in_words(key: Key) -> str:
     """Return which values a key takes, in words."""
     kind, _, optional = key.type.partition(" | ")
     words = f"one of {', '.join(key.names)}" if key.names else _TYPES[kind][0]

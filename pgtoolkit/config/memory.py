@@ -36,7 +36,7 @@ class Plan:
         return sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
 
 
-def plan(c: Config, gpu: float | None = None) -> Plan | None:
+def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
     """gpu: bytes of each, by which the head's logits go. None where the model is not known."""
     shape = tiny_sizes(c.model, c.task) if c.model.name == "tiny" else sizes(c.model)
     if shape is None:
@@ -97,9 +97,9 @@ def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str
     return found
 
 
-def describe(c: Config, gpu: float | None) -> Iterator[str]:
+def memory_lines(c: Config, gpu: float | None) -> Iterator[str]:
     """Lines for `pgtk check`. gpu: bytes of each GPU, None where there is none."""
-    if (found := plan(c, gpu)) is None:
+    if (found := memory_plan(c, gpu)) is None:
         return
     for name, parts in vars(found).items():
         if parts:
@@ -111,12 +111,12 @@ def describe(c: Config, gpu: float | None) -> Iterator[str]:
 
 def of_process(c: Config, gpu: float) -> float:
     """Bytes that a process takes of a GPU of so many at most; of an unknown model those of CUDA alone."""
-    return _OF_CUDA + (found.most if (found := plan(c, gpu)) else 0)
+    return _OF_CUDA + (found.most if (found := memory_plan(c, gpu)) else 0)
 
 
 def refuse_overflow(c: Config, gpu: float) -> None:
     """ConfigError where a GPU of so many bytes has no room for what is certain, before anything is loaded."""
-    if (found := plan(c, gpu)) is None:
+    if (found := memory_plan(c, gpu)) is None:
         return
     least = sum(found.always.values()) + sum(found.sampling.get(name, 0) for name in ("copy", "keys and values"))
     if least > gpu:
@@ -127,7 +127,7 @@ def refuse_overflow(c: Config, gpu: float) -> None:
 def _remedy(c: Config, gpu: float) -> str:
     """The cheapest change after which a GPU of so many bytes is enough."""
     for change in _changes(c):
-        if (most := plan(with_values(c, change), gpu).most) <= gpu:
+        if (most := memory_plan(with_values(c, change), gpu).most) <= gpu:
             settings = " ".join(f"{key}={text(value)}" for key, value in change.items())
             return f"{settings}, which takes {most / 1e9:.3g} GB"
     return "more GPUs or a smaller model"

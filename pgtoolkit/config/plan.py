@@ -32,7 +32,7 @@ _SAVED, _COST = 0.2, 10
 """Which part of the updates' time is saved at least; the seconds that compiling takes where nothing is cached."""
 
 
-def describe(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
+def plan_sections(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
     """(title, lines) of each section of the plan. config, defaults: resolved configurations."""
     return [
         ("Loss", equation(config)),

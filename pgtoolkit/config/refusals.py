@@ -14,7 +14,7 @@ from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, known_as
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, describe, fits, keys_of
+from pgtoolkit.config.keys import KEYS, fits, keys_of, values_in_words
 from pgtoolkit.config.schema import SCHEMAS, default_options
 from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
@@ -255,7 +255,7 @@ def wrong_type(key: Key, value: Any, usual: Any) -> str:
     use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"
     reason = key.help or "Every key has a type."
     got = value if isinstance(value, float) else text(value)
-    return f"{key.name}={got} needs {describe(key)} (got {got!r}). {reason} Use {use}."
+    return f"{key.name}={got} needs {values_in_words(key)} (got {got!r}). {reason} Use {use}."
 
 
 def composition_problem(error: Exception) -> str:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from pgtoolkit.config.key import value_of, with_values
-from pgtoolkit.config.keys import default, describe, fits, help_of, key_named, keys_of
+from pgtoolkit.config.keys import default, fits, help_of, key_named, keys_of, values_in_words
 from pgtoolkit.config.refusals import holds_secret, unresolvable
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.records import plain
@@ -61,7 +61,7 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
         if value is not None:  # else `resolve` has said why
             reason = key.help or "Every key has a type."
             use = f"{key.name}={text(usual)}"
-            problem = refusal(f"{key.name}={text(value)}", describe(key), value, reason, use)
+            problem = refusal(f"{key.name}={text(value)}", values_in_words(key), value, reason, use)
             problems.setdefault(key.name, problem)
         values[key.name] = usual
     return with_values(config, values) if values else config

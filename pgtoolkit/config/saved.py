@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.key import Key, holds, parts, value_of, with_values
-from pgtoolkit.config.keys import default, describe, has_type, key_named, keys_of, plain_value, shown
+from pgtoolkit.config.keys import default, has_type, key_named, keys_of, plain_value, shown, values_in_words
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
@@ -98,7 +98,7 @@ def _with_type(key: Key, value: Any) -> Any:
     elif kind == "str" and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not has_type(key, value):
-        raise ValueError(f"{key.name}={text(value)} is not {describe(key)}")
+        raise ValueError(f"{key.name}={text(value)} is not {values_in_words(key)}")
     return value
 
 

@@ -29,7 +29,7 @@ from pgtoolkit.kernels.given_logits import GradientsFromForward, Passes, compare
 from pgtoolkit.kernels.products import BesideOthers, LMHead, Projection, accumulate_matmul, accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.exchange import all_reduce_
-from pgtoolkit.losses.measure import evaluate
+from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
 
@@ -96,7 +96,7 @@ def linear_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         run = _FusedPass(hidden, head, labels, options, wanted, objective.penalties.divergence)
         run.all_chunks(objective)
-        loss, _, sums = evaluate(objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level)
+        loss, _, sums = evaluate_objective(objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level)
     if any(wanted):
         gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
         loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)

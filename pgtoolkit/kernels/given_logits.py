@@ -18,7 +18,7 @@ from pgtoolkit.kernels import torch_passes
 from pgtoolkit.kernels.products import accumulation_dtype
 from pgtoolkit.kernels.torch_passes import Teacher, forward_score_, merge_shards
 from pgtoolkit.losses.exchange import gather_stacked
-from pgtoolkit.losses.measure import evaluate
+from pgtoolkit.losses.measure import evaluate_objective
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
 
@@ -85,7 +85,7 @@ def logits_loss(
                 teacher = compared(implementation, values, normalizer, *given)
                 assert teacher.divergence is not None
                 objective.penalties.divergence.copy_(teacher.divergence)
-        value, coefficients, sums = evaluate(objective.at(log_probs), log_probs, entropy, loss.level)
+        value, coefficients, sums = evaluate_objective(objective.at(log_probs), log_probs, entropy, loss.level)
         if wanted and results is None and (of_rows := objective.penalties.of_rows):
             coefficients = torch.stack([coefficients, *of_rows])
             if bonus:

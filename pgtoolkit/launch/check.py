@@ -11,7 +11,7 @@ from pgtoolkit.config import memory
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.paths import absolute_paths, occupied_by_rollouts, problems_of_folder
-from pgtoolkit.config.plan import compilation, describe
+from pgtoolkit.config.plan import compilation, plan_sections
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
@@ -227,10 +227,10 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
     first, of_prompts = checked.runs[0], []
     sections = _sweep_sections(checked) if checked.sweep_config is not None else []
     if first.config is not None:
-        sections += describe(first.config, compose([]).config)
+        sections += plan_sections(first.config, compose([]).config)
         if first.config.model.name == "huggingface" and not first.report.problems:
             gpu = gpu_memory()
-            sections.append(("Memory", [*memory.describe(first.config, gpu)]))
+            sections.append(("Memory", [*memory.memory_lines(first.config, gpu)]))
             compiles, reason = compilation(first.config, gpu is not None and first.config.trainer.device != "cpu")
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         sections.append(("Run name", [first.name]))

@@ -191,11 +191,11 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
     if len(named) > 1:
         parser.error(f"one model is evaluated at a time (got {' '.join(named)})")
 
-    from pgtoolkit.launch.evaluate import evaluate
+    from pgtoolkit.launch.evaluate import evaluate_command
 
     overrides = [word for word in args.words if word not in named]
     source = plain_run(named[0]) if named else None
-    say(evaluate(source, args.step, args.best, overrides, args.training_prompts, args.on))
+    say(evaluate_command(source, args.step, args.best, overrides, args.training_prompts, args.on))
 
 
 def _tokens(parser: _Parser, argv: list[str]) -> None:

@@ -38,7 +38,7 @@ FOLDER = Path("outputs/evaluations")
 """Where the results are, below the directory that the command was typed in."""
 
 
-def evaluate(
+def evaluate_command(
     source: Path | None,
     step: int | None,
     best: bool,
@@ -69,7 +69,7 @@ def evaluate(
             raise refused(problems)
         say("Warning: evaluated on training prompts.")
 
-    from pgtoolkit.training.evaluation import evaluate as measured
+    from pgtoolkit.training.evaluation import evaluate_policy as measured
     from pgtoolkit.training.export import saved_state
     from pgtoolkit.training.train import quieten
 

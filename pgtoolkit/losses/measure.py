@@ -12,7 +12,7 @@ from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Objective
 
 
-def evaluate(
+def evaluate_objective(
     objective: Objective, log_probs: Tensor, entropy: Tensor | None, level: str
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Return (loss, coefficients, metric sums): 0-dim, (T,), and those of the level.

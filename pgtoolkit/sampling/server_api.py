@@ -71,7 +71,7 @@ Call = tuple[str, dict | None]
 """A path, and the JSON that is posted to it."""
 
 
-def plan(api: Any, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
+def plan_servers(api: Any, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
     """Which servers a run starts, by the words of `api`; none where it joins some. Called by every rank."""
     chosen = config.sampler
     assert isinstance(chosen, VllmSamplerConfig)

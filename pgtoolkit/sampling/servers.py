@@ -27,7 +27,7 @@ from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import Sampler
-from pgtoolkit.sampling.server_api import Sampling, plan
+from pgtoolkit.sampling.server_api import Sampling, plan_servers
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_process import ServerProcess, end_servers, own_environment, reserve_port
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
@@ -84,7 +84,7 @@ class ServerSampler:
         writers = layout.node_group if layout.reader == 0 else None  # the ranks of rank 0's node
         place = (min(layout.rank, 1), 1) if writers is None else (writers.rank(), writers.size())
         self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype, bool(chosen.urls), *place)
-        self._plan = plan(api, config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
+        self._plan = plan_servers(api, config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
         # A port is open to everybody on the machine.
         self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
         self._servers = [self._server(url) for url in chosen.urls]

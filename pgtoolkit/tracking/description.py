@@ -35,7 +35,7 @@ class Description(NamedTuple):
     tags: dict[str, str]
 
 
-def describe(run_dir: Path) -> Description:
+def description_of(run_dir: Path) -> Description:
     """The description of a run that has written its configuration."""
     config, _ = records.read_config(run_dir)
     status = records.read_status(run_dir)

@@ -72,7 +72,7 @@ class MlflowTracker:
         and does not answer in time.
         """
         self._run_dir = Path(run_dir)
-        described, status = description.describe(self._run_dir), read_status(self._run_dir)
+        described, status = description.description_of(self._run_dir), read_status(self._run_dir)
         with store.raising_storage_errors(self.uri, consequence):
             run = store.patiently(self.uri, lambda: self._open(described, status))
         self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}

@@ -90,7 +90,7 @@ def measure(module: Any, step: int) -> list[dict[str, Any]]:
     return rows
 
 
-def evaluate(
+def evaluate_policy(
     config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
 ) -> list[dict[str, Any]]:
     """The rows, as of evaluations.jsonl, of the sets of a configuration; completions go to `folder`.

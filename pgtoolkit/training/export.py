@@ -34,7 +34,7 @@ from pgtoolkit.system.report import refusal, shell_path
 from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import scored_by_nobody
-from pgtoolkit.tracking.description import describe
+from pgtoolkit.tracking.description import description_of
 from pgtoolkit.training.checkpoint import (
     list_checkpoints,
     load_newest,
@@ -230,7 +230,7 @@ def _merged_model(config: Config, state: dict) -> nn.Module:
 
 def card(config: Config, run_dir: Path, step: int) -> str:
     """README.md: what was trained how, and how to load it; export.md is its template."""
-    described, (resolved, overrides) = describe(run_dir), read_config(run_dir)
+    described, (resolved, overrides) = description_of(run_dir), read_config(run_dir)
     of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
     prompt = '"..."'  # a place to put one
     if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":  # which would run its code

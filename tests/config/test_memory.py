@@ -6,7 +6,7 @@ import pytest
 from builders.runs import config_of
 
 from benchmarks.sweep_throughput import GPU as SMALL
-from pgtoolkit.config.memory import describe, of_process, plan, refuse_overflow
+from pgtoolkit.config.memory import memory_lines, memory_plan, of_process, refuse_overflow
 from pgtoolkit.errors import ConfigError
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -48,12 +48,12 @@ def configuration(folder, size, *more):
 )
 def test_the_estimate_is_near_what_was_measured(tmp_path, size, more, measured):
     """docs/performance.md has the jobs."""
-    assert plan(configuration(tmp_path, size, *more), GPU).most / 1e9 == pytest.approx(measured, rel=0.15)
+    assert memory_plan(configuration(tmp_path, size, *more), GPU).most / 1e9 == pytest.approx(measured, rel=0.15)
 
 
 def test_what_does_not_fit_is_told_what_does(tmp_path):
     large = configuration(tmp_path, "7.6", *LONG)
-    assert list(describe(large, GPU))[-1].startswith("use accumulation.max_tokens=32768, which takes 147")
+    assert list(memory_lines(large, GPU))[-1].startswith("use accumulation.max_tokens=32768, which takes 147")
     for gpu, use in ((80e9, "parallelism.shard=true parallelism.data_parallel=2"), (1e9, "more GPUs or a smaller")):
         with pytest.raises(ConfigError, match=r"needs 1\d\d GB of each GPU .got \d+.. .* Use " + use):
             refuse_overflow(large, gpu)
@@ -70,7 +70,9 @@ def test_a_short_conversation_may_be_sampled_beside_a_long_one(tmp_path):
     """Its cache goes as far as the longest that was said, and as the longest that may still follow."""
     room = ("rollout.max_completion_length=512", "task.max_prompt_length=100")
     kinds = ("task=prompts", "task.path=x.jsonl"), ("task=conversation", "task.environment=my_module.Environment")
-    one, several = (plan(configuration(tmp_path, "0.5", *room, *kind)).sampling["keys and values"] for kind in kinds)
+    one, several = (
+        memory_plan(configuration(tmp_path, "0.5", *room, *kind)).sampling["keys and values"] for kind in kinds
+    )
     assert several / one == pytest.approx((100 + 2 * 512) / (100 + 512))
 
 
@@ -80,4 +82,4 @@ def test_a_run_that_reads_rollouts_samples_only_to_evaluate(tmp_path):
     rows.write_text('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n')
     sizes = ("evaluation.prompts_per_set=256", "evaluation.completions_per_prompt=4")
     c = config_of("experiment=sft", f"rollout.path={rows}", "evaluation.every=10", *sizes)
-    assert plan(c, GPU).sampling["logits"] == 4 * 1024 * 12  # float32 of a vocabulary of 12
+    assert memory_plan(c, GPU).sampling["logits"] == 4 * 1024 * 12  # float32 of a vocabulary of 12

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.keys import KEYS, describe, fits
+from pgtoolkit.config.keys import KEYS, fits, values_in_words
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.resolve import in_range
 from pgtoolkit.config.saved import typed
@@ -37,14 +37,14 @@ def test_both_ends_are_taken_and_beyond_is_refused(key):
     chosen, (least, most) = choice(key), key.range
     assert -math.inf < least < most < math.inf
     for value in (least, most):
-        assert not any(describe(key) in one for one in refused(chosen, key.name, value))
+        assert not any(values_in_words(key) in one for one in refused(chosen, key.name, value))
     whole = key.type.startswith("int")
     beyond = (least - 1, most + 1) if whole else (least - abs(least) / 100 or -1e-9, most * 1.01)
     for value in beyond:
         (problem,) = refused(chosen, key.name, value)
-        assert f"needs {describe(key)} (got " in problem
+        assert f"needs {values_in_words(key)} (got " in problem
     use = re.search(rf" Use {key.name}=([^ \n]*)\.$", problem)[1]
-    assert not any(describe(key) in one for one in refused(chosen, key.name, use))
+    assert not any(values_in_words(key) in one for one in refused(chosen, key.name, use))
     for value in (10**400, math.nan, math.inf, -math.inf, 1e308, True, "1", [], {}):
         assert not fits(key, value)
 

@@ -10,7 +10,7 @@ from builders.runs import config_of, sampler_of
 from keys import key, settings
 from pgtoolkit.completion import Request
 from pgtoolkit.ranks.layout import ONE_PROCESS
-from pgtoolkit.sampling.server_api import plan
+from pgtoolkit.sampling.server_api import plan_servers
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.training.build import build
 
@@ -23,7 +23,7 @@ def sampler(folder: Path, *overrides: str):
 
 def planned(*overrides: str):
     config = config_of(*settings("sampler=vllm", *overrides))
-    return plan(Vllm(), config, ONE_PROCESS, "float32", 24)
+    return plan_servers(Vllm(), config, ONE_PROCESS, "float32", 24)
 
 
 def command(*overrides: str) -> list[str]:

@@ -10,7 +10,7 @@ from builders.runs import assert_equal, checkpoint_of, metrics_of, run
 from pgtoolkit.cli import main
 from pgtoolkit.runs.records import read_data, read_drift, read_resolved, read_status
 from pgtoolkit.system.report import shell_path
-from pgtoolkit.tracking.description import describe
+from pgtoolkit.tracking.description import description_of
 from pgtoolkit.training.export import branch
 
 
@@ -36,9 +36,9 @@ def test_it_goes_on_as_the_parent_did_and_leaves_it_alone(copied, tmp_path, caps
     assert status["parent"] == f"{copied}, step 3"
     assert status["id"] != parent["id"]
     assert (status["state"], status["step"], status["saved"]) == ("done", 6, 6)
-    assert describe(tmp_path / "new").tags["parent"] == f"{copied}, step 3"
-    assert describe(tmp_path / "new").run_name == "new"
-    assert "parent" not in describe(copied).tags
+    assert description_of(tmp_path / "new").tags["parent"] == f"{copied}, step 3"
+    assert description_of(tmp_path / "new").run_name == "new"
+    assert "parent" not in description_of(copied).tags
 
 
 def test_what_is_changed_holds_from_that_step_on_and_both_are_compared(copied, tmp_path, capsys):
@@ -101,11 +101,11 @@ def test_a_branch_has_the_data_of_its_step(copied, tmp_path):
 
 def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
     parent = run(tmp_path / "folder", "tracking.run_name=parent", "trainer.max_steps=2")
-    assert describe(parent).run_name == "parent"
+    assert description_of(parent).run_name == "parent"
     for name, typed in (("new", []), ("mine", ["tracking.run_name=mine"])):
         folder = tmp_path / ("new" if not typed else "other")
         assert main(["resume", str(parent), "--step=1", f"hydra.run.dir={folder}", *typed]) == 0
-        assert describe(folder).run_name == name
+        assert description_of(folder).run_name == name
 
 
 @pytest.mark.parametrize(

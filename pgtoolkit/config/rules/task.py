@@ -19,7 +19,7 @@ from pgtoolkit.config.evaluation_sets import (
     watched,
 )
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.keys import KEYS, describe, fits, ignored, key_named, option_values
+from pgtoolkit.config.keys import KEYS, fits, ignored, key_named, option_values, values_in_words
 from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
@@ -188,7 +188,9 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
             reason = f"A set has the keys of task={kind}, and {', '.join(OF_A_SET)}."
             report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")
         elif not fits(known[name], value):
-            report.refuse(setting, describe(known[name]), value, "Every key has a type.", f"{place}.{name}=VALUE")
+            report.refuse(
+                setting, values_in_words(known[name]), value, "Every key has a type.", f"{place}.{name}=VALUE"
+            )
 
 
 def _sampling(c: Config, report: Report) -> None:
