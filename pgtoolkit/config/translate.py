@@ -290,6 +290,9 @@ def _loss_of_trl(theirs: Their) -> Iterator[Setting]:
             "kl", "k3_ratio" if theirs["use_bias_correction_kl"] else "k3", ("beta", "use_bias_correction_kl")
         )
         yield Setting("kl.coefficient", theirs["beta"], ("beta",))
+        if theirs["sync_ref_model"]:
+            yield Setting("kl.update_every", theirs["ref_model_sync_steps"], ("ref_model_sync_steps", "sync_ref_model"))
+            yield Setting("kl.update_rate", theirs["ref_model_mixup_alpha"], ("ref_model_mixup_alpha",))
     if theirs.number("entropy_coef"):
         yield Setting("entropy.coefficient", theirs["entropy_coef"], ("entropy_coef",))
 
@@ -312,9 +315,12 @@ def _of_verl(theirs: Their) -> Iterator[Setting]:
     """Yield the overrides that say what a configuration of verl's PPO trainer says, its defaults among them."""
     yield from _model_and_prompts(theirs, ("actor_rollout_ref.model.path",), ("data.train_files",))
     mode = theirs["loss_mode"]
-    losses = {"vanilla": "grpo", "geo_mean": "gmpo", "dppo_tv": "dppo", "dro": "kimi", "gpg": "reinforce"}
+    losses = {"vanilla": "grpo", "geo_mean": "gmpo", "dppo_tv": "dppo", "dppo_kl": "dppo", "dro": "kimi"}
+    losses |= {"gpg": "reinforce"}
     loss = losses.get(str(mode), mode if mode in ("gspo", "cispo", "sapo") else "grpo")
     yield Setting("loss", loss, ("loss_mode",))
+    if mode == "dppo_kl":
+        yield Setting("loss.divergence", "binary_kl", ("loss_mode",))
     if losses.get(str(mode)) is None and mode not in ("gspo", "cispo", "sapo"):
         theirs.used -= {key for key in theirs.used if key.endswith("loss_mode")}
     aggregations = {"seq-mean-token-mean": "sample_mean", "token-mean": "token_mean"}
