@@ -38,6 +38,8 @@ class Document:
     score_failed: whether nobody could score it. Without a reward it is then left out: see `is_excluded`.
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
+    dropped_group_fraction: share of its batch's groups that are left out, or None where none could be.
+    left_out: whether it takes no part in any step, since its group teaches nothing.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
     reference_tokens: (R,) int64, what the reference reads in their place: another prompt, then the same tokens; None
         where it reads these.
@@ -65,6 +67,8 @@ class Document:
     trajectory: int | None = None
     anchor_version: int | None = None
     score_failed: bool = False
+    dropped_group_fraction: float | None = None
+    left_out: bool = False
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())

@@ -109,6 +109,8 @@ def arithmetic(config: Config) -> Iterator[str]:
     if batch is not None:
         rounds = rollout.max_sampling_rounds
         more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
+        if rollout.uninformative == "drop":
+            more = ", less those of prompts whose completions all score the same"
         yield (
             f"rollouts: {rollout.prompts_per_batch} prompts x {rollout.group_size} completions = {batch} documents a "
             f"batch{more}"

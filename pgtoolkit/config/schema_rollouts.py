@@ -45,6 +45,11 @@ class Mixed(StrEnum):
     exact_match = "exact_match"
 
 
+class Uninformative(StrEnum):
+    train = "train"
+    drop = "drop"
+
+
 class Truncated(StrEnum):
     train = "train"
     mask = "mask"
@@ -155,6 +160,18 @@ class PolicyRolloutConfig(RolloutConfig):
         "shaped reward the first keeps prompts that nobody answered.",
         only_if="rollout.max_sampling_rounds>1",
         use="rollout.max_sampling_rounds=4",
+    )
+    uninformative: Uninformative = key(
+        default="train",
+        help="What becomes of prompts whose completions all score the same, before overlong_penalty: "
+        "train, or drop: no step has them, and no count of the aggregation; a batch is then shorter.",
+        learns="rollout.uninformative=drop",
+        added=True,
+        only_if="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
+        "accumulation.last_step!=drop",
+        use="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
+        "accumulation.last_step=short",
+        why="How many documents a batch has is known only once it is scored, and further rounds replace them.",
     )
     lag: int = key(
         default=0,

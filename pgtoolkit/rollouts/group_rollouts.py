@@ -164,6 +164,17 @@ def fill(
     return [[replace(document, dropped_prompt_fraction=share) for document in group] for group in kept]
 
 
+def without_uninformative(groups: list[list[Document]]) -> list[Document]:
+    """Return the documents of all groups, those of groups that teach nothing marked as left out."""
+    is_left_out = [not teaches(group) for group in groups]
+    share = sum(is_left_out) / len(groups)
+    return [
+        replace(document, left_out=left_out, dropped_group_fraction=share)
+        for group, left_out in zip(groups, is_left_out, strict=True)
+        for document in group
+    ]
+
+
 def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
     """Whether the task scores the completions differently, or finds only some right; without what lengths take off.
 

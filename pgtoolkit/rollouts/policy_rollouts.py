@@ -20,13 +20,21 @@ from pgtoolkit.batch import Document, cut, pack
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
+from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative
 from pgtoolkit.config.schema_step import LastStep
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator, with_advantages
-from pgtoolkit.rollouts.group_rollouts import check_scores, completed, fill, in_groups, requests_of, scored_groups
+from pgtoolkit.rollouts.group_rollouts import (
+    check_scores,
+    completed,
+    fill,
+    in_groups,
+    requests_of,
+    scored_groups,
+    without_uninformative,
+)
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.runs.records import expect, is_count, is_number
@@ -77,6 +85,8 @@ _DOCUMENT = {
     "trajectory": int | None,
     "anchor_version": int | None,
     "score_failed?": bool,
+    "dropped_group_fraction?": _may_be(is_number),
+    "left_out?": bool,
 }
 _STATE = {
     "number": lambda value: type(value) is int and value >= -1,
@@ -249,6 +259,8 @@ class PolicyRollouts(Source):
 
         check_scores(groups)
         documents = with_advantages(groups, self._estimator, self.prompt)
+        if self._rollout.uninformative == Uninformative.drop:
+            documents = without_uninformative(in_groups(documents, self._rollout.group_size))
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
         self._batches[number], self._next_prompt = documents, next_prompt
 
@@ -300,7 +312,7 @@ class PolicyRollouts(Source):
         read = rollout.save_path is not None or (correction != "none" and not CORRECTIONS[correction].of_policy)
         carried = accumulation.last_step == LastStep.carry and docs > 0 and count % docs > 0
         late = self._ahead > 0 and rollout.old_log_probs == OldLogProbs.training
-        if late or read or carried:
+        if late or read or carried or rollout.uninformative == Uninformative.drop:
             return groups
         documents = [document for group in groups for document in group]
         if docs < count:

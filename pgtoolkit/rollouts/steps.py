@@ -20,6 +20,13 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
+_MOST_EMPTY_BATCHES = 10
+_NOTHING_DIFFERS = (
+    f"{_MOST_EMPTY_BATCHES} batches in a row have no prompt whose completions score differently, so "
+    "rollout.uninformative=drop leaves nothing to train on. Is the task too hard, too easy, or an answer longer than a "
+    "completion? Use another task or start, or rollout.uninformative=train."
+)
+
 
 @dataclass(frozen=True)
 class Outline(Document):
@@ -95,6 +102,7 @@ class StepLoader:
     layout: Layout = ONE_PROCESS
     _position: int = 0
     _num_steps: int = 0
+    _left_out_in_a_row: int = 0
 
     def __post_init__(self):
         # Of several ranks each reads its own share alone.
@@ -138,8 +146,13 @@ class StepLoader:
         """The documents of the next step; none at the end of the data. Advances the position."""
         self.source.before_step(self._position)
         dropped = 0
-        for _ in range(2):
-            documents, self._position = self._collect(self._position)
+        attempts = 2
+        while attempts > 0:
+            start = self._position
+            documents, self._position = self._collect(start)
+            if not documents and self._position > start:
+                continue  # the rest of a batch, of which every document is left out
+            attempts -= 1
             if documents and self.accumulation.last_step == LastStep.drop and not self._is_full(documents):
                 dropped = len(documents)  # a step cut short by the end of its batch
             elif documents or self._num_steps > 0:
@@ -147,7 +160,10 @@ class StepLoader:
         raise DataError(nothing_to_train(dropped))
 
     def _collect(self, start: int) -> tuple[list[Document], int]:
-        """Documents from `start` until the step is full or may not go on, and the position after them."""
+        """Return the documents from `start` until the step is full or may not go on, and the position after them.
+
+        Documents that are left out are passed over.
+        """
         documents: list[Document] = []
         position, end = start, self.source.num_documents
         if self.accumulation.last_step != LastStep.carry and (end is None or start < end):
@@ -155,8 +171,15 @@ class StepLoader:
         while end is None or position < end:
             if documents and self._closes_before(position, documents):
                 break
-            documents.append(self._look(position))
+            document = self._look(position)
             position += 1
+            if not document.left_out:
+                self._left_out_in_a_row = 0
+                documents.append(document)
+                continue
+            self._left_out_in_a_row += 1
+            if self._left_out_in_a_row >= _MOST_EMPTY_BATCHES * self.source.batch_size:
+                raise DataError(_NOTHING_DIFFERS)
         return documents, position
 
     def _closes_before(self, position: int, documents: list[Document]) -> bool:
@@ -174,6 +197,8 @@ class StepLoader:
                 return False
         if self.accumulation.docs_per_step > 0:
             return True
+        if self._look(position).left_out:
+            return False
         with_next = cut([*documents, self._look(position)], self.accumulation.max_tokens)
         assert self.accumulation.micro_batches_per_step is not None
         return len(with_next) > self.accumulation.micro_batches_per_step

@@ -101,6 +101,23 @@ def mixed():
         assert (documents[0].dropped_prompt_fraction == 8 / 12) is (chosen == "exact_match")
 
 
+@key("rollout/policy.uninformative")
+def uninformative():
+    """Prompts whose completions all have the same reward are in no step."""
+    kept = []
+    for chosen in ("train", "drop"):
+        _, loader = module_and_steps(f"rollout.uninformative={chosen}")
+        source = loader.source
+        documents = [source.document(place) for place in range(source.batch_size)]
+        kept.append([document.left_out for document in documents])
+        of_group = {}
+        for document in documents:
+            of_group.setdefault(document.group, set()).add(document.reward)
+        alike = [len(of_group[document.group]) == 1 for document in documents]
+        assert kept[-1] == (alike if chosen == "drop" else [False] * len(documents))
+    assert any(kept[1])
+
+
 @key("sampler/transformers.name")
 def sampler_name():
     assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"

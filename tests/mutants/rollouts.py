@@ -15,6 +15,11 @@ def rloo_compares_with_the_mean_of_all(right, estimator, rewards, lengths=()):
     return right("dr_grpo" if estimator == "rloo" else estimator, rewards, lengths)
 
 
+@mutant("rollouts.group_rollouts:without_uninformative")
+def groups_without_a_difference_stay(right, groups):
+    return [replace(document, left_out=False) for document in right(groups)]
+
+
 @mutant("rollouts.advantages:_deviation")
 def the_deviation_is_that_of_the_population(right, rewards):
     return right(rewards) * ((len(rewards) - 1) / len(rewards)) ** 0.5

@@ -28,6 +28,7 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
         (("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02"), (3,)),  # the reference is made again of the seed
         (("kl=k3", "kl.reference_prompt='{prompt}{answer}='"), (3,)),
         (("kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.5"), (3,)),
+        (("rollout.uninformative=drop",), (2, 3)),
         (("rollout.lag=5", *SHORTER), (1, 4, 7)),
         ((*OVERLAP, *SHORTER), (1, 4, 7)),
         (("rollout.lag=5", *PROXIMAL, *SHORTER), (1, 4, 7)),
