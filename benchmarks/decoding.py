@@ -18,11 +18,14 @@ from collections.abc import Callable
 
 import torch
 from rollouts_job import BODIES, GROUP
+from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.model import decoding
 from pgtoolkit.model.compiled import switch_on
+from pgtoolkit.model.merged import MergedBody
+from pgtoolkit.model.policy import Policy
 from pgtoolkit.sampling.draw import draw
 
 GPU = torch.cuda.is_available()
@@ -56,6 +59,7 @@ def main() -> None:
     for how in ["", ", compiled"] if arguments.compile else [""]:
         if how:
             switch_on(model)
+            model = _merged(model)
         parts |= {case: _whole(model, *case, how) for case in cases}
     for (rows, places), kernels in list(parts.items())[-len(arguments.places) :]:
         print(f"\nkernels of a token{how}, {rows} rows, {places} places: us, how many, and which")
@@ -152,8 +156,9 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[st
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, model.lm_head.weight, None, True)
 
+    body = MergedBody(model) if how else None
     with decoding.decoding(model):
-        decoder = decoding.Decoding(model, logits, 1.0 if GPU else draw, uniform, lambda: None, [])
+        decoder = decoding.Decoding(model, logits, 1.0 if GPU else draw, uniform, lambda: None, [], body=body)
         decoder._begin(prompts, tokens)
         _wait()
         start = time.perf_counter()
@@ -185,6 +190,14 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[st
         kernels = sum(microseconds for microseconds, _ in parts.values())
         _say(f"  its {sum(count for _, count in parts.values()):.0f} kernels", rows, places, kernels, 0)
     return parts
+
+
+def _merged(model: Qwen2ForCausalLM) -> nn.Module:
+    """A copy as it samples from a compiled policy, whose products with a common input are one."""
+    policy = Policy(model, None, torch.bfloat16, compiled=True)
+    copied = policy.copied()
+    copied.load(policy.weights())
+    return copied.model.eval()
 
 
 def _kernels(step: Callable[[], object], times: int = 4) -> dict[str, tuple[float, float]]:

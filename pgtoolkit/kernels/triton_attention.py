@@ -26,6 +26,8 @@ def attention_kernel(
     keys,
     values,
     positions,
+    cosines,
+    sines,
     out,
     log_sums,
     query_stride,
@@ -48,8 +50,9 @@ def attention_kernel(
 
     GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to powers of 2, and to what
     tl.dot takes if it is to multiply (DOT). NUMBER is the type of sums. The first part has the new key and value, too,
-    and writes them into the cache, where no program reads them. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several
-    parts log_sums: (rows, HEADS, PARTS, GROUP), to base 2.
+    and writes them into the cache, where no program reads them. With cosines and sines, (rows, WIDTH), query and key
+    are first turned by them, and rounded. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several parts log_sums:
+    (rows, HEADS, PARTS, GROUP), to base 2.
     """
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = program // HEADS, program % HEADS
@@ -58,7 +61,18 @@ def attention_kernel(
     of_group = (queries < GROUP)[:, None] & wide[None, :]
     inside = queries[:, None] * WIDTH + columns[None, :]
     position = tl.load(positions + row).to(tl.int32)
-    q = tl.load(query + row * query_stride + head * GROUP * WIDTH + inside, mask=of_group, other=0.0)
+    query += row * query_stride + head * GROUP * WIDTH
+    q = tl.load(query + inside, mask=of_group, other=0.0)
+    key += row * key_stride + head * WIDTH
+    # The columns that a turn mixes with these: of the other half of the head.
+    opposite = tl.where(columns < WIDTH // 2, columns + WIDTH // 2, columns - WIDTH // 2)
+    if cosines is not None:
+        cosine = tl.load(cosines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
+        sine = tl.load(sines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
+        sine = tl.where(columns < WIDTH // 2, -sine, sine)
+        across = tl.load(query + queries[:, None] * WIDTH + opposite[None, :], mask=of_group, other=0.0)
+        turned = q.to(NUMBER) * cosine[None, :] + across.to(NUMBER) * sine[None, :]
+        q = turned.to(q.dtype)
     keys += program * room * WIDTH
     values += program * room * WIDTH
 
@@ -66,7 +80,10 @@ def attention_kernel(
     sums = tl.zeros([QUERIES], NUMBER)
     weighted = tl.zeros([QUERIES, COLUMNS], NUMBER)
     if part == 0:
-        k = tl.load(key + row * key_stride + head * WIDTH + columns, mask=wide, other=0.0)
+        k = tl.load(key + columns, mask=wide, other=0.0)
+        if cosines is not None:
+            other_half = tl.load(key + opposite, mask=wide, other=0.0)
+            k = (k.to(NUMBER) * cosine + other_half.to(NUMBER) * sine).to(k.dtype)
         v = tl.load(value + row * value_stride + head * WIDTH + columns, mask=wide, other=0.0)
         tl.store(keys + position * WIDTH + columns, k, mask=wide)
         tl.store(values + position * WIDTH + columns, v, mask=wide)
@@ -138,16 +155,19 @@ def attend(
     positions: Tensor,
     scaling: float,
     window: int | None,
+    turns: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """(B, heads, width): softmax attention of a token of each row, whose key and value are kept at its position.
 
     query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width). keys, values: the cache, (B, key-value
     heads, room, width), contiguous, of which a row's places before its own are read, once. positions: (B,) int64.
-    window: how many keys a query sees at most, its own among them. All of one float type: products are of its
+    window: how many keys a query sees at most, its own among them. turns: cosines and sines, (B, 1, width) each, of the
+    rotary position by which query and key are still to be turned. All of one float type: products are of its
     precision, sums of float32's, or float64's. Where rows and heads are too few to fill a GPU, several programs share
     the places of each (Dao et al. 2023, "Flash-Decoding"), so that the rounding depends on the number of rows.
     """
     query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
+    cosines, sines = (None, None) if turns is None else (x.contiguous() for x in turns)
     (rows, groups, room, width), heads = keys.shape, query.shape[1]
     programs, group = rows * groups, heads // groups
     dot = query.element_size() == 2 or group >= _FEWEST_QUERIES
@@ -168,6 +188,8 @@ def attend(
         keys,
         values,
         positions,
+        cosines,
+        sines,
         found,
         log_sums,
         query.stride(0),

@@ -1,4 +1,4 @@
-"""The Triton kernel that draws a token of each row of logits, in one read of them and a second of the drawn block."""
+"""The Triton kernels that draw a token of each row of logits, in one read of them and a second of the drawn block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,34 @@ _BLOCK = 8192
 
 
 @triton.jit
+def blocks_kernel(
+    logits,
+    maxima,
+    sums,
+    row_stride,
+    num_columns,
+    inverse_temperature,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A program for each row and block: the block's largest logit, and its sum of exponentials against that.
+
+    maxima, sums: (rows, BLOCKS) float32. So many programs read at once that a GPU's memory is the limit.
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
+    x *= inverse_temperature
+    highest = tl.maximum(tl.max(x, 0), LOWEST)
+    tl.store(maxima + row * BLOCKS + block, highest)
+    tl.store(sums + row * BLOCKS + block, tl.sum(tl.exp(x - highest), 0))
+
+
+@triton.jit
 def draw_kernel(
     logits,
+    maxima,
+    sums,
     uniform,
     tokens,
     log_probs,
@@ -29,7 +55,7 @@ def draw_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One program a row, of at most BLOCKS blocks, a power of 2.
+    """One program a row, of at most BLOCKS blocks, a power of 2, whose maxima and sums are known.
 
     The number picks a block by their sums, and what is left of it, a token of the block. Both are counted in integers,
     whose sums are exact: so nothing of weight 0 is picked. offsets, positions, following: see `draw_next`, or None.
@@ -41,15 +67,9 @@ def draw_kernel(
         at = tl.load(offsets + row) + position
     logits += row * row_stride
     columns, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
-    maxima = tl.full([BLOCKS], LOWEST, tl.float32)
-    sums = tl.zeros([BLOCKS], tl.float32)
-    for block in range(tl.cdiv(num_columns, BLOCK)):
-        places = block * BLOCK + columns
-        x = tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
-        x *= inverse_temperature
-        highest = tl.maximum(tl.max(x, 0), LOWEST)
-        maxima = tl.where(blocks == block, highest, maxima)
-        sums = tl.where(blocks == block, tl.sum(tl.exp(x - highest), 0), sums)
+    exists = blocks * BLOCK < num_columns
+    maxima = tl.load(maxima + row * BLOCKS + blocks, mask=exists, other=LOWEST)
+    sums = tl.load(sums + row * BLOCKS + blocks, mask=exists, other=0.0)
 
     largest = tl.max(maxima, 0)
     weights = sums * tl.exp(maxima - largest)
@@ -110,14 +130,11 @@ def draw_next(
 
 
 def _launch(logits: Tensor, uniform: Tensor, temperature: float, *written: Tensor | None) -> None:
-    draw_kernel[(len(logits),)](
-        logits,
-        uniform,
-        *written,
-        logits.stride(0),
-        logits.shape[1],
-        1 / temperature,
-        BLOCK=_BLOCK,
-        BLOCKS=triton.next_power_of_2(triton.cdiv(logits.shape[1], _BLOCK)),
-        num_warps=16,
-    )
+    rows, num_columns = logits.shape
+    count = triton.cdiv(num_columns, _BLOCK)
+    blocks = triton.next_power_of_2(count)
+    maxima, sums = torch.empty(2, rows, blocks, device=logits.device)
+    read = (logits.stride(0), num_columns, 1 / temperature)
+    sizes = {"BLOCK": _BLOCK, "BLOCKS": blocks, "num_warps": 16}
+    blocks_kernel[(rows, count)](logits, maxima, sums, *read, **sizes)
+    draw_kernel[(rows,)](logits, maxima, sums, uniform, *written, *read, **sizes)

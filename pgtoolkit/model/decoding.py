@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pgtoolkit.model.architectures import Layer, is_known
+from pgtoolkit.model.compiled import turned
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,11 +93,16 @@ def attention(module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: N
     """(B, S, heads, width) from query (B, heads, S, width), key and value (B, key-value heads, S, width).
 
     transformers calls this in each layer. options: `cache`, and its own `scaling` and `sliding_window` (how many keys a
-    query sees at most, itself among them).
+    query sees at most, itself among them); of a `MergedBody` also `turns`, the cosines and sines, (B, S, width) each,
+    by which query and key are still to be turned.
     """
     cache: Cache = options["cache"]
+    turns = options.get("turns")
     rows, heads, length, width = query.shape
     scaling, window = options.get("scaling") or width**-0.5, options.get("sliding_window")
+    if turns is not None and (cache.reading is not None or not query.is_cuda):
+        query, key = turned(query, key, *turns)
+        turns = None
     if cache.reading is not None:
         # Prompts are padded on the right: causality alone keeps the padding out of sight.
         cache.read(module.layer_idx, key, value)
@@ -104,12 +111,14 @@ def attention(module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: N
         mask = None if causal else _seen(torch.arange(length, device=query.device), length, window)
         out = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scaling)
         return out.transpose(1, 2).contiguous(), None
+    keys, values = cache.of(module.layer_idx)
+    given = (query, key, value, keys, values, cache.positions, scaling, window)
     if query.is_cuda:
         from pgtoolkit.kernels.triton_attention import attend
+
+        out = attend(*given, turns)
     else:
-        attend = _attend
-    keys, values = cache.of(module.layer_idx)
-    out = attend(query, key, value, keys, values, cache.positions, scaling, window)
+        out = _attend(*given)
     return out.reshape(rows, 1, heads, width), None
 
 
@@ -140,11 +149,31 @@ def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (places > positions[:, None] - window)
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    # One for all graphs: cuBLAS keeps a workspace for each stream that it has seen.
+    return torch.cuda.Stream(device)
+
+
+def _captured(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """As `torch.cuda.graph` does, but that the allocator keeps its free memory, which is needed again at once."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(_capture_stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    return graph
+
+
 @dataclass
 class Decoding:
     """One completion of each prompt by a model that `decoding` has prepared.
 
-    model: its body gives hidden states. logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
+    model: its body gives hidden states, unless `body` does, given tokens, positions and the cache (`MergedBody`).
+    logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
     (B,) float32, of logits and numbers (B,) of `uniform`, for which on a GPU it may not wait; or the temperature by
     which the Triton kernel draws. uniform: (prompts, max_tokens), for each token that may be drawn. check: may raise
     between tokens. ends: (E,) int64, the tokens that end a completion. stopped: which rows have ended otherwise, (B,)
@@ -162,6 +191,7 @@ class Decoding:
     check: Callable[[], None]
     ends: list[int]
     stopped: Callable[[Tensor, int], Tensor] | None = None
+    body: Callable[[Tensor, Tensor, Cache], Tensor] | None = None
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -204,9 +234,7 @@ class Decoding:
         if self.model.device.type == "cuda" and max_tokens - self._done >= _GRAPH_PAYS:
             self._step()  # as the first use of a kernel may not be captured
             self._done += 1
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._step()
+            graph = _captured(self._step, self.model.device)
             step = graph.replay
         while self._done < max_tokens:
             self.check()
@@ -255,5 +283,7 @@ class Decoding:
         positions += 1
 
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        if self.body is not None:
+            return self.body(tokens, positions, self._cache)
         body = self.model.base_model
         return body(input_ids=tokens, position_ids=positions, use_cache=False, cache=self._cache).last_hidden_state

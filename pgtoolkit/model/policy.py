@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import MicroBatch
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import attention, compiled, lora
+from pgtoolkit.model import attention, compiled, lora, merged
 from pgtoolkit.model.attention import Documents
 from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.ranks.collectives import whole
@@ -38,6 +39,7 @@ class Policy:
     mixes_lengths: whether prompts of different lengths, padded on the left, can be continued in one batch.
     not_sampled: what keeps transformers from sampling the distribution that is trained; None where nothing does.
     compiled: whether it computes as `compiled.switch_on` has made it, which copies of it are to do as well.
+    merges: whether `load` puts weights that are multiplied together side by side, of which `decode` makes use.
     """
 
     model: PreTrainedModel
@@ -48,6 +50,7 @@ class Policy:
     mixes_lengths: bool = True
     not_sampled: str | None = None
     compiled: bool = False
+    merges: bool = False
 
     pipeline = None  # not a field: what a policy in stages has in its place
     is_whole = True
@@ -116,7 +119,9 @@ class Policy:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
         if self.compiled:
             compiled.switch_on(model)
-        return Policy(model.requires_grad_(False), self.tokenizer, self.compute_dtype, compiled=self.compiled)
+        merges = self.compiled and merged.can_merge(model)
+        model.requires_grad_(False)
+        return Policy(model, self.tokenizer, self.compute_dtype, compiled=self.compiled, merges=merges)
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -127,10 +132,17 @@ class Policy:
         own = named_weights(self.model)
         if own.keys() != weights.keys():
             raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
+        in_place = merged.make_room(self.model, self.compute_dtype) if self.merges else ()
         for name, tensor in own.items():
             given = weights[name]
+            if name in in_place and isinstance(given, Tensor) and not isinstance(given, DTensor):
+                tensor.copy_(given)
+                continue
             piece = whole(given, self.compute_dtype)
-            tensor.data = piece.clone() if piece is given else piece
+            if name in in_place:
+                tensor.copy_(piece)
+            else:
+                tensor.data = piece.clone() if piece is given else piece
 
     def unload(self) -> None:
         """Give the weights' memory back, until others are loaded."""
@@ -150,7 +162,8 @@ class Policy:
             def logits(hidden: Tensor) -> Tensor:
                 return linear(hidden, self.head.weight, self.head.bias, fp32_lm_head)
 
-            found = Decoding(self.model, logits, **how).complete(prompts, max_tokens)
+            body = merged.MergedBody(self.model) if self.merges else None
+            found = Decoding(self.model, logits, **how, body=body).complete(prompts, max_tokens)
         self.model.train()
         return found
 

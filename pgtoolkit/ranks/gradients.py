@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
 
-BUCKET_BYTES = 64 * 2**20
-"""Gradients that travel at once; a copy of that many exists meanwhile."""
+BUCKET_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
+"""Gradients that travel at once; a copy of that many exists meanwhile.
+
+NCCL has reached an eighth of two GPUs' rate with 64 MiB, and all of it with 1 GiB.
+"""
 
 
 @torch.no_grad()
@@ -35,7 +38,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> No
 def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
     bucket, size = [], 0
     for gradient in gradients:
-        if bucket and (size + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+        if bucket and (
+            size + gradient.nbytes > BUCKET_BYTES[gradient.device.type] or gradient.dtype != bucket[0].dtype
+        ):
             yield bucket
             bucket, size = [], 0
         bucket.append(gradient)

@@ -201,8 +201,12 @@ class TransformersSampler:
                 "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
                 "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
             )
-        most = map(self._most, rows)
-        return [self._completion(t[:end], p[:end]) for t, p, end in zip(tokens, log_probs, most, strict=True)]
+        is_end = torch.isin(tokens, torch.tensor(self._ends(), dtype=torch.int64))
+        up_to_end = torch.where(is_end.any(-1), is_end.int().argmax(-1), tokens.shape[1]) + 1
+        return [
+            self._completion(tokens[place, :most], log_probs[place, :most], up_to)
+            for place, (most, up_to) in enumerate(zip(map(self._most, rows), up_to_end.tolist(), strict=True))
+        ]
 
     @property
     def _drawn_by_kernel(self) -> bool:
@@ -260,11 +264,13 @@ class TransformersSampler:
         ]
         return torch.tensor(found, device=written.device)
 
-    def _completion(self, tokens: Tensor, log_probs: Tensor) -> Completion:
-        """Without what follows the first end-of-sequence token or stop string."""
-        places = torch.isin(tokens, torch.tensor(self._ends())).nonzero()
-        length = int(places[0]) + 1 if len(places) else len(tokens)
-        stopped = self._stops.end(tokens[:length].tolist())
-        reason = "stop" if len(places) or stopped is not None else "length"
+    def _completion(self, tokens: Tensor, log_probs: Tensor, up_to_end: int) -> Completion:
+        """Without what follows the first end-of-sequence token or stop string.
+
+        up_to_end: how many tokens there are up to and with the first such token; more than there are for none.
+        """
+        length = min(up_to_end, len(tokens))
+        stopped = self._stops.end(tokens[:length].tolist()) if self._stops else None
+        reason = "stop" if up_to_end <= len(tokens) or stopped is not None else "length"
         length = stopped or length
         return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)

@@ -15,7 +15,7 @@ from pgtoolkit.config.schema_run import OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
-from pgtoolkit.model import compiled
+from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.model.lora import without_adapters
 from pgtoolkit.model.policy import Policy, named_weights
@@ -65,7 +65,7 @@ class PolicyGradientModule(DynamicAccumulation):
         output = super().training_step(step, batch_index)
         if self.num_updates > updates:
             self._move_reference()
-        compiled.tell()
+        rowwise.tell()
         weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
         if weight_sum is not None:
             output["metrics"]["weight_sum"] = weight_sum

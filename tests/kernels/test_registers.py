@@ -60,20 +60,22 @@ def one_pass(family, kind, half, bonus):
     registers = 65536 // triton_passes._RESIDENT_THREADS
     return compiled(one_pass_kernel, sizes, types, "*fp32", strides, num_warps=threads // 32, maxnreg=registers)
 
-def draw(half):
-    from pgtoolkit.kernels.triton_draw import draw_kernel
+def draw(kernel, half):
+    from pgtoolkit.kernels import triton_draw
     sizes = dict(BLOCK=8192, BLOCKS=triton.next_power_of_2(triton.cdiv(VOCABULARY, 8192)))
     types = dict(logits="*" + half, uniform="*fp64", inverse_temperature="fp32")
     types |= dict.fromkeys(("tokens", "offsets", "positions", "following"), "*i64")
     types |= dict.fromkeys(("row_stride", "num_columns"), "i32")
-    return compiled(draw_kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
+    kernel = triton_draw.blocks_kernel if kernel == "blocks" else triton_draw.draw_kernel
+    return compiled(kernel, sizes, types, "*fp32", ("row_stride", "num_columns"), num_warps=16)
 
-def attention(half, group, parts):
+def attention(half, group, parts, turns):
     from pgtoolkit.kernels.triton_attention import attention_kernel
     dot = half != "fp32" or group > 4
     sizes = dict(HEADS=2, GROUP=group, QUERIES=16 if dot else group, WIDTH=64, COLUMNS=64, PARTS=parts, DOT=dot)
     sizes |= dict(BLOCK=32 if half == "fp32" else 64)
     sizes |= dict(NUMBER=triton.language.float32) | ({} if parts > 1 else dict(log_sums=None))
+    sizes |= {} if turns else dict(cosines=None, sines=None)
     types = dict(positions="*i64", log_sums="*fp32", scale="fp32", out="*fp32" if parts > 1 else "*" + half)
     types |= dict.fromkeys(strides := ("query_stride", "key_stride", "value_stride"), "i32")
     types |= dict.fromkeys(("room", "window"), "i32")
@@ -97,9 +99,10 @@ def full_kl(which, name, half):
 
 for line in sys.stdin:
     kernel, name, kind, path = line.split()
-    if kernel in ("draw", "attention", "combine"):
+    if kernel in ("draw", "blocks", "attention", "combine"):
         sizes = map(int, name.split("x")) if kernel == "attention" else ()
-        made = draw(kind) if kernel == "draw" else combine() if kernel == "combine" else attention(kind, *sizes)
+        others = {"attention": lambda: attention(kind, *sizes), "combine": combine}
+        made = others.get(kernel, lambda: draw(kernel, kind))()
         open(path, "wb").write(made)
         print("compiled", flush=True)
         continue
@@ -164,8 +167,9 @@ def test_little_is_spilled_for_a_bonus(usage_of, dtype, kl):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_the_kernel_that_draws_compiles(usage_of, dtype):
+def test_the_kernels_that_draw_compile(usage_of, dtype):
     """The 8 bytes are of a division in float64."""
+    assert " STACK:0 " in usage_of("blocks", "none", dtype)
     usage = usage_of("draw", "none", dtype)
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= 8, usage
 
@@ -180,6 +184,10 @@ def test_the_kernels_of_the_full_kl_compile_and_nothing_is_spilled(usage_of, kin
 
 @pytest.mark.slow
 def test_the_kernels_for_attention_compile_and_nothing_is_spilled(usage_of):
-    for sizes, dtype in (("7x1", "bf16"), ("7x4", "bf16"), ("7x1", "fp32"), ("1x1", "fp32"), ("4x4", "fp32")):
+    """With and without turning queries and keys: group, parts, and which."""
+    for sizes, dtype in (
+        *(("7x1x0", "bf16"), ("7x4x0", "bf16"), ("7x1x0", "fp32"), ("1x1x0", "fp32"), ("4x4x0", "fp32")),
+        *(("7x1x1", "bf16"), ("7x4x1", "bf16"), ("7x1x1", "fp32"), ("1x1x1", "fp32")),
+    ):
         usage = usage_of("attention", sizes, dtype) + usage_of("combine", sizes)
         assert usage.count(" STACK:0 ") == 2, usage

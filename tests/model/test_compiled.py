@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.plan import compilation
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.model import compiled, decoding
+from pgtoolkit.model import compiled, decoding, rowwise
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.training.build import policy_of, reference_of
 from pgtoolkit.training.train import train
@@ -98,7 +98,7 @@ def test_a_graph_of_a_token_holds_compiled_code(monkeypatch, kind):
 @pytest.mark.gpu
 def test_more_numbers_than_fit_into_32_bits():
     """2^31 numbers and more; the code for them is compiled once as well, for any number of rows."""
-    gate, graphs = compiled._activation("silu"), []
+    gate, graphs = rowwise.activation("silu"), []
     for rows in (4096, 600_000, 700_000):
         x = torch.ones(rows, 4096, device="cuda", dtype=torch.bfloat16)
         x[-1] = 2

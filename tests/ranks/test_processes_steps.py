@@ -53,7 +53,7 @@ def summed_gradients() -> tuple[list[torch.Tensor], list[int]]:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (1,), (4, 4))]
     for parameter in parameters[:-1]:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    gradients.BUCKET_BYTES = 64  # the first fills one alone
+    gradients.BUCKET_BYTES = {"cpu": 64}  # the first fills one alone
     sum_gradients(parameters, ranks.loss_group)
     assert parameters[-1].grad is None
     return [parameter.grad for parameter in parameters[:-1]]
