@@ -93,7 +93,7 @@ def _rejected(task: PromptsTask, number: int, verifier: Named, prompts: Sequence
     if verifier.name == "last_number":
         return [prompt for prompt in prompts if last_number(prompt.answer) is None]
     if verifier.name == "regular_expression":
-        return [prompt for prompt in prompts if not can_capture(verifier.pattern, prompt.answer)]
+        return [prompt for prompt in prompts if not can_capture(verifier.pattern or "", prompt.answer)]
     responses = [Response(prompt, math_golds(prompt.answer)[0], True) for prompt in prompts]
     outcomes = task.outcomes(number, responses)
     return [prompt for prompt, outcome in zip(prompts, outcomes, strict=True) if outcome != 1.0]

@@ -56,6 +56,7 @@ class Between:
 
     def _after(self, message: Message) -> str:
         """What follows an answer, its end first. ValueError for a template that leaves something out."""
+        assert self._chat is not None
         shown = self._chat.text(self._chat.under_system([QUESTION, ANSWER, message]), True)
         after = shown.partition(ANSWER["content"])[2]
         if message["content"].strip() not in after:  # templates strip white space around a message

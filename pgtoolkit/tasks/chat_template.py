@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import Chat, TaskConfig
@@ -40,7 +40,7 @@ class ChatTemplate:
         arguments: Mapping[str, object] | None = None,
     ):
         self._tokenizer = tokenizer
-        self._arguments = dict(arguments or {})
+        self._arguments: dict[str, Any] = dict(arguments or {})
         self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def under_system(self, messages: Sequence[dict]) -> list[dict]:
@@ -52,7 +52,7 @@ class ChatTemplate:
     def text(self, messages: Sequence[dict], goes_on: bool = False) -> str:
         """What the template writes; goes_on: with the beginning of an answer. ValueError says why it writes nothing."""
         try:
-            return self._tokenizer.apply_chat_template(
+            written = self._tokenizer.apply_chat_template(
                 [*messages],
                 tokenize=False,
                 add_generation_prompt=goes_on,
@@ -60,6 +60,7 @@ class ChatTemplate:
             )
         except Exception as error:  # a template raises what it likes
             raise ValueError(f"one that says: {first_line(error)}") from error
+        return cast("str", written)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
@@ -71,7 +72,7 @@ class ChatTemplate:
         first = next((messages[:1] for messages in conversations if messages[0]["role"] == "system"), None)
         if first and (got := self.problem(first)):
             raise ValueError(f"it has a system message, and the chat template is {got}")
-        tokens = self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True, **self._arguments)
+        tokens: Any = self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True, **self._arguments)
         return tokens["input_ids"]
 
     def messages(self, prompt: Prompt) -> list[dict]:

@@ -81,7 +81,9 @@ class ConversationTask(Task):
     def __init__(self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Once):
         self.max_turns, self._seed, self._measures = config.max_turns, seed, None
         self.alphabet = getattr(config, "alphabet", None)
-        self._rows = Seeds() if config.path is None else PromptRows(config, seed, once)
+        self._rows = Seeds()
+        if isinstance(config, ConversationTaskConfig) and config.path is not None:
+            self._rows = PromptRows(config, seed, once)
         self._setting, processes = f"task.environment={config.environment}", config.environment_processes
         self._environments = Processes(
             kind=Environments,
@@ -117,7 +119,7 @@ class ConversationTask(Task):
             if found.messages != prompt.messages:
                 needs = f"{prompt.messages!r:.200} as before, since a group answers one prompt: draw by prompt.seed"
                 raise self._odd("start", found.messages, needs, _of(prompt))
-            begun.append(Conversation(prompt, environment, [dict(message) for message in found.messages]))
+            begun.append(Conversation(prompt, environment, [dict(message) for message in found.messages or ()]))
         return begun
 
     def reply(self, conversations: Sequence[Conversation]) -> list[Message | None]:
@@ -141,10 +143,12 @@ class ConversationTask(Task):
         ask = [one for one in conversations if one.failure is None]
         values = dict(zip(map(id, ask), self._ask("score", ask), strict=True))
         scores = [self._score(one, values.get(id(one))) for one in conversations]
-        failed = [one for one in conversations if one.failure is not None]
-        sentences = [f"{one.asked} of {self._setting} {one.failure.reason} on {one}" for one in failed]
-        failures = [one.failure for one in failed]
-        self._failed_scores.note([*zip(sentences, failures, strict=True)], len(conversations))
+        failures = []
+        for conversation in conversations:
+            if (failure := conversation.failure) is not None:
+                sentence = f"{conversation.asked} of {self._setting} {failure.reason} on {conversation}"
+                failures.append((sentence, failure))
+        self._failed_scores.note(failures, len(conversations))
         return scores
 
     def close(self) -> None:
@@ -192,6 +196,7 @@ class ConversationTask(Task):
         if one.failure is not None:
             measures = one.measures() | self._environments.measures([one.failure])
             return Score(self._failed_scores.score, False, measures, failed=True)
+        assert value is not None
         reward, *numbers = map(as_number, (value[0], *value[1].values())) if is_pair else [math.nan]
         if not all(map(math.isfinite, (reward, *numbers))):
             raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)

@@ -54,6 +54,7 @@ class DividedTask(Task):
 
     def rows(self) -> Iterator[Prompt]:
         """A few of the longest."""
+        assert not isinstance(self._config, SumsTaskConfig)  # whose task has rows of its own
         longest, _ = self._config.longest
         return itertools.islice((one for one in map(self.prompt, itertools.count()) if len(one.text) == longest), 8)
 
@@ -77,6 +78,7 @@ class ChainSumTask(DividedTask):
     """
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
+        assert isinstance(self._config, ChainSumTaskConfig)
         terms = [_between(draw, 10, 99) for _ in range(_between(draw, self._config.min_terms, self._config.max_terms))]
         sums = [total % 100 for total in itertools.accumulate(terms)]
         steps = zip(sums, terms[1:], sums[1:], strict=False)
@@ -102,6 +104,7 @@ class SumsTask(DividedTask):
         return Score(float(right), right)
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
+        assert isinstance(self._config, SumsTaskConfig)
         low = 10 ** (self._config.num_digits - 1)
         terms = [_between(draw, low, 10 * low - 1) for _ in range(self._config.num_terms)]
         problem = " + ".join(map(str, terms))
@@ -119,6 +122,7 @@ class ShortestPathTask(DividedTask):
     """
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
+        assert isinstance(self._config, ShortestPathTaskConfig)
         while True:
             count = _between(draw, self._config.min_nodes, self._config.max_nodes)
             nodes = _shuffled(string.ascii_lowercase[:count], draw)

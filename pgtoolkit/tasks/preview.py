@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import TinyModelConfig
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import end_tokens, load_generation_config, load_tokenizer
@@ -34,6 +35,7 @@ def preview(config: Config) -> Preview:
 
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
+    assert isinstance(config.rollout, PolicyRolloutConfig)
     model, longest = config.model, config.rollout.max_completion_length
     task = make_task(scored_by_nobody(config.task), config.seed)
     prompt = task.prompt(0)

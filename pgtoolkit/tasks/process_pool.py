@@ -132,12 +132,13 @@ class _Worker:
     def __init__(self, made: tuple[type, tuple], setting: str):
         self._made, self._setting, self.process, self._has_answered = made, setting, None, False
 
-    def outcome(self, question: Any, seconds: float) -> tuple[str, Any]:
+    def outcome(self, question: Any, seconds: float | None) -> tuple[str, Any]:
         """("answer", value), ("error", text), TIMEOUT with the limit, or CRASH with how the process has ended."""
         if self.process is None:
             self._start()
             self._has_answered = False
         # The first call may import what the others find imported, such as torch.
+        assert seconds is not None
         limit = seconds if self._has_answered else max(seconds, START_SECONDS)
         kind, value = self._ask(question, limit)
         self._has_answered = True
@@ -157,6 +158,7 @@ class _Worker:
 
     def _ask(self, told: Any, seconds: float) -> tuple[str, Any]:
         kind, process = TIMEOUT, self.process
+        assert process is not None
         try:
             self._connection.send(told)
             if self._connection.poll(seconds):

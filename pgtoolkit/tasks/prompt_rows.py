@@ -159,7 +159,7 @@ def notes_on_columns(path: str, split: str | None, config: str | None, answer_fi
 
     (file,) = open_files(prompt_files(path, split, config)[:1], (answer_field, _VERL))
     _, _, row = next(file.rows())
-    if not _is_of_verl(row, answer_field):
+    if isinstance(row, str) or not _is_of_verl(row, answer_field):
         return []
     return [
         f"{file.label} has prompts as verl writes them: the answer is {_VERL}.ground_truth. data_source, by which verl "

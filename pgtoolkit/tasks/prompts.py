@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
@@ -20,6 +20,9 @@ from pgtoolkit.tasks.reward_functions import TrainerState
 from pgtoolkit.tasks.stops import StopStrings
 from pgtoolkit.tasks.tasks import Once, Score, Task
 from pgtoolkit.tasks.verifiers import Response
+
+if TYPE_CHECKING:  # `pgtk check` does without torch
+    from torch import Tensor
 
 log = logging.getLogger("pgtoolkit")
 
@@ -98,6 +101,7 @@ class TokenizedTask:
         return self.encode([self._for_reference(prompt) for prompt in prompts])
 
     def _for_reference(self, prompt: Prompt) -> Prompt:
+        assert self.reference_prompt is not None
         if "{answer" in self.reference_prompt and not prompt.answer:
             needs, reason = "the answer of each prompt", "The template puts it before the reference."
             got, use = f"none at {prompt.place}", "a template of {prompt} alone"
@@ -144,7 +148,7 @@ class TokenizedTask:
             tokens = tokens[:-1]
         return self.text(tokens), finished
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Sequence[int] | Tensor) -> str:
         """Return what tokens say up to a stop string, special tokens such as `<think>` included."""
         text = self.tokenizer.decode(tokens)
         if not self._stops:

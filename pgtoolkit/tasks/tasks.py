@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.evaluation_sets import QUESTIONS
@@ -44,7 +44,7 @@ class Score:
     failed: bool = False
 
 
-class Task(Protocol):
+class Task:
     """Endless prompts by index, a pure function of the seed and the index, and their verification.
 
     num_prompts: number of different prompts, after which they come again; None: they never end.
@@ -54,7 +54,8 @@ class Task(Protocol):
     num_prompts: int | None = None
     alphabet: str | None = None
 
-    def prompt(self, index: int) -> Prompt: ...
+    def prompt(self, index: int) -> Prompt:
+        raise NotImplementedError
 
     def rows(self) -> Iterator[Prompt]:
         """Each different prompt once, by the number of its row; where they never end a few, some of the longest."""
@@ -65,7 +66,7 @@ class Task(Protocol):
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         """finished: whether the completion ended by itself, with the end of the sequence or a stop string."""
-        ...
+        raise NotImplementedError
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
         """Return the `score` of each, in their order."""
@@ -112,7 +113,8 @@ class Seeds(Task):
     def of_row(self, row: int) -> Prompt:
         return Prompt("", "", row, f"prompt {row}")
 
-    prompt = of_row
+    def prompt(self, index: int) -> Prompt:
+        return self.of_row(index)
 
     def row(self, index: int) -> int:
         return index
@@ -136,6 +138,9 @@ class _NumberedRows(Task):
 
     def prompt(self, index: int) -> Prompt:
         return dataclasses.replace(self.of_row(self.row(index)), index=index)
+
+    def of_row(self, row: int) -> Prompt:
+        raise NotImplementedError
 
     def row(self, index: int) -> int:
         """The number of the row that a prompt is."""

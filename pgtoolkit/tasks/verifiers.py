@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.config.schema_tasks import VERIFIERS
@@ -94,6 +94,7 @@ class Verifiers:
         function = self._functions[question.number]
         with blaming(str(self._named[question.number]), DataError, question.on):
             if not isinstance(function, RewardFunction):
+                assert isinstance(question, Question)
                 return function(question.completion, question.answer)
             if isinstance(question, BatchQuestion):
                 return function.scores(question.inputs, question.size)
@@ -206,6 +207,7 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
     if name == "last_number":
         return _is_last_number
     if name == "regular_expression":
+        assert pattern is not None
         return _regular_expression(pattern)
     if name == "math_verify":
         return _math_verify()
@@ -241,13 +243,16 @@ def _regular_expression(pattern: str) -> Verifier:
 
 
 def _math_verify() -> Verifier:
-    from math_verify import parse, verify
+    import math_verify
+
+    library: Any = math_verify  # None, which its types lack, is no time limit
 
     def equal(completion: str, answer: str) -> float:
         # Its time limit is a signal, which only the main thread may set.
         limit = 5 if threading.current_thread() is threading.main_thread() else None
-        golds = [gold for text in math_golds(answer) for gold in parse(text, parsing_timeout=limit)]
-        return float(verify(golds, parse(completion, parsing_timeout=limit), timeout_seconds=limit))
+        golds = [gold for text in math_golds(answer) for gold in library.parse(text, parsing_timeout=limit)]
+        parsed = library.parse(completion, parsing_timeout=limit)
+        return float(library.verify(golds, parsed, timeout_seconds=limit))
 
     return equal
 
