@@ -22,7 +22,7 @@ class Mine(Reinforce):
 def score(completion, answer):
     return 1.0
 
-def short(completion):
+def strange(other):
     return 1.0
 
 def weights(totals, *, mask, document_index, tokens_per_document, group_index):
@@ -92,14 +92,16 @@ def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
         (
             "task.verifier=my_verifier.{}",
             PROMPTS,
-            "short(completion, answer) (got short(completion))",
-            "short",
+            "with parameters among completion, answer, prompt, row, or with completions for a whole batch "
+            "(got strange(other))",
+            "strange",
             "score",
         ),
         (
             "aggregation.reducer=my_verifier.{}",
             "",
-            "of_totals(totals, *, mask, document_index, tokens_per_document, group_index) (got of_totals(totals))",
+            "that can be called as of_totals(totals, *, mask, document_index, tokens_per_document, group_index) "
+            "(got of_totals(totals))",
             "of_totals",
             "weights",
         ),
@@ -107,7 +109,7 @@ def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
 )
 def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed, before, says, function, good):
     said = problems(capsys, *before.split(), typed.format(function))
-    assert f"needs a function that can be called as {says}" in said
+    assert f"needs a function {says}" in said
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
 
 
