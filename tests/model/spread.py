@@ -80,8 +80,11 @@ class Module(PolicyGradientModule):
         self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"), correction=correction)
         self.computation = Computation(check_finite=False)
         shard = getattr(policy, "sharded", False)
+        no_reference = SimpleNamespace(update_every=None, update_rate=None)
         self.config = SimpleNamespace(
-            model=SimpleNamespace(fp32_lm_head=False), parallelism=SimpleNamespace(shard=shard)
+            model=SimpleNamespace(fp32_lm_head=False),
+            parallelism=SimpleNamespace(shard=shard),
+            kl=no_reference,
         )
 
     def before_update(self):

@@ -190,8 +190,8 @@ def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path)
     chosen = config(tmp_path, "model.compile=true")
     with pytest.raises(ConfigError, match=r"model.compile=true needs a model of type gpt2, .* \(got phi\)"):
         policy_of(chosen, None, ONE_PROCESS, chosen)
-    chosen.model.compile = "auto"
-    assert [replaced(policy_of(chosen, None, ONE_PROCESS, run)) for run in (chosen, None)] == [0, 0]
+    left = config(tmp_path, "model.compile=auto")
+    assert [replaced(policy_of(left, None, ONE_PROCESS, run)) for run in (left, None)] == [0, 0]
 
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
