@@ -38,4 +38,6 @@ def composed_again(config: Config) -> DictConfig:
         if key.free:
             OmegaConf.update(composed, key.name, {})
             OmegaConf.set_struct(OmegaConf.select(composed, key.name), False)
-    return OmegaConf.merge(composed, values)
+    merged = OmegaConf.merge(composed, values)
+    assert isinstance(merged, DictConfig)  # as `composed` is
+    return merged

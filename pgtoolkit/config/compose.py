@@ -103,21 +103,23 @@ def compose_node(
         if wrong := _wrong_here(override, groups, is_choice, evaluate):
             problems.append(wrong)
         elif is_choice:
-            choices.append(hydra_form(override.input_line))
+            choices.append(hydra_form(refusals.as_typed(override)))
             accepted.append(override)
         elif not is_of_hydra:
             values.append(override)
         elif without_effect := [*hydra_keys.without_effect(override)]:
             problems += without_effect
         else:
-            choices.append(override.input_line)
+            choices.append(refusals.as_typed(override))
     config, of_files = _of_files(choices, config_dir, sweep_file)
     problems += of_files
     if config is None:
         return Node(None, problems)
     problems += _set_all(config, values, groups, accepted)
     # Hydra has seen the choices alone; the names of directories come from everything that was typed.
-    config.hydra.overrides.task = [hydra_form(override.input_line) for override in parsed if override in accepted]
+    config.hydra.overrides.task = [
+        hydra_form(refusals.as_typed(override)) for override in parsed if override in accepted
+    ]
     hydra_keys.name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
     return Node(config, problems)
 
@@ -157,7 +159,7 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Literal["run
         if wrong:
             problems.append(wrong)
         elif is_choice:
-            choices.append(hydra_form(override.input_line))
+            choices.append(hydra_form(refusals.as_typed(override)))
         else:
             values.append(override)
     node = composed_again(before)
@@ -189,7 +191,7 @@ def _parsed(overrides: list[str]) -> tuple[list[Override], list[str]]:
     """Return the overrides in Hydra's grammar, and the problems with what was typed."""
     parsed, problems = parse(overrides)
     problems = problems + refusals.given_twice(parsed)
-    return [override for override in parsed if override.input_line not in NO_CHOICE], problems
+    return [override for override in parsed if refusals.as_typed(override) not in NO_CHOICE], problems
 
 
 def _wrong_here(
@@ -205,10 +207,10 @@ def _wrong_here(
         return problem
     if evaluate and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
         reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
-        return refusal(override.input_line, "to be left out", key, reason, use)
+        return refusal(refusals.as_typed(override), "to be left out", key, reason, use)
     if is_saved and not evaluate and key in OPTIONAL:
         reason, use = "A run is continued as it was: these are chosen when it starts.", "a new run"
-        return refusal(override.input_line, "to be left out", key, reason, use)
+        return refusal(refusals.as_typed(override), "to be left out", key, reason, use)
     return refusals.unknown_option(override, groups) if is_choice else None
 
 
@@ -275,6 +277,7 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
         with open_dict(config) if is_free else contextlib.nullcontext():
             OmegaConf.update(config, name, value, force_add=is_free)
     except OverflowError:  # a whole number that no float can hold
+        assert isinstance(value, int)
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException as error:
         wrong = refusals.unresolvable(name, value, error) if is_free else None

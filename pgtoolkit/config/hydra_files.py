@@ -75,11 +75,13 @@ class UserFiles(FileConfigSource):
                 raise ConfigError(refusals.SEARCH_PATH)
             if "/" not in config_path and (problem := refusals.options_as_keys(values, options())):
                 raise ConfigError(problem)
-        result, group = super().load_config(config_path), config_path.rpartition("/")[0]
-        if group in Config.__annotations__ and OmegaConf.is_dict(result.config) and "defaults" not in result.config:
-            schema = "schema" if group in SCHEMAS else f"schema_{result.config.get('name')}"
-            if group in SCHEMAS or f"{group}/{result.config.get('name')}" in SCHEMAS:
-                result.config.defaults = [schema, "_self_"]
+        result = super().load_config(config_path)
+        keys = result.config
+        group = config_path.rpartition("/")[0]
+        if group in Config.__annotations__ and isinstance(keys, DictConfig) and "defaults" not in keys:
+            schema = "schema" if group in SCHEMAS else f"schema_{keys.get('name')}"
+            if group in SCHEMAS or f"{group}/{keys.get('name')}" in SCHEMAS:
+                keys.defaults = [schema, "_self_"]
         return result
 
 

@@ -155,8 +155,7 @@ def name_in(hydra: DictConfig, chosen: str | None) -> str:
     In a sweep also options that are the default, for comparison.
     """
     unnamed = hydra.job.config.override_dirname.exclude_keys
-    typed = OmegaConf.to_container(hydra.overrides.task)  # as it was typed: a ${KEY} need not resolve
-    overrides = [override for override in typed if key_of(override) not in unnamed]
+    overrides = [override for override in typed_in(hydra) if key_of(override) not in unnamed]
     return chosen or name_from(overrides, default_options() if OmegaConf.is_missing(hydra.job, "num") else {})
 
 
@@ -164,7 +163,7 @@ def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
     """Set what names of directories are made of; unnamed: keys that are left out of them."""
     form = hydra.job.config.override_dirname
     form.exclude_keys = list(unnamed)
-    overrides = parse(OmegaConf.to_container(hydra.overrides.task))[0]  # as it was typed
+    overrides = parse(typed_in(hydra))[0]
     hydra.job.override_dirname = get_overrides_dirname(overrides, form.exclude_keys, form.item_sep, form.kv_sep)
 
 
@@ -173,7 +172,14 @@ def recorded(hydra: DictConfig) -> list[str]:
     try:
         return list(hydra.overrides.task)
     except OmegaConfBaseException:
-        return OmegaConf.to_container(hydra.overrides.task)
+        return typed_in(hydra)
+
+
+def typed_in(hydra: DictConfig) -> list[str]:
+    """Return the overrides of a run as they were typed: a ${KEY} need not resolve."""
+    overrides = OmegaConf.to_container(hydra.overrides.task)
+    assert isinstance(overrides, list)
+    return overrides
 
 
 def is_sweep(hydra: DictConfig) -> bool:
@@ -225,5 +231,11 @@ def launcher_of(hydra: DictConfig) -> Launcher:
     """Return what runs the jobs of a sweep."""
     choice = str(hydra.runtime.choices.get("hydra/launcher"))
     kind = hydra.launcher.get("kind")
-    settings = OmegaConf.to_container(hydra.launcher, resolve=True)
-    return Launcher(kind if kind in LAUNCHERS else None, choice, settings)
+    return Launcher(kind if kind in LAUNCHERS else None, choice, settings_in(hydra.launcher, resolve=True))
+
+
+def settings_in(node: DictConfig, resolve: bool = False) -> dict[str, Any]:
+    """Return the keys of a launcher or a sweeper in plain types."""
+    settings = OmegaConf.to_container(node, resolve=resolve)
+    assert isinstance(settings, dict)
+    return {str(name): value for name, value in settings.items()}

@@ -7,7 +7,7 @@ import math
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep, ValueType
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, ValueType
 from hydra.errors import HydraException
 
 from pgtoolkit.config import refusals
@@ -28,8 +28,9 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
             if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
                 problems.append(refusals.pattern(override, options()))
                 continue
-            if isinstance(override.value(), RangeSweep):
-                _refuse_endless(override.value())
+            value = override.value()
+            if isinstance(value, RangeSweep):
+                _refuse_endless(value)
             parsed.append(override)
         except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
             problems.append(refusals.unreadable(typed, error))
@@ -38,6 +39,8 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
 
 def _refuse_endless(values: RangeSweep) -> None:
     """Raise ValueError for a range without values, without an end, or longer than any sweep."""
+    assert values.start is not None  # the grammar knows no range without its two ends
+    assert values.stop is not None
     count = (values.stop - values.start) / values.step if values.step else math.inf
     if not 0 < count <= _LONGEST_RANGE:
         raise ValueError(f"A range has from 1 to {_LONGEST_RANGE} values")
@@ -58,9 +61,11 @@ def jobs(overrides: list[str]) -> list[list[str]]:
     parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
     if problems:  # `compose` says them
         return [overrides]
-    last = {one.key_or_group: one for one in parsed if not one.is_hydra_override()}
-    ends = {key: one.value() for key, one in last.items() if one.is_interval_sweep()}
-    last |= {key: parse([f"{key}={of.start},{of.end}"])[0][0] for key, of in ends.items()}
+    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
+    for key, override in last.items():
+        value = override.value()
+        if isinstance(value, IntervalSweep):
+            last[key] = parse([f"{key}={value.start},{value.end}"])[0][0]
     return BasicSweeper.split_arguments([*last.values()], None)[0]
 
 
@@ -73,9 +78,11 @@ def axes(overrides: list[str]) -> dict[str, Axis]:
 
 def _axis(override: Override) -> Axis:
     value = override.value()
-    if override.is_interval_sweep():
+    if isinstance(value, IntervalSweep):
+        assert value.start is not None  # the grammar knows no interval without its two ends
+        assert value.end is not None
         return Axis(low=value.start, high=value.end, log="log" in value.tags)
-    if override.is_range_sweep() and not value.shuffle:
+    if isinstance(value, RangeSweep) and not value.shuffle:
         numbers = [*value.range()]
         return Axis(low=numbers[0], high=numbers[-1], step=value.step)
     return Axis(values=tuple(override.sweep_string_iterator()))
@@ -84,7 +91,7 @@ def _axis(override: Override) -> Axis:
 def intervals(overrides: list[str]) -> list[str]:
     """Return those of the overrides whose values are drawn from an interval."""
     parsed, _ = parse(overrides)
-    return [override.input_line for override in parsed if override.is_interval_sweep()]
+    return [refusals.as_typed(override) for override in parsed if override.is_interval_sweep()]
 
 
 def is_swept(override: str) -> bool:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from hydra.core.override_parser.types import ChoiceSweep, Override
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
+from omegaconf import DictConfig, Node, OmegaConf
 
 from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, known_as
@@ -68,13 +68,21 @@ def unreadable(override: str, error: Exception) -> str:
     return f"{override} needs the form key=value (got {override!r}). {reason}. Use {use}."
 
 
+def as_typed(override: Override) -> str:
+    """Return an override as it was typed."""
+    assert override.input_line is not None  # Hydra's parser keeps it with each that it reads
+    return override.input_line
+
+
 def pattern(override: Override, groups: dict[str, list[str]]) -> str:
     """Refuse a pattern such as `loss=glob(g*)`, and name the options that it stands for."""
     key = override.key_or_group
-    matching = override.value().filter(groups.get(key, []))
+    value = override.value()
+    assert isinstance(value, Glob)  # which Hydra's annotation of `value` leaves out
+    matching = value.filter(groups.get(key, []))
     use = f"pgtk -m {key}={','.join(matching)}" if matching else f"{key}=OPTION"
     reason = "Options are chosen by their names, not by a pattern."
-    return refusal(override.input_line, "names of options", "a pattern", reason, use)
+    return refusal(as_typed(override), "names of options", "a pattern", reason, use)
 
 
 def _as_list(key: str, value: str) -> str:
@@ -85,7 +93,8 @@ def _as_list(key: str, value: str) -> str:
 
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
     """A secret, a removal, several values or a moved group: nothing that one run can take."""
-    typed, key = override.input_line, override.key_or_group
+    typed = as_typed(override)
+    key = override.key_or_group
     if (hidden := redact(typed)) != typed:
         return holds_secret(hidden)
     if override.is_delete():
@@ -128,7 +137,7 @@ def given_twice(parsed: list[Override]) -> list[str]:
     problems: list[str] = []
     seen: dict[str, str] = {}
     for override in parsed:
-        typed = override.input_line
+        typed = as_typed(override)
         for key in _keys(override):
             if first := seen.get(key):
                 needs, got, use = f"to be the only value of {key}", f"{first} before it", f"{first} or {typed}"
@@ -190,14 +199,23 @@ def incomplete(config: DictConfig) -> list[str]:
     wrong = []
     for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
         kind = OmegaConf.get_type(config, group) if group in config else None
-        of, _, option = places.get(kind, "").partition("/")
-        if of != group or (option and config._get_node(group)._get_node("name")._value() != option):
+        of, _, option = ("" if kind is None else places.get(kind, "")).partition("/")
+        if of != group or (option and _name_in(config, group) != option):
             wrong.append(group)
     if not wrong:
         return []
     needs, reason = "the keys of an option in every group", "A file changes the main configuration."
     use = f"defaults: [config, override /{wrong[0]}: OPTION, _self_]"
     return [refusal("the configuration", needs, f"none in {', '.join(wrong)}", reason, use)]
+
+
+def _name_in(config: DictConfig, group: str) -> Any:
+    """Return the name of a group's option as it was written, an interpolation unresolved."""
+    values = config._get_node(group)
+    assert isinstance(values, DictConfig)  # a node of the class of the group's keys
+    name = values._get_node("name")
+    assert isinstance(name, Node)  # only a slice of a list is several
+    return name._value()
 
 
 def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -36,9 +36,9 @@ def resolve(
                 values[name] = _resolve_node(config[group] if group else config, leaf, name, problems)
             return with_values(before, values)
         groups = {}
-        for group in config:
+        for group in map(str, config):
             if group != "hydra":
-                value = _resolve_node(config, group, str(group), problems)
+                value = _resolve_node(config, group, group, problems)
                 if isinstance(value, dict):
                     value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
                 groups[group] = value
@@ -87,7 +87,11 @@ def default_in(config: DictConfig, name: str) -> Any:
 def choices_of(config: DictConfig) -> dict[str, str]:
     """Return the option of each group; none of a saved run, whose values name them."""
     chosen = OmegaConf.select(config, "hydra.runtime.choices")
-    return {} if chosen is None else OmegaConf.to_container(chosen)
+    if chosen is None:
+        return {}
+    options = OmegaConf.to_container(chosen)
+    assert isinstance(options, dict)
+    return {str(group): option for group, option in options.items()}
 
 
 def interpolated(config: DictConfig, values: Config) -> list[str]:
@@ -119,9 +123,11 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, s
         problems[path] = refusal(path, "to be left out", parent._get_node(key), *_NO_CODE)
         return None
     raw = parent._get_node(key)
+    assert isinstance(raw, Node)
     if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
         return {str(name): _resolve_node(raw, name, f"{path}.{name}", problems) for name in raw}
     root = parent._get_root()
+    assert isinstance(root, DictConfig)
     hidden = _unresolved(raw)
     try:
         if OmegaConf.is_missing(parent, key):

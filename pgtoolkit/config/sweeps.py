@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import hydra_keys
@@ -75,10 +75,9 @@ def compose_sweep(overrides: list[str], config_dir: Path | None = None, sweep_fi
     sweep = SweepConfig(problems=given_twice(parse(overrides)[0]), jobs=described, varying=varying)
     sweep.sweeper = str(hydra.runtime.choices.get("hydra/sweeper"))
     if hydra.sweeper.get("kind") == SEARCH:
-        settings = OmegaConf.to_container(hydra.sweeper)
         drawn = axes(given)
         fixed = [override for override in described[0] if key_of(override) not in drawn]
-        sweep.search = Search(drawn, fixed, settings)
+        sweep.search = Search(drawn, fixed, hydra_keys.settings_in(hydra.sweeper))
     for override in [] if sweep.search else intervals(given):
         reason = "An interval is searched, not gone through value by value."
         use = f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B"
@@ -144,21 +143,22 @@ class _Jobs:
             node = compose_node([*self._of_hydra, *overrides], *self._files)
             composed = composed_of(node)
             self._kinds.pop(kind, None)
-            if composed.config is None or composed.problems:
+            if node.config is None or composed.config is None or composed.problems:
                 return ComposedJob(composed)
             self._kinds[kind] = _Kind(node.config, composed, overrides)
         return self._placed(composed, self._kinds[kind].config, number)
 
     def _placed(self, composed: Composed, config: DictConfig, number: int) -> ComposedJob:
         """Return the job with its name and its directory."""
+        assert composed.config is not None  # else there is no kind of it
         hydra = config.hydra
         with open_dict(hydra):
             hydra.job.num = number
             hydra.job.id = str(number)
         hydra.job.config.override_dirname.exclude_keys = list(self._unnamed)
         name = hydra_keys.name_in(hydra, composed.config.tracking.run_name)
-        composed = replace(composed, name=name)
         known = digest(plain_config(composed.config))
+        composed = replace(composed, name=name)
         if self._folder is None:
             return ComposedJob(composed, None, known)
         hydra.sweep.dir = str(self._folder)
@@ -175,6 +175,7 @@ class _Kind:
     """
 
     def __init__(self, config: DictConfig, composed: Composed, overrides: list[str]):
+        assert composed.config is not None
         self.config = config
         self._composed = composed
         self._overrides = overrides
@@ -188,8 +189,8 @@ class _Kind:
             if set_value(self.config, override.key_or_group, override.value(), options()):
                 return None
         self._overrides = overrides
-        task = OmegaConf.to_container(self.config.hydra.overrides.task)  # as it was typed
-        self.config.hydra.overrides.task = [changed.get(override, override) for override in task]
+        typed = hydra_keys.typed_in(self.config.hydra)
+        self.config.hydra.overrides.task = [changed.get(override, override) for override in typed]
         problems: dict[str, str] = {}
         config = resolve(self.config, problems, self._composed.config, self._keys)
         config = in_range(config, problems, self._composed.choices)
