@@ -10,7 +10,15 @@ from typing import Any
 from pgtoolkit.config.key import value_of
 from pgtoolkit.config.keys import option_values
 from pgtoolkit.config.schema import SCHEMAS, Config
-from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskConfig, SumsTaskConfig, TaskConfig
+from pgtoolkit.config.schema_tasks import (
+    ChainSumTaskConfig,
+    ConversationTaskConfig,
+    PromptsTaskConfig,
+    ReasoningGymTaskConfig,
+    ShortestPathTaskConfig,
+    SumsTaskConfig,
+    TaskConfig,
+)
 from pgtoolkit.system.report import text
 
 USUAL = "held_out"
@@ -43,11 +51,12 @@ class HeldOut:
     @property
     def source(self) -> str:
         """Where its prompts come from, in words."""
-        return self.task.path if self.files else f"{self.task.name} with seed {self.seed}"
+        path = getattr(self.task, "path", None)
+        return f"{self.task.name} with seed {self.seed}" if path is None else path
 
 
-def _files_of(task: TaskConfig) -> tuple[str, str | None] | None:
-    if getattr(task, "path", None) is None:
+def _files_of(task: TaskConfig) -> tuple[str, str | None, str | None] | None:
+    if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig) or task.path is None:
         return None
     place = os.path.realpath(os.path.expanduser(str(task.path)))
     return place, getattr(task, "config", None), task.split
@@ -123,7 +132,8 @@ def are_training_prompts(c: Config, one: HeldOut) -> str | None:
         return "They are the prompts of training." if one.files == _files_of(c.task) else None
     if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in _OF_A_GENERATOR):
         return None
-    if one.task.name == "reasoning_gym":  # whose questions have seeds of their own, which follow each other
+    if isinstance(one.task, ReasoningGymTaskConfig) and isinstance(c.task, ReasoningGymTaskConfig):
+        # Its questions have seeds of their own, which follow each other.
         sizes = [task.options.get("size", QUESTIONS) for task in (c.task, one.task)]
         if -sizes[1] < one.seed - c.seed < sizes[0]:
             return f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} apart they overlap."

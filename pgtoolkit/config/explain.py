@@ -200,7 +200,7 @@ def explanations() -> dict[str, list[Page]]:
                 pages[word] += [page for page in pages[metric] if page.startswith(f"{metric}: a metric")]
     statuses = dict(_STATUSES)
     for kind in PgtoolkitError.__subclasses__():
-        described = " ".join(kind.__doc__.split("\n\n")[0].split())
+        described = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
         statuses[kind.exit_status] = f"{statuses.get(kind.exit_status, '')} {described}"
     for status, meaning in statuses.items():
         explained([str(status)], f"exit status {status}", {"": meaning})

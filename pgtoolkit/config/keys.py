@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from enum import EnumMeta
+from enum import EnumMeta, StrEnum
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
@@ -22,7 +22,7 @@ def _declared() -> Iterator[Key]:
     for group in fields(Config):
         of_group = {name: value for name, value in group.metadata.items() if name != "group"}
         if group.name not in OPTIONS:
-            yield Key(group.name, "", group.type, **of_group)
+            yield Key(group.name, "", str(group.type), **of_group)
         for name, schema in SCHEMAS.items():
             if name.partition("/")[0] != group.name:
                 continue
@@ -32,7 +32,7 @@ def _declared() -> Iterator[Key]:
                 yield Key(
                     name=f"{group.name}.{field.name}",
                     schema=name,
-                    type=field.type,
+                    type=str(field.type),
                     names=_names_of(types[field.name]),
                     **declared,
                 )
@@ -41,7 +41,7 @@ def _declared() -> Iterator[Key]:
 def _names_of(annotation: Any) -> tuple[str, ...]:
     """Return the values of the enumeration in an annotation; empty where there is none."""
     for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, EnumMeta):
+        if isinstance(kind, EnumMeta) and issubclass(kind, StrEnum):
             return tuple(kind)
     return ()
 
@@ -74,6 +74,14 @@ def key_named(name: str, config: object) -> Key | None:
     if name not in _NAMED:
         name = next((key.name for key in KEYS if key.free and is_inside(name, key.name)), "")
     return next(_of_chosen(_NAMED.get(name, ()), config), None)
+
+
+def existing_key(name: str, config: object) -> Key:
+    """Return the key of this name in a configuration; raises KeyError where there is none."""
+    key = key_named(name, config)
+    if key is None:
+        raise KeyError(name)
+    return key
 
 
 def plain_value(config: object, name: str) -> Any:

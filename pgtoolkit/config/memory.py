@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.models import Sizes, sizes, tiny_sizes
+from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
 from pgtoolkit.config.plan import longest_document, samples_beside
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.report import refusal, text
@@ -49,7 +49,7 @@ def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
         adapters = rank * shape.linear * shape.layers * sum(_TRAINED.values())
         always = {"frozen weights": number * shape.weights / ranks, "adapters": adapters / ranks}
     if c.kl.needs_model and not (rank and c.kl.reference == "initial"):
-        teacher = None if c.kl.reference == "initial" else sizes(SimpleNamespace(path=c.kl.reference))
+        teacher = None if c.kl.reference == "initial" else sizes_of(c.kl.reference)
         of_weight = number if c.kl.update_every is None else 4
         always["reference"] = of_weight * (teacher or shape).weights / ranks
     sampling = _sampling(c, shape, number) if samples(c) and c.sampler.name == "transformers" else {}
@@ -79,10 +79,13 @@ def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
 
 def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str, float]:
     """Of the longest micro-batch: what a layer keeps for its backward pass, as measured on H200s."""
-    p, lora, longest = c.parallelism, c.model.lora_rank is not None, longest_document(c)
+    p = c.parallelism
+    lora = c.model.lora_rank is not None
+    prompt, completion = longest_document(c)
     tokens = c.accumulation.max_tokens
-    if c.accumulation.docs_per_step and all(longest):
-        tokens = min(tokens, math.ceil(c.accumulation.docs_per_step / p.data_parallel) * sum(longest))
+    if c.accumulation.docs_per_step and prompt and completion:
+        documents = math.ceil(c.accumulation.docs_per_step / p.data_parallel)
+        tokens = min(tokens, documents * (prompt + completion))
     tokens /= p.sequence_data_parallel
     inner, width = shape.inner / p.tensor_parallel, shape.width
     width /= p.tensor_parallel if p.sequence_parallel else 1
@@ -121,15 +124,19 @@ def refuse_overflow(c: Config, gpu: float) -> None:
     least = sum(found.always.values()) + sum(found.sampling.get(name, 0) for name in ("copy", "keys and values"))
     if least > gpu:
         needs, reason = f"{least / 1e9:.3g} GB of each GPU", "pgtk check lists what they hold."
-        raise ConfigError(refusal(f"model.path={c.model.path}", needs, f"{gpu / 1e9:.3g}", reason, _remedy(c, gpu)))
+        setting = f"model={c.model.name}"
+        if isinstance(c.model, HuggingFaceModelConfig):
+            setting = f"model.path={c.model.path}"
+        raise ConfigError(refusal(setting, needs, f"{gpu / 1e9:.3g}", reason, _remedy(c, gpu)))
 
 
 def _remedy(c: Config, gpu: float) -> str:
     """The cheapest change after which a GPU of so many bytes is enough."""
     for change in _changes(c):
-        if (most := memory_plan(with_values(c, change), gpu).most) <= gpu:
+        plan = memory_plan(with_values(c, change), gpu)
+        if plan is not None and plan.most <= gpu:
             settings = " ".join(f"{key}={text(value)}" for key, value in change.items())
-            return f"{settings}, which takes {most / 1e9:.3g} GB"
+            return f"{settings}, which takes {plan.most / 1e9:.3g} GB"
     return "more GPUs or a smaller model"
 
 

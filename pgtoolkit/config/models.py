@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pgtoolkit.config.schema_run import ModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, ModelConfig, TinyModelConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig, TaskConfig
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import is_whole
@@ -18,6 +18,7 @@ def shape(model: ModelConfig) -> dict[str, Any]:
     configuration or a local config.json says."""
     if isinstance(model, TinyModelConfig):
         return {"type": "gpt2", "attention heads": model.num_heads, "layers": model.num_layers}
+    assert isinstance(model, HuggingFaceModelConfig)  # there is no third class
     if not (settings := model_settings(model.path)):
         return {}
     settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")  # what transformers takes
@@ -37,6 +38,7 @@ def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
         if isinstance(task, GeneratedTaskConfig):
             return len(task.alphabet) + 1
         return 97 if task.name == "reasoning_gym" else None  # a file of prompts has its own characters
+    assert isinstance(model, HuggingFaceModelConfig)
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
 
@@ -48,7 +50,12 @@ def tiny_sizes(model: TinyModelConfig, task: TaskConfig) -> Sizes:
 
 def sizes(model: ModelConfig) -> Sizes | None:
     """None where the model is tiny or of another type, or its config.json does not say enough."""
-    known = model_settings(getattr(model, "path", None))
+    return sizes_of(getattr(model, "path", None))
+
+
+def sizes_of(folder: str | None) -> Sizes | None:
+    """Return the sizes of the model in a folder; None as `sizes` does."""
+    known = model_settings(folder)
     try:
         return Sizes(known) if known.get("model_type") in MODEL_TYPES else None
     except (KeyError, TypeError, ZeroDivisionError):

@@ -55,6 +55,7 @@ def equation(config: Config) -> list[str]:
         total = "whatever it returns"
     penalties = []
     if config.kl.kind != "none":
+        assert config.kl.coefficient is not None  # which `validate` refuses
         k_t = KL(config.kl.kind, config.kl.coefficient).equation
         of_row = ", f_tv and p_tv those of token v of the vocabulary there" if config.kl.kind in FULL_KINDS else ""
         penalties.append(f"      + {k_t},  f_t = log-prob under the reference{of_row}")
@@ -106,7 +107,7 @@ def arithmetic(config: Config) -> Iterator[str]:
     """Documents, micro-batches and steps."""
     rollout, accumulation, steps = config.rollout, config.accumulation, config.trainer.max_steps
     docs, room, batch = accumulation.docs_per_step, accumulation.max_tokens, documents_per_batch(rollout)
-    if batch is not None:
+    if isinstance(rollout, PolicyRolloutConfig):
         rounds = rollout.max_sampling_rounds
         more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
         if rollout.uninformative == "drop":
@@ -163,12 +164,14 @@ def evaluations(config: Config) -> Iterator[str]:
 def longest_document(config: Config) -> tuple[int | None, int | None]:
     """(prompt, completion) tokens of the longest document, each None where only the data knows."""
     prompt = None
-    if config.rollout.name == "policy" and not isinstance(config.task, GeneratedTaskConfig):
-        prompt = getattr(config.task, "max_prompt_length", None)
-    elif config.rollout.name == "policy" and config.model.name == "tiny":
-        prompt, answer = config.task.longest
-        if config.kl.reference_prompt is not None:  # a token per character
-            prompt = max(prompt, len(config.kl.reference_prompt.format(prompt=" " * prompt, answer=" " * (answer - 1))))
+    if config.rollout.name == "policy":
+        if not isinstance(config.task, GeneratedTaskConfig):
+            prompt = getattr(config.task, "max_prompt_length", None)
+        elif config.model.name == "tiny":
+            template = config.kl.reference_prompt
+            prompt, answer = config.task.longest
+            if template is not None:  # a token per character
+                prompt = max(prompt, len(template.format(prompt=" " * prompt, answer=" " * (answer - 1))))
     return prompt, config.rollout.max_completion_length
 
 
@@ -179,7 +182,9 @@ def tokens_at_least(config: Config) -> int:
 
 def documents_per_batch(rollout: RolloutConfig) -> int | None:
     """Documents of a batch of rollouts; None for recorded ones."""
-    return rollout.prompts_per_batch * rollout.group_size if rollout.name == "policy" else None
+    if not isinstance(rollout, PolicyRolloutConfig):
+        return None
+    return rollout.prompts_per_batch * rollout.group_size
 
 
 def documents_per_step(config: Config) -> int:
@@ -257,7 +262,10 @@ def compilation(c: Config, on_gpu: bool) -> tuple[bool, str]:
         return False, "since this is no model whose type and sizes are known from a folder"
     room = c.accumulation.max_tokens
     tokens = documents_per_step(c) * min(room, sum(x or 0 for x in longest_document(c)) or room)
-    tokens = tokens or c.accumulation.micro_batches_per_step * room
+    if tokens == 0:
+        micro_batches = c.accumulation.micro_batches_per_step
+        assert micro_batches is not None  # `validate` refuses a step without a size
+        tokens = micro_batches * room
     seconds = 8 * shape.weights * tokens * c.trainer.max_steps / _RATE / world_size(c.parallelism)
     compares = "more" if (pays := _SAVED * seconds > _COST) else "less"
     return pays, (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.key import Key, holds, parts, value_of, with_values
-from pgtoolkit.config.keys import default, has_type, key_named, keys_of, plain_value, shown, values_in_words
+from pgtoolkit.config.keys import default, existing_key, has_type, keys_of, plain_value, shown, values_in_words
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
@@ -44,7 +44,7 @@ def typed(values: dict, file: str) -> Config:
             if field.name in {schema.partition("/")[0] for schema in SCHEMAS}:
                 groups[field.name] = _schema_of(field.name, values)(**_leaves_of_group(field.name, values))
             else:
-                groups[field.name] = _with_type(key_named(field.name, values), values[field.name])
+                groups[field.name] = _with_type(existing_key(field.name, values), values[field.name])
         return Config(**groups)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
@@ -69,7 +69,7 @@ def _completed(values: dict, file: str) -> dict:
             f"{group}.{field.name}" for field in fields(_schema_of(group, values)) if field.name not in complete[group]
         ]
     for name in sorted(lacking):
-        if not key_named(name, complete).added:
+        if not existing_key(name, complete).added:
             raise KeyError(name)
         group, _, leaf = name.partition(".")
         complete[group][leaf] = default(complete, name)
@@ -84,7 +84,7 @@ def _leaves_of_group(group: str, values: dict) -> dict[str, Any]:
     known = {field.name for field in fields(_schema_of(group, values))}
     if unknown := [leaf for leaf in values[group] if leaf not in known]:
         raise ValueError(f"it has the unknown key '{group}.{unknown[0]}'")
-    names = {leaf: key_named(f"{group}.{leaf}", values) for leaf in known}
+    names = {leaf: existing_key(f"{group}.{leaf}", values) for leaf in known}
     return {leaf: _with_type(names[leaf], value) for leaf, value in values[group].items()}
 
 

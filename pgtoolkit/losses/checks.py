@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_LOG_PROB = 1e-3
 """Log-probs are at most 0; so much more may be rounding, as of half precision."""
@@ -35,7 +35,7 @@ def check_whole(key: str, value: Any, least: int) -> None:
         raise ValueError(f"{key} needs a whole number >= {least} (got {shown(value)})")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> TypeGuard[int]:
     """Whether value is a whole number; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

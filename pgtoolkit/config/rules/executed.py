@@ -89,7 +89,7 @@ def credentials(config: Config) -> list[str]:
     """Return a line for each kind of credentials of this machine, with the addresses that they are sent to."""
     lines = []
     uri = config.tracking.uri
-    if config.tracking.name != "none" and is_server(uri) and (names := mlflow_credentials()):
+    if config.tracking.name != "none" and uri is not None and is_server(uri) and (names := mlflow_credentials()):
         lines.append(f"sends {names} to {redact(uri)} (tracking.uri)")
     urls = getattr(config.sampler, "urls", None)
     if urls and samples(config) and _VLLM_KEY in os.environ:

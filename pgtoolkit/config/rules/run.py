@@ -14,7 +14,7 @@ from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
-from pgtoolkit.config.plan import documents_per_batch, family_of_config, samples_beside, steps_of, tokens_at_least
+from pgtoolkit.config.plan import family_of_config, samples_beside, steps_of, tokens_at_least
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import ModelConfig
 from pgtoolkit.config.schema_samplers import VllmSamplerConfig
@@ -53,7 +53,7 @@ def rollout(c: Config, report: Report) -> None:
     if re.search(r"\\[nt]", "".join(rollout.stop)):
         report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
-    steps = steps_of(documents_per_batch(rollout), c.accumulation) if is_counted else 0
+    steps = steps_of(batch, c.accumulation) if is_counted else 0
     if rollout.lag > max(_LONGEST_LAG, c.trainer.max_steps):
         needs = f"at most {_LONGEST_LAG}, or trainer.max_steps"
         reason = "The batches of so many steps are sampled, and kept, before the first step."

@@ -11,7 +11,8 @@ from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
 from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
 from pgtoolkit.config.rules.run import existing, importable
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import RolloutConfig
+from pgtoolkit.config.schema_loss import CustomLossConfig
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
@@ -23,7 +24,7 @@ from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 def loss(c: Config, report: Report) -> None:
     splits, family = c.loss.num_splits, family_of_config(c)
-    if family is None and c.loss.path is not None:
+    if isinstance(c.loss, CustomLossConfig) and c.loss.path is not None:
         importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
     for note in family.notes() if family is not None else ():
         report.note(note)
@@ -142,7 +143,7 @@ def penalties(c: Config, report: Report) -> Config:
     elif reference == "recorded" and kind in FULL_KINDS:
         reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
         report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
-    if c.kl.reference_prompt is not None and not _takes_reference_prompt(c, report):
+    if c.kl.reference_prompt is not None and not _takes_reference_prompt(c.kl.reference_prompt, report):
         c = with_values(c, {"kl.reference_prompt": None})
     if c.kl.update_every is not None and c.model.lora_rank is not None:
         report.refuse(
@@ -174,10 +175,9 @@ def other_vocabulary(c: Config, needs: str, got: Any) -> str:
     return refusal(f"kl.reference={c.kl.reference}", needs, got, "Its log-probs would be those of other tokens.", use)
 
 
-def _takes_reference_prompt(c: Config, report: Report) -> bool:
+def _takes_reference_prompt(template: str, report: Report) -> bool:
     """Refuse a template that has other fields than {prompt} and {answer}, none of them, or parts and widths of them."""
     key = "kl.reference_prompt"
-    template = c.kl.reference_prompt
     try:
         fields = {field[1:] for field in string.Formatter().parse(template) if field[1] is not None}
     except ValueError:  # a brace without another
@@ -191,7 +191,7 @@ def _takes_reference_prompt(c: Config, report: Report) -> bool:
 
 def _is_late(rollout: RolloutConfig) -> bool:
     """Whether completions are sampled before the updates in between are made."""
-    return bool(rollout.name == "policy" and (rollout.lag or rollout.max_staleness))
+    return bool(isinstance(rollout, PolicyRolloutConfig) and (rollout.lag or rollout.max_staleness))
 
 
 def anchor(c: Config, report: Report) -> None:
@@ -234,10 +234,11 @@ def accumulation(c: Config, report: Report) -> None:
     elif AGGREGATIONS[c.aggregation.mode].needs_groups and docs % size:
         needs = f"accumulation.docs_per_step to be a multiple of the group size {size}"
         report.refuse(setting, needs, docs, reason, f"accumulation.docs_per_step={max(1, round(docs / size)) * size}")
-    if c.rollout.name == "policy" and docs > 0:
-        _steps_per_batch(c, docs, c.accumulation.last_step, report)
+    batch = documents_per_batch(c.rollout)
+    if batch is not None and docs > 0:
+        _steps_per_batch(c, batch, docs, c.accumulation.last_step, report)
         family = family_of_config(c)
-        off_policy = docs < documents_per_batch(c.rollout) or _is_late(c.rollout)
+        off_policy = docs < batch or _is_late(c.rollout)
         if family is not None and not family.reads_old_log_probs and off_policy and c.advantage.estimator != "none":
             report.note(
                 f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, nothing corrects for "
@@ -245,8 +246,7 @@ def accumulation(c: Config, report: Report) -> None:
             )
 
 
-def _steps_per_batch(c: Config, docs: int, last: str, report: Report) -> None:
-    batch = documents_per_batch(c.rollout)
+def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report) -> None:
     if docs > batch and last == "drop":
         reason = "No batch of rollouts fills a step, so every one would be dropped."
         needs = f"accumulation.docs_per_step <= {batch}, the documents of a batch"

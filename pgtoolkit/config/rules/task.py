@@ -19,7 +19,7 @@ from pgtoolkit.config.evaluation_sets import (
     watched,
 )
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.keys import KEYS, fits, ignored, key_named, option_values, values_in_words
+from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
 from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
@@ -79,7 +79,8 @@ def _groups(pattern: str | None) -> tuple[int, str | None]:
 
 def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
     """Refuse verifiers that cannot score; returns those that are used."""
-    entries = {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
+    entries: dict[str, dict[str, Any]] = {}
+    entries |= {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
     if not task.verifiers and task.verifier is None:
         reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
         report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
@@ -181,7 +182,7 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
         report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
         return
     known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf != "name"}
-    known |= {"seed": key_named("seed", c), "prompts": key_named("evaluation.prompts_per_set", c)}
+    known |= {"seed": existing_key("seed", c), "prompts": existing_key("evaluation.prompts_per_set", c)}
     for name, value in [pair for pair in given.items() if pair[0] != "task"]:
         setting = f"{place}.{name}={text(value)}"
         if name not in known:
