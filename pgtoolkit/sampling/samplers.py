@@ -36,7 +36,8 @@ class Sampler(Protocol):
     tolerance: mean absolute difference from the trainer's that its log-probs may have; None: no limit is needed.
     """
 
-    tolerance: float | None
+    @property
+    def tolerance(self) -> float | None: ...
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Sample from these weights from now on.
@@ -46,7 +47,7 @@ class Sampler(Protocol):
         """
         ...
 
-    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
+    def complete(self, requests: list[Request], *, more: bool = False) -> list[Completion]:
         """The completions of the first request, then those of the second, and so on.
 
         more: whether further calls for the same weights follow, before which nothing needs to be given back.

@@ -301,7 +301,10 @@ class _SameServers(Sampler):
 
     def __init__(self, owner: ServerSampler, sampling: Sampling, settle: Callable[[], object]):
         self._owner, self._sampling, self._settle = owner, sampling, settle
-        self.tolerance = owner.tolerance
+
+    @property
+    def tolerance(self) -> float | None:
+        return self._owner.tolerance
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         self._settle()  # servers have one version of the weights at a time

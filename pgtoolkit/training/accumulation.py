@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import time
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,12 @@ from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.training.frameworks import lightning
 
 log = logging.getLogger("pgtoolkit")
+
+
+class StepOutput(TypedDict):
+    """What `training_step` returns to Lightning, which keeps the key "loss" at the top level for a tensor."""
+
+    metrics: dict[str, float]
 
 
 class DynamicAccumulation(lightning.LightningModule):
@@ -80,7 +87,7 @@ class DynamicAccumulation(lightning.LightningModule):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         # Lightning's wrapper holds copies of its fields, which a loaded state would not reach.
-        return self.optimizers(use_pl_optimizer=False)
+        return cast("torch.optim.Optimizer", self.optimizers(use_pl_optimizer=False))
 
     def on_fit_start(self) -> None:
         """Refuses what would silently give other gradients."""
@@ -94,10 +101,10 @@ class DynamicAccumulation(lightning.LightningModule):
     def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
         return batch  # the micro-batches are moved one at a time
 
-    def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
+    def training_step(self, step: Step, batch_index: int) -> StepOutput:
         """One optimizer update, or none; the step's metrics by name, for `on_train_batch_end`, under "metrics"."""
         started = time.perf_counter()
-        self.documents_seen += step.totals.num_documents
+        self.documents_seen += int(step.totals.num_documents)
         metrics = data_metrics(step.documents, self.num_updates)
         if step.totals.num_tokens == 0:
             self.num_skipped_steps += 1
@@ -105,18 +112,18 @@ class DynamicAccumulation(lightning.LightningModule):
             metrics |= self._update(step)
         metrics |= {"documents_seen": self.documents_seen, "num_skipped_steps": self.num_skipped_steps}
         metrics |= self._measured(step, started)
-        return {"metrics": metrics}  # Lightning keeps the key "loss" at the top level for a tensor
+        return {"metrics": metrics}
 
     def _measured(self, step: Step, started: float) -> dict[str, float]:
         """What the step took of this process: time and, on a GPU, memory."""
-        measured = {}
+        measured: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
             measured["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
         update = time.perf_counter() - started
         measured |= {f"seconds_{stage}": value for stage, value in (step.seconds | {"update": update}).items()}
-        return measured | {"tokens_per_second": step.totals.num_tokens / update}
+        return measured | {"tokens_per_second": int(step.totals.num_tokens) / update}
 
     def _update(self, step: Step) -> dict[str, float]:
         self.optimizer.zero_grad()
@@ -127,7 +134,8 @@ class DynamicAccumulation(lightning.LightningModule):
         metrics = self._step_metrics(outputs, step)
         metrics |= {"num_micro_batches": len(micro_batches)} | self.before_update()
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            self.optimizers().step()  # Lightning's, which counts it in trainer.global_step
+            optimizer = cast("lightning.pytorch.core.optimizer.LightningOptimizer", self.optimizers())
+            optimizer.step()  # Lightning's, which counts it in trainer.global_step
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
         else:

@@ -33,7 +33,7 @@ from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.from_config import make_task
-from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.frameworks import LightningEnvironment, lightning
 from pgtoolkit.training.machine import lacking_devices
 from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.sources import evaluator_of, source_of
@@ -118,7 +118,7 @@ def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, record
         accelerator=kind,
         devices=[torch.cuda.current_device()] if several and kind == "gpu" else 1,
         # To Lightning each rank trains alone; it must not take part in a launcher's or SLURM's world on its own.
-        plugins=[lightning.pytorch.plugins.environments.LightningEnvironment()] if several else None,
+        plugins=[LightningEnvironment()] if several else None,
         max_epochs=1,
         logger=False,
         callbacks=[recorder],
@@ -159,6 +159,7 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
 
 def _loaded(config: Config, policy: Policy, layout: Layout) -> Policy:
     dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
+    assert config.kl.reference is not None
     off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False, "compile": False}
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
     chosen = HuggingFaceModelConfig(name="huggingface", path=config.kl.reference, dtype=dtype, **off, **no_lora)

@@ -238,7 +238,8 @@ def _shards(tensors: dict[str, Tensor], layout: Layout, in_one_file: bool) -> It
     count = layout.world_size // layout.size("pipeline_parallel")
     shares, shard, size = [0] * count, {}, 0
     for name, tensor in tensors.items():
-        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole.detach()
         writer = 0 if in_one_file else shares.index(min(shares))
         shares[writer] += whole.nbytes
         if writer == layout.rank % count:

@@ -14,7 +14,7 @@ from pgtoolkit.config.paths import NO_FOLDER
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
-from pgtoolkit.config.schema_tasks import TaskConfig
+from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.rollouts.recorded_index import RecordedIndex, read_index
 from pgtoolkit.runs.records import read_data, storage
@@ -47,11 +47,13 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     read = {key: files for key, files in before.items() if key in current or not key.startswith("evaluation.")}
     changes = {key: _difference(files, current.get(key, {})) for key, files in read.items()}
     changes = {key: difference for key, difference in changes.items() if difference}
-    if changes and not config.trainer.accept_changed_data:
-        raise ConfigError("\n".join(_refusal(config, key, step, difference) for key, difference in changes.items()))
-    for key, difference in changes.items():
-        log.warning(f"note: from step {step + 1} on {key} has other contents: {difference}.")
     if changes:
+        assert step is not None  # a run that starts has no data before
+        if not config.trainer.accept_changed_data:
+            refusals = [_refusal(config, key, step, difference) for key, difference in changes.items()]
+            raise ConfigError("\n".join(refusals))
+        for key, difference in changes.items():
+            log.warning(f"note: from step {step + 1} on {key} has other contents: {difference}.")
         accepted.append({"step": step, "before": {key: before[key] for key in changes}})
     content = current | ({"accepted": accepted} if accepted else {})
     _write(run_dir, content)
@@ -87,15 +89,21 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
             files[key] = sorted(file for file in inside if file.is_file())
     prompts = _prompts(config)
     for key, task in prompts.items():
+        assert task.path is not None
         files[key] = prompt_files(task.path, task.split, getattr(task, "config", None))
     return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 
-def _prompts(config: Config) -> dict[str, TaskConfig]:
+def _prompts(config: Config) -> dict[str, PromptsTaskConfig | ConversationTaskConfig]:
     """By the key of their path: the tasks that read prompts from files."""
     held_out = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
-    tasks = {"task.path": config.task} | {f"evaluation.sets.{chosen.name}.path": chosen.task for chosen in held_out}
-    return {key: task for key, task in tasks.items() if getattr(task, "path", None) is not None}
+    tasks: dict[str, TaskConfig] = {"task.path": config.task}
+    tasks |= {f"evaluation.sets.{chosen.name}.path": chosen.task for chosen in held_out}
+    return {
+        key: task
+        for key, task in tasks.items()
+        if isinstance(task, PromptsTaskConfig | ConversationTaskConfig) and task.path is not None
+    }
 
 
 def _digests(paths: list[Path], sampled: bool, index: RecordedIndex | None = None) -> dict[str, dict]:

@@ -38,16 +38,19 @@ class Evaluations:
     def __init__(self, run: RunDirectory | None, module: Any):
         self._run, self._module = run, module
         self._config, self._watched = module.config, watched(module.config)
-        rows, best = [], None
+        rows: list[dict[str, Any]] = []
+        best: dict[str, Any] | None = None
         with failing_together(module.layout):
             if run is not None:
                 rows, best = read_evaluations(run.path), best_checkpoint(run.path, self._watched)
-        self._rows, self._best = gather_objects((rows, best), module.layout.world_group)[0]
+        rows, best = gather_objects((rows, best), module.layout.world_group)[0]
+        self._rows: list[dict[str, Any]] = rows
+        self._best: dict[str, Any] | None = best
 
     @property
     def best_step(self) -> int | None:
         """The step of the best checkpoint; that of the latest evaluation has to be saved yet where it is the best."""
-        return self._best and self._best["step"]
+        return None if self._best is None else self._best["step"]
 
     def is_due(self, step: int) -> bool:
         """Whether the run is evaluated after this step, and has not been."""
@@ -75,10 +78,14 @@ class Evaluations:
     def reached(self, step: int) -> str | None:
         """In words that trainer.stop_at was reached at this step; None if it was not."""
         goal = self._config.trainer.stop_at
-        row = best_of(self._rows, self._watched, {step}) if goal is not None and step > 0 else None
-        if row is None or row[self._watched[1]] < goal:
+        if goal is None or step == 0:
             return None
-        return f"trainer.stop_at={goal:g} was reached: {'/'.join(self._watched)} is {row[self._watched[1]]:.4g}"
+        assert self._watched is not None  # trainer.stop_at needs evaluation.best
+        row = best_of(self._rows, self._watched, {step})
+        name, number = self._watched
+        if row is None or row[number] < goal:
+            return None
+        return f"trainer.stop_at={goal:g} was reached: {name}/{number} is {row[number]:.4g}"
 
 
 def measure(module: Any, step: int) -> list[dict[str, Any]]:

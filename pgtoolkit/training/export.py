@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.config.saved import saved_config
@@ -43,6 +42,9 @@ from pgtoolkit.training.checkpoint import (
     settings_of,
     step_of,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _OWN = ("checkpoints", "status.json", "curves.png", "*.log", ".lock", ".hydra")
 """What a run has for itself alone."""
@@ -206,37 +208,43 @@ def _write_model(config: Config, state: dict, folder: Path) -> None:
             (folder / name).write_bytes(data)
 
 
-def _whole_model(checkpoint: Path) -> nn.Module:
+def _whole_model(checkpoint: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    options = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
-    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **options)
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **options)
+    model, report = loaded
     if lacks := sorted(report["missing_keys"]):
         raise ValueError(f"{lacks[0]} is missing")
     return model
 
 
-def _merged_model(config: Config, state: dict) -> nn.Module:
+def _merged_model(config: Config, state: dict) -> PreTrainedModel:
     """The run's own model, read in float32, with a checkpoint's adapters in its weights."""
     from pgtoolkit.model.lora import merge
     from pgtoolkit.model.setup import build_policy
     from pgtoolkit.training.state import load_weights
 
+    assert isinstance(config.model, HuggingFaceModelConfig)
     policy = build_policy(dataclasses.replace(config.model, dtype=NumberType.float32), None, on_gpu=False)
     load_weights(policy, state)
     merge(policy.model)
-    return policy.model.to(load_config(config.model.path).dtype or torch.float32)
+    dtype: torch.dtype = load_config(config.model.path).dtype or torch.float32
+    model: Any = policy.model  # whose `to` transformers types wrongly
+    return model.to(dtype)
 
 
 def card(config: Config, run_dir: Path, step: int) -> str:
     """README.md: what was trained how, and how to load it; export.md is its template."""
     described, (resolved, overrides) = description_of(run_dir), read_config(run_dir)
-    of_hub = isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute()
+    base = ""
+    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute():  # of the hub
+        base = f"base_model: {config.model.path}\n"
     prompt = '"..."'  # a place to put one
     if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":  # which would run its code
         prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
     filled = {
-        "base": f"base_model: {config.model.path}\n" if of_hub else "",
+        "base": base,
         "name": described.run_name,
         "loss": config.loss.name,
         "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
@@ -249,4 +257,4 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         "code": described.tags.get("git_commit", "unknown"),
         "configuration": redact(to_yaml(resolved)).rstrip(),
     }
-    return Template(files(__package__).joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)
+    return Template(files("pgtoolkit.training").joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import KLKind
+from pgtoolkit.config.schema_loss import CustomLossConfig, KLKind
 from pgtoolkit.config.schema_rollouts import Truncated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
@@ -30,10 +30,15 @@ def loss_of(config: Config) -> Loss:
     reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
-    is_own = loss.name == "custom"
-    family = own_family(loss.path, dict(loss.options), loss.num_splits) if is_own else configured(loss, FAMILIES)
+    if isinstance(loss, CustomLossConfig):
+        family = own_family(loss.path, dict(loss.options), loss.num_splits)
+    else:
+        family = configured(loss, FAMILIES)
     correction = configured(config.correction, CORRECTIONS)
-    penalty = None if config.kl.kind == KLKind.none else KL(config.kl.kind.value, config.kl.coefficient)
+    penalty = None
+    if config.kl.kind != KLKind.none:
+        assert config.kl.coefficient is not None
+        penalty = KL(config.kl.kind.value, config.kl.coefficient)
     temperature, level = config.rollout.temperature, config.metrics.level.value
     terms = correction, config.entropy.coefficient, penalty
     return Loss(family, aggregation, temperature, level, *terms, config.rollout.truncated == Truncated.mask)

@@ -21,9 +21,10 @@ from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
 from pgtoolkit.config.rules.run import no_triton
-from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_run import ModelConfig
-from pgtoolkit.config.schema_tasks import TaskConfig
+from pgtoolkit.config.schema import Config, Model
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
 from pgtoolkit.runs.provenance import gpu_memory
@@ -122,7 +123,10 @@ def _places(c: Config, report: Report) -> None:
         reason = "It becomes a folder with one file per batch."
         use = "rollout.save_path=recorded_rollouts"
         report.refuse(f"rollout.save_path={save_path}", "a place where folders can be made", why, reason, use)
-    store = sqlite_path(absolute_uri(c.tracking.uri)) if c.tracking.name == "mlflow" else None
+    if c.tracking.name != "mlflow":
+        return
+    assert c.tracking.experiment is not None
+    store = sqlite_path(absolute_uri(c.tracking.uri))
     if store and (problem := problem_of_store(store, c.tracking.experiment)):
         report.problems.append(problem)
 
@@ -171,14 +175,15 @@ def visible_gpus() -> list[str]:
 
 def _models(c: Config, report: Report) -> None:
     """Models whose small files transformers can load; of one on the hub, its config.json."""
-    paths = {"model.path": c.model.path} if c.model.name == "huggingface" else {}
-    if c.kl.needs_model and c.kl.reference not in NO_FOLDER:
+    paths = {"model.path": c.model.path} if isinstance(c.model, HuggingFaceModelConfig) else {}
+    if c.kl.needs_model and c.kl.reference is not None and c.kl.reference not in NO_FOLDER:
         paths["kl.reference"] = c.kl.reference
     for key, path in paths.items():
         if error := _error_of_model(os.getcwd(), path):
             report.problems.append(error.replace("model.path=", f"{key}="))
-    positions, length = _positions(c) if not report.problems else None, c.rollout.max_completion_length
-    if c.rollout.name == "policy" and positions is not None and length >= positions:
+    positions = _positions(c) if not report.problems else None
+    length = c.rollout.max_completion_length
+    if c.rollout.name == "policy" and positions is not None and length is not None and length >= positions:
         reason = "Prompt and completion share the model's positions."
         better = max(1, positions // 2)
         report.refuse_value("rollout.max_completion_length", length, f"a number < {positions}", reason, better)
@@ -186,7 +191,7 @@ def _models(c: Config, report: Report) -> None:
 
 def _positions(c: Config) -> int | None:
     """How many tokens of a document the model has positions for, if it says so."""
-    if c.model.name == "tiny":
+    if isinstance(c.model, TinyModelConfig):
         return c.model.max_positions
     positions = model_folder.model_settings(c.model.path).get("max_position_embeddings")
     return positions if is_whole(positions) else None
@@ -209,7 +214,7 @@ def _prompts(c: Config, report: Report) -> None:
     if is_on(c):
         tasks |= {f"evaluation.sets.{one.name}" if c.evaluation.sets else "task": one.task for one in held_out_sets(c)}
     for place, task in tasks.items():
-        if task.name not in ("prompts", "conversation"):
+        if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig):
             continue
         no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
         tried = _tried_task(os.getcwd(), pickle.dumps(task), no_template, getattr(c.model, "path", None))
@@ -238,7 +243,7 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | 
                 report.notes += notes_on_columns(config.path, config.split, name, config.answer_field)
             if isinstance(task, PromptsTask):
                 asks_for_messages = any(signature and signature.is_batch for signature in task.signatures)
-                has_template = asks_for_messages and not no_template and _has_template(model)
+                has_template = asks_for_messages and model is not None and not no_template and _has_template(model)
                 report.notes += notes_on_answers(task, has_template)
         if no_template and isinstance(task, PromptsTask) and any(prompt.messages is not None for prompt in task.rows()):
             got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
@@ -267,13 +272,13 @@ def _recorded(c: Config, loss: Loss, report: Report) -> None:
     report.notes += rollouts.notes_on_texts()
 
 
-def _tokenizer(model: ModelConfig, task: TaskConfig, seed: int) -> tuple[Any, list[int]]:
+def _tokenizer(model: Model, task: TaskConfig, seed: int) -> tuple[Any, list[int]]:
     """Return the model's tokenizer, and its end-of-sequence tokens; task, seed: of the run."""
-    if model.name == "tiny":
+    if isinstance(model, TinyModelConfig):
         from pgtoolkit.model.setup import character_tokenizer
         from pgtoolkit.tasks.from_config import make_task
 
-        tokenizer = character_tokenizer(make_task(task, seed).alphabet)
+        tokenizer: Any = character_tokenizer(make_task(task, seed).alphabet)
         return tokenizer, [tokenizer.eos_token_id]
     tokenizer = model_folder.load_tokenizer(model.path)
     return tokenizer, model_folder.end_tokens(model_folder.load_generation_config(model.path), tokenizer)
@@ -284,12 +289,14 @@ def _tokens(c: Config, report: Report) -> None:
 
     Of a model on the hub only its config.json is looked at, so nothing is said of its tokens.
     """
-    is_tiny = c.model.name == "tiny"
-    if report.problems or not (is_tiny or Path(c.model.path).expanduser().is_dir()):
+    is_tiny = isinstance(c.model, TinyModelConfig)
+    if report.problems or not (isinstance(c.model, TinyModelConfig) or Path(c.model.path).expanduser().is_dir()):
         return
     stop = list(getattr(c.rollout, "stop", []))
     template = c.kl.reference_prompt
-    tasks = [("task", "", c.task, c.seed, template)] if c.rollout.name == "policy" and (stop or template) else []
+    tasks: list[tuple[str, str, TaskConfig, int, str | None]] = []
+    if c.rollout.name == "policy" and (stop or template):
+        tasks.append(("task", "", c.task, c.seed, template))
     for held_out in held_out_sets(c) if is_on(c) else ():
         if stop or (is_tiny and held_out.task != c.task):  # of the tiny model, whose tokens are the task's characters
             place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
@@ -328,6 +335,7 @@ def _epochs(c: Config, report: Report) -> None:
     """Refuse recorded rollouts that are too few for a step; note where they end before the last one."""
     from pgtoolkit.tasks.row_files import count_rows
 
+    assert isinstance(c.rollout, RecordedRolloutConfig)
     size, steps = c.accumulation.docs_per_step, c.trainer.max_steps
     documents = count_rows(c.rollout.path, "rollout.path")
     if c.accumulation.last_step == "drop" and documents and documents < size:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,11 @@ from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.rollouts.evaluator import Evaluator
-from pgtoolkit.training.accumulation import DynamicAccumulation
+from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.loss import loss_of
+
+if TYPE_CHECKING:
+    from pgtoolkit.model.spread import ParallelPolicy
 
 log = logging.getLogger("pgtoolkit")
 
@@ -59,7 +63,7 @@ class PolicyGradientModule(DynamicAccumulation):
     def configure_optimizers(self):
         return make_optimizer(self.model, self.config.optimizer)
 
-    def training_step(self, step: Step, batch_index: int) -> dict[str, dict[str, float]]:
+    def training_step(self, step: Step, batch_index: int) -> StepOutput:
         self._check_log_probs(step)
         updates = self.num_updates
         output = super().training_step(step, batch_index)
@@ -95,7 +99,7 @@ class PolicyGradientModule(DynamicAccumulation):
                 weight.grad = torch.zeros_like(weight)
             head = replace(head, weight_gradient=weight.grad)
         loss = self._loss((hidden, head, ranks), micro_batch, totals)
-        if reference is not None and self.reference is not self.policy:
+        if self.loss.full_kl and self.reference is not None and self.reference is not self.policy:
             self.reference.put_away()
         return loss
 
@@ -103,7 +107,8 @@ class PolicyGradientModule(DynamicAccumulation):
         """As for any module; through a pipeline's stages, of which only the last has outputs, all at once."""
         if self.policy.pipeline is None:
             return super().backward_of_all(micro_batches, totals)
-        with_head = self.policy.with_head
+        policy = cast("ParallelPolicy", self.policy)
+        with_head = policy.with_head
         return self.policy.pipeline.run(micro_batches, lambda m, hidden: self._loss(with_head(hidden), m, totals))
 
     def gradient_groups(self):
@@ -123,8 +128,9 @@ class PolicyGradientModule(DynamicAccumulation):
         if policy.pipeline is None:
             log_probs = self.log_probs_of(policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
         else:
+            with_head = cast("ParallelPolicy", policy).with_head
             log_probs = policy.pipeline.on_last_stage(
-                micro_batch, lambda hidden: self.log_probs_of(policy.with_head(hidden), micro_batch, temperature)[0]
+                micro_batch, lambda hidden: self.log_probs_of(with_head(hidden), micro_batch, temperature)[0]
             )
         policy.put_away()
         return policy.all_tokens(log_probs)[:count]
@@ -133,7 +139,10 @@ class PolicyGradientModule(DynamicAccumulation):
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
         """(T,) entropy of the softmax before each label, 0 where labels < 0; the micro-batch is counted and on the
         module's device."""
-        return self.log_probs_of(self.policy.loss_inputs(micro_batch), micro_batch, with_entropy=True)[1]
+        inputs = self.policy.loss_inputs(micro_batch)
+        _, entropy = self.log_probs_of(inputs, micro_batch, with_entropy=True)
+        assert entropy is not None
+        return entropy
 
     @torch.no_grad()
     def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -164,6 +173,7 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _read_by_reference(self, micro_batch: MicroBatch) -> tuple[Inputs, MicroBatch]:
         """What the loss would need of the reference, and of which tokens: with its own prompts, where it has any."""
+        assert self.reference is not None
         if micro_batch.for_reference is not None:
             micro_batch = replace(micro_batch.for_reference, counts=micro_batch.counts)
         with without_adapters(self.reference.model):
@@ -193,6 +203,7 @@ class PolicyGradientModule(DynamicAccumulation):
             )
         lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
         if lacking and self.loss.needs_sampling_log_probs:
+            assert self.loss.correction is not None
             raise DataError(
                 f"correction={self.loss.correction.name} needs sampling_log_probs of every document (got none of "
                 f"{lacking[0]}). The checkpoint's batch of rollouts was sampled without them. "

@@ -141,6 +141,7 @@ class Recorder(lightning.Callback):
             log.warning(f"note: {note}")
 
     def _save(self, module) -> None:
+        assert self._unsaved is not None
         if self.completions is not None:
             self.completions.write()  # first: a run that goes on from this checkpoint has those up to it
         state, tensors = snapshot(module, loadable(self._unsaved))

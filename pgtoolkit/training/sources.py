@@ -10,6 +10,7 @@ from pathlib import Path
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.config.schema_tasks import Chat, TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
@@ -47,8 +48,9 @@ def source_of(
     """
     rollout = config.rollout
     if isinstance(rollout, PolicyRolloutConfig):
-        writes = rollout.save_path and module.layout.rank == 0
-        folder = recording_folder(rollout.save_path, resume) if writes else None
+        folder = None
+        if rollout.save_path and module.layout.rank == 0:
+            folder = recording_folder(rollout.save_path, resume)
         with failing_together(module.layout):
             if module.reference is not None:
                 room = min(room, module.reference.max_positions)
@@ -57,7 +59,8 @@ def source_of(
                 log.warning(f"note: {note}")
         _check_prompts(module.layout, "the task", task)
         sampler = _sampler(config, module, tokenized, room, run_dir or Path())
-        if ignored := ignored_settings(module.policy, rollout):
+        ignored = ignored_settings(module.policy, rollout)
+        if ignored and isinstance(config.model, HuggingFaceModelConfig):
             values = ", ".join(f"{name}={value}" for name, value in ignored.items())
             log.warning(
                 f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
@@ -83,6 +86,7 @@ def evaluator_of(
     Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
     """
     evaluated, room = as_evaluated(config), module.policy.max_positions
+    assert isinstance(evaluated.rollout, PolicyRolloutConfig)
     if config.sampler.name == "vllm":
         room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
@@ -128,6 +132,7 @@ def _tokenized(
     config: Config, chosen: TaskConfig, task: Task, module: PolicyGradientModule, room: int, template: str | None = None
 ) -> TokenizedTask:
     """A task as the policy's tokenizer sees it, its prompts measured against the room for a document."""
+    assert isinstance(config.rollout, PolicyRolloutConfig)
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
@@ -158,7 +163,7 @@ def _tokenized(
         if chat is None and config.model.name == "huggingface" and getattr(chosen, "chat", Chat.never) == Chat.auto:
             reason, use = "A conversation's messages have roles.", "task.chat=never, with which they are their contents"
             raise ConfigError(refusal("task.chat=auto", "a chat template of the model's", "none", reason, use))
-        tokenized.between.check(task.prompt(0).messages)
+        tokenized.between.check(task.prompt(0).messages or ())
     return tokenized
 
 

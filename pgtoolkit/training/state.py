@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ def write_settings(module, folder: Path, merged: bool = False) -> None:
             config.dtype = load_config(chosen.path).dtype or torch.float32
     try:
         for part in (config, sampling, module.policy.tokenizer):
-            part.save_pretrained(folder)
+            part.save_pretrained(str(folder))
     except Exception as error:  # tokenizers raises no other type, whatever the disk says
         raise OSError(first_line(error)) from error
 
@@ -138,7 +138,7 @@ def _check_moments(stored_names: Collection[str], names: set[str], state: dict) 
             raise StorageError(damaged(state["path"], f"{name}.{missing[0]} of the optimizer is missing"))
 
 
-def stored(policy: Policy) -> tuple[str, dict[str, Tensor]]:
+def stored(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:
     """What a checkpoint holds of the model: the kind, and the tensors themselves by their names there."""
     if policy.base_digest is None:
         return WEIGHTS, named_weights(policy.model)
@@ -153,7 +153,7 @@ def load_weights(policy: Policy, state: dict, names: set[str] | None = None) -> 
     not fit to it.
     """
     kind, tensors = stored(policy)
-    names = tensors.keys() if names is None else names
+    names = {*tensors} if names is None else names
     if (found := state.get("base_digest")) != policy.base_digest:
         why = "its adapters were trained beside other weights than model.path has now. Use the model as it was."
         if found is None:

@@ -8,18 +8,23 @@ import logging
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import Schedule
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.rollouts.kept_completions import KeptCompletions
+from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory
@@ -52,7 +57,7 @@ def train(
     config: Config,
     run_dir: Path,
     resume: bool = False,
-    overrides: list[str] = (),
+    overrides: Sequence[str] = (),
     sweep: str | None = None,
     layout: Layout = ONE_PROCESS,
 ) -> None:
@@ -95,6 +100,7 @@ def train(
                         loader.load_state_dict(checkpoint["data"])
                 if run is not None:
                     if count := getattr(config.rollout, "keep_completions", 0):
+                        assert isinstance(loader.source, PolicyRollouts)
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
                         recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
                     tracker = _start_tracker(config, run)
@@ -104,6 +110,7 @@ def train(
             stopped = recorder.interrupted_by
             outcome, reason = ("interrupted", stopped) if stopped else ("done", recorder.reached)
             if outcome == "done" and reason is None and recorder.step < config.trainer.max_steps:
+                assert isinstance(config.rollout, RecordedRolloutConfig)
                 step, most, epochs = recorder.step, config.trainer.max_steps, config.rollout.epochs
                 reason = f"the data ended after step {step} of {most}: rollout.epochs={epochs} is how often it is read"
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
@@ -198,6 +205,7 @@ def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
 def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
     if config.tracking.name == "none":
         return None
+    assert config.tracking.experiment is not None
     tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment, config.tracking.system_metrics)
     advice = "Start the server or mend tracking.uri, or use tracking=none to keep metrics in the run directory only."
     tracker.start(run.path, f"Training has not started. {advice}")
@@ -209,7 +217,7 @@ def _finish(
     run: RunDirectory, recorder: Recorder, tracker: MlflowTracker | None, outcome: str, reason: str | None
 ) -> None:
     """Write the final status, curves and summary; what fails here is logged and never hides the run's own error."""
-    recorded: Columns = {"step": []}
+    recorded: Columns = {"step": np.empty(0)}
     try:
         run.set_status(outcome, recorder.step, reason)
         if recorder.completions is not None:
