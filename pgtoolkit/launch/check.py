@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,7 @@ class PlannedRun:
     @property
     def named_config(self) -> Config:
         """The configuration as the run begins with it: with its name, and paths that mean the same from everywhere."""
+        assert self.config is not None
         return absolute_paths(with_values(self.config, {"tracking.run_name": self.name}))
 
 
@@ -75,7 +76,7 @@ def check(
     multirun: bool = False,
     config_dir: Path | None = None,
     sweep_file: Path | None = None,
-    command: list[str] = (),
+    command: Sequence[str] = (),
 ) -> Checked:
     """Compose and validate each run; several with `multirun` or where the configuration itself asks for a sweep.
 
@@ -142,17 +143,21 @@ class _Plan:
     def __call__(self, overrides: list[str], number: int) -> PlannedRun:
         """Check the job of these overrides and this number, and find its place in the sweep's folder."""
         described, sweep = self._checked.sweep_config, self._checked.sweep
+        assert described is not None
+        assert described.compose is not None
         job = described.compose(overrides, number)
         run = check_run(job.composed, overrides)
-        is_right = run.config is not None and not run.report.problems
-        if is_right:
+        if run.config is None:
+            return run
+        if not run.report.problems:
             announce(run.config, self._announced)
-        if run.config is not None and described.launcher is not None and described.launcher.kind == "local":
+        if described.launcher is not None and described.launcher.kind == "local":
             check_machine(run.config, run.report)
             jobs_per_gpu = described.launcher.settings.get("jobs_per_gpu")
             if jobs_per_gpu is not None and not self._checked.report.problems:
                 jobs_on_gpus(run.config, jobs_per_gpu, run.report)
         if sweep is not None and job.directory is not None and not run.report.problems:
+            assert run.name is not None
             _place(sweep, run, sweep.plan(run.config, run.recorded, run.name, job.directory, job.digest))
         return run
 
@@ -227,7 +232,10 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
     first, of_prompts = checked.runs[0], []
     sections = _sweep_sections(checked) if checked.sweep_config is not None else []
     if first.config is not None:
-        sections += plan_sections(first.config, compose([]).config)
+        defaults = compose([]).config
+        assert defaults is not None
+        assert first.name is not None
+        sections += plan_sections(first.config, defaults)
         if first.config.model.name == "huggingface" and not first.report.problems:
             gpu = gpu_memory()
             sections.append(("Memory", [*memory.memory_lines(first.config, gpu)]))
@@ -256,6 +264,7 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
     runs, sweep, varying = checked.runs, checked.sweep, checked.varying
     title = f"Sweep of {len(runs)} runs; the plan is that of the first"
+    assert checked.sweep_config is not None
     search = checked.sweep_config.search
     if search is not None:
         trials = search.settings["n_trials"]

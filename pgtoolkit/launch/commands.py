@@ -83,7 +83,8 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     if not args.json and len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
         from pgtoolkit.comparison.diff import render_diff
 
-        say(render_diff(*(run.path for run in runs)) + "\n")
+        first, second = (Path(run.path) for run in runs)
+        say(render_diff(first, second) + "\n")
     compared = compare(
         runs,
         args.metric,

@@ -185,9 +185,10 @@ class _JobOfSubmitit:
     _process: JobProcess | None = None
 
     def __call__(self, file: str, log: str) -> int:
-        self._process = Forks().start(file, log)
-        signal.signal(signal.SIGTERM, lambda number, _: self._process.stop(number))
-        return self._process.wait()
+        process = Forks().start(file, log)
+        self._process = process
+        signal.signal(signal.SIGTERM, lambda number, _: process.stop(number))
+        return process.wait()
 
     def checkpoint(self, file: str, log: str):
         """submitit asks for this when the job is preempted or out of time: save, then take a place in the queue."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import re
 import shutil
@@ -56,11 +54,11 @@ def evaluate_command(
     """
     from pgtoolkit.runs.find import is_run
 
-    of_run = source is not None and is_run(source)
-    if not of_run:
+    run_dir = source if source is not None and is_run(source) else None
+    if run_dir is None:
         _refuse_flags_of_runs(source, step, best, training_prompts)
     command = "pgtk evaluate" + ("" if source is None else f" {source}")
-    trained = saved_config(source) if of_run else None
+    trained = None if run_dir is None else saved_config(run_dir)
     chosen = _configuration(command, source, trained, overrides, on)
     for note in _check(chosen):
         say(f"note: {note}")
@@ -74,7 +72,7 @@ def evaluate_command(
     from pgtoolkit.training.train import quieten
 
     quieten()
-    state = saved_state(source, command, step, best) if of_run else None
+    state = None if run_dir is None else saved_state(run_dir, command, step, best)
     folder = _folder(name_from(overrides, {}) if source is None else source.resolve().name)
     write_atomically(folder / "evaluation.yaml", redact(to_yaml(plain_config(chosen))))
     try:
@@ -128,7 +126,8 @@ def _configuration(
         problems = problems + _in_no_set(composed.config, trained, typed)
     if problems:
         raise refused(problems)
-    measured_once = {"evaluation.every": 1, "evaluation.best": None, "trainer.stop_at": None}
+    assert composed.config is not None
+    measured_once: dict[str, object] = {"evaluation.every": 1, "evaluation.best": None, "trainer.stop_at": None}
     if on:
         measured_once["evaluation.sets"] = _sets_on(on, composed.config, trained, typed)
         if trained is not None:  # whose characters are the tokens of the tiny model
@@ -238,11 +237,14 @@ def _check(config: Config) -> list[str]:
 
 def _folder(name: str) -> Path:
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
-    for number in itertools.count(1):
+    number = 1
+    while True:
         folder = FOLDER / (name if number == 1 else f"{name}~{number}")
-        with contextlib.suppress(FileExistsError):
+        try:
             folder.mkdir(parents=True)
             return folder
+        except FileExistsError:
+            number += 1
 
 
 def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:

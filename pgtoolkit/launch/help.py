@@ -85,7 +85,8 @@ def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
         return ConfigError(f"pgtk {word} is gone: use {_REPLACED[word]}.")
     uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in commands}
     uses["train"] = "pgtk [OVERRIDES]"
-    use = uses.get(nearest(word, uses, 0.6), "pgtk --help")
+    closest = nearest(word, uses, 0.6)
+    use = "pgtk --help" if closest is None else uses[closest]
     return ConfigError(f"{word!r} is not a command. The commands are {', '.join(commands)}. Use {use}.")
 
 

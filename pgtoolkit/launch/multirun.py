@@ -32,6 +32,8 @@ def run_sweep(checked: Checked) -> int:
 
     Raises Interrupted after a signal.
     """
+    assert checked.sweep is not None
+    assert checked.sweep_config is not None
     sweep = checked.sweep
     search = checked.sweep_config.search
     if search is not None:
@@ -53,7 +55,9 @@ def run_sweep(checked: Checked) -> int:
         say(sweep_report.table(sweep) + f", in {(time.monotonic() - begun) / 60:.1f} min")
         for line in sweep_report.next_steps(sweep, again=not interrupted):
             say(line)
-        _publish(sweep, checked.runs[0].config)
+        config = checked.runs[0].config
+        assert config is not None
+        _publish(sweep, config)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
     return 0 if all(job.status == "done" for job in sweep.jobs.values()) else PgtoolkitError.exit_status
@@ -63,6 +67,10 @@ class _Launch:
     """Runs jobs of a sweep by its launcher, which is started once, with the first job that is not done."""
 
     def __init__(self, checked: Checked):
+        assert checked.sweep is not None
+        assert checked.plan is not None
+        assert checked.sweep_config is not None
+        assert checked.sweep_config.launcher is not None
         self._sweep = checked.sweep
         self._plan = checked.plan
         self._launcher = checked.sweep_config.launcher
@@ -84,11 +92,12 @@ class _Launch:
 
         first: number of the first job. Raises ConfigError for values that make no job.
         """
-        jobs = []
+        jobs: list[Job] = []
         for number, of_job in enumerate(overrides, start=first):
             run = self._plan(of_job, number)
             if run.report.problems:
                 raise ConfigError("\n".join(run.report.problems))
+            assert run.job is not None
             jobs.append(run.job)
         self.run(list({job.directory: job for job in jobs}.values()))  # the same configuration runs once
         rewards = []
@@ -209,6 +218,7 @@ def _publish(sweep: Sweep, config: Config) -> None:
         return
     from pgtoolkit.comparison.sweep_summary import publish
 
+    assert config.tracking.experiment is not None
     try:
         publish(sweep.folder, config.tracking.uri, config.tracking.experiment)
     except PgtoolkitError as error:

@@ -35,7 +35,7 @@ from pgtoolkit.tracking.next_commands import resume_command
 from pgtoolkit.tracking.signals import StopSignal, answered_by, stop_signals_recorded, stop_signals_wait
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
 AFTER_WORKERS = ("running", "failed")
 """States that a worker may have left: who has started it knows better why it failed."""
@@ -116,7 +116,7 @@ def loopback_store() -> TCPStore:
 
     It asks nobody for a password, and torch would open it to the network: only this machine may come in.
     """
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
@@ -145,7 +145,7 @@ def _wait(workers: dict[int, Child], signals: list[int]) -> list[int]:
         failed = any(process.poll() for process in workers.values())
         if deadline is None and (failed or signals.count(signal.SIGINT) > 1):
             deadline = time.monotonic() + (GRACE_SECONDS if 0 in running else 2)
-        if failed and 0 not in running:
+        if deadline is not None and failed and 0 not in running:
             deadline = min(deadline, time.monotonic() + 2)
         if deadline is not None and time.monotonic() > deadline:
             for rank in running:
@@ -181,7 +181,11 @@ def _conclude(
         name = signal.Signals(signals[-1]).name
         record_end(training.run_dir, "interrupted", name, AFTER_WORKERS)
         raise StopSignal(name)
-    unknown = {rank: one.returncode for rank, one in workers.items() if rank not in (*outcomes, *unanswering)}
+    unknown: dict[int, int] = {}
+    for rank, worker in workers.items():
+        if rank not in outcomes and rank not in unanswering:
+            assert worker.returncode is not None  # all have ended
+            unknown[rank] = worker.returncode
     for rank, code in sorted(unknown.items(), key=lambda pair: pair[1] >= 0):  # by a signal first
         how = f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pgtoolkit.config.launchers import Axis, Search
 
 if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
+    from optuna.distributions import BaseDistribution  # pyright: ignore[reportMissingImports]  (an extra)
 
 
 def run_search(search: Search, run: Callable[[list[list[str]], int], list[float | None]]) -> None:
@@ -17,7 +17,7 @@ def run_search(search: Search, run: Callable[[list[list[str]], int], list[float 
     run: runs jobs, by the overrides of each and the number of the first; returns what each has reached, None for one
     that failed.
     """
-    import optuna
+    import optuna  # pyright: ignore[reportMissingImports]  (an extra)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings = search.settings
@@ -38,10 +38,10 @@ def run_search(search: Search, run: Callable[[list[list[str]], int], list[float 
 
 
 def _distribution(axis: Axis) -> BaseDistribution:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna import distributions  # pyright: ignore[reportMissingImports]  (an extra)
 
     if axis.values:
-        return CategoricalDistribution(axis.values)
+        return distributions.CategoricalDistribution(axis.values)
     if isinstance(axis.low, int) and isinstance(axis.high, int):
-        return IntDistribution(axis.low, axis.high, log=axis.log, step=int(axis.step or 1))
-    return FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)
+        return distributions.IntDistribution(axis.low, axis.high, log=axis.log, step=int(axis.step or 1))
+    return distributions.FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)

@@ -24,18 +24,18 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     from pgtoolkit.tasks.prompts import scored_by_nobody
 
     composed = compose(overrides)
-    report = Report([*composed.problems], usual=functools.partial(default, composed.config, choices=composed.choices))
+    config = composed.config
+    report = Report([*composed.problems], usual=functools.partial(default, config, choices=composed.choices))
     if out.suffix != ".jsonl" or out.exists():
-        got, use = "one that exists" if out.exists() else "another kind", out.with_name(f"{out.stem}-2.jsonl")
+        got, use = "one that exists" if out.exists() else "another kind", str(out.with_name(f"{out.stem}-2.jsonl"))
         report.refuse(f"OUT={out}", "a new .jsonl file", got, "Nothing is written over.", use)
     for other in [one for one in overrides if not re.match(r"task[.=]|seed=", one)]:
         reason = "Prompts and answers follow from these alone."
         report.refuse(other, "to be the task, a key of it, or the seed", "another key", reason, "task=chain_sum seed=7")
-    if not report.problems:
-        prompts(composed.config.task, report)
-    if report.problems:
+    if config is not None and not report.problems:
+        prompts(config.task, report)
+    if config is None or report.problems:
         raise refused(report.problems)
-    config = composed.config
     task = config.task
     made = make_task(scored_by_nobody(task), config.seed)
     count, different = min(count, made.num_prompts or count), set()

@@ -68,6 +68,7 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         raise ConfigError(refusal(places[0], "--step N, which makes a run of its own", "none", reason, use))
     overrides = [override for override in overrides if override not in places]
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
+    assert run.config is not None  # a saved run has one
     run.report.problems += written_elsewhere(run.config, run_dir, {key_of(override) for override in overrides})
     if step is not None:
         from pgtoolkit.training.export import branch, lacks_checkpoint  # which loads torch
@@ -117,7 +118,8 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
         return start([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides, args.config_dir), args.overrides)
-    if (rank := joined()) is None or rank.number == 0:
+    rank = joined()
+    if run.config is not None and (rank is None or rank.number == 0):
         if not run.report.problems:
             announce(run.config)
         check_machine(run.config, run.report)
@@ -139,6 +141,7 @@ def refused(problems: list[str]) -> PgtoolkitError:
 
 def _run(run: PlannedRun) -> None:
     """Train a single run in its directory."""
+    assert run.directory is not None
     try:
         run.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -149,7 +152,7 @@ def _run(run: PlannedRun) -> None:
 
 def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitError:
     """The error; where rank 0 alone has met it, the ranks that wait for it end with it, too."""
-    if joined() is not None and not run.refused_anywhere:
+    if joined() is not None and run.config is not None and not run.refused_anywhere:
         with contextlib.suppress(PgtoolkitError):
             train_on_processes(Training(run.config, Path(), refused=error))
     return error

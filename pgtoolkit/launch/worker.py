@@ -114,6 +114,7 @@ def main(folder: Path) -> int:
     """
     training: Training = pickle.loads((folder / "job").read_bytes())
     rank = joined()
+    assert rank is not None
     sys.argv = training.argv
     prepare_streams()
     error, shown = None, ""
