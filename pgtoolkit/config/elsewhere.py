@@ -102,6 +102,12 @@ def keys_called(name: str) -> list[str]:
     return [key for key in keys if key.endswith(f"_{ending}")] or keys
 
 
+def keys_mentioned(name: str, group: str) -> list[str]:
+    """Return our keys of a group that stand in the rows of another trainer's key, also beside words."""
+    mentioned = [key for _, row in known_as(name) for key in re.findall(_CODE, row.here)]
+    return [key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.") and "=" not in key]
+
+
 def _cells(line: str) -> list[str]:
     cells = re.split(r"(?<!\\)\|", line)[1:-1]
     return [re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).strip() for cell in cells]

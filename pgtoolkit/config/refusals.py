@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
 from omegaconf import DictConfig, Node, OmegaConf
 
 from pgtoolkit.config.composable import changeable
-from pgtoolkit.config.elsewhere import keys_called, known_as
+from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import KEYS, fits, keys_of, values_in_words
@@ -237,6 +237,8 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
         return f"{key}={text(value)} needs {' or '.join(options)} (got {got}). {reason} Use {use}."
     use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
     keys = [name for name in keys_called(key) if group not in groups or name.startswith(f"{group}.")]
+    if not keys and leaf and group in groups:
+        keys = keys_mentioned(leaf, group)
     near = _nearest_key(config, key, groups)
     elsewhere = [] if group in groups and leaf else known_as(key)
     if elsewhere and not keys:

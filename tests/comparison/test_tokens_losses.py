@@ -98,7 +98,7 @@ def test_every_number_is_the_reference_s(step, loss, correction):
         ratio = math.exp(min(20, max(-20, log_ratio)))
         assert vectors["ratio"] == pytest.approx(ratio, rel=1e-5)
         apart, clip = found.log_probs[t] - float(old[t]), CLIPS[judged.vectors["clip"][row]]
-        outside, low, high = reference._clips(loss, ratio, found.log_probs[t], apart, advantage, **parameters)
+        outside, low, high = reference._clips(loss, ratio, found.log_probs[t], apart, advantage, **vars(family))
         seen.add(clip)
         if abs(log_ratio) > 20 and loss != "reinforce":
             assert clip == "clamped"

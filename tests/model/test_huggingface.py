@@ -61,7 +61,9 @@ def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it
     assert "lm_head.weight" not in weights
     head = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
     save_file(weights | {"lm_head.weight": head}, tmp_path / "model/model.safetensors", {"format": "pt"})
-    config = settings(tmp_path / "model", "trainer.max_steps=1", "model.dtype=bfloat16", "optimizer.learning_rate=0")
+    config = settings(
+        tmp_path / "model", "trainer.max_steps=1", "model.dtype=bfloat16", "optimizer.learning_rate=1e-12"
+    )
     train(config, tmp_path / "run")
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "tie_word_embeddings" in line]
     assert said.startswith(f"note: config.json of model.path={tmp_path / 'model'} says tie_word_embeddings=true, but ")

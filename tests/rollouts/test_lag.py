@@ -151,7 +151,7 @@ class Begun:
 
     def document(self, position):
         self.batches.setdefault(position // BATCH, len(self.positions) - 1)
-        return SimpleNamespace(trajectory=None)
+        return SimpleNamespace(trajectory=None, left_out=False)
 
     def batch_end(self, position):
         return (position // BATCH + 1) * BATCH

@@ -120,7 +120,8 @@ def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, f
         assert caught.value.exit_status == 5
         assert server.noted() == ["complete 5"] * (2 if fault in ("breaks_off", "busy") else 1)
         server.fault(None)
-        sampler._config.sampler.answer_seconds = 60
+        patient = dataclasses.replace(sampler._config.sampler, answer_seconds=60)
+        sampler._config = dataclasses.replace(sampler._config, sampler=patient)
         assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
 
 

@@ -162,8 +162,10 @@ def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_pa
             assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
             update(module)
         with servers.stopped("raw"):  # which has half of them
-            sampler._config.sampler.answer_seconds = sampler._servers[1]._answer_seconds = 2
-            sampler._config.sampler.urls = []  # the check afterwards, of servers that were joined, would see it, too
+            # The check afterwards, of servers that were joined, would see it, too: there are none.
+            impatient = dataclasses.replace(sampler._config.sampler, answer_seconds=2, urls=[])
+            sampler._config = dataclasses.replace(sampler._config, sampler=impatient)
+            sampler._servers[1]._answer_seconds = 2
             with pytest.raises(SamplerLost, match=f"{servers.url('raw')} did not answer"):
                 sampler.complete(REQUESTS[:6])
 
