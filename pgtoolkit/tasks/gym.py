@@ -26,7 +26,7 @@ class GymData:
     """A data set of reasoning-gym with its scorer. Raises ConfigError where the package has none such."""
 
     def __init__(self, dataset: str, options: dict[str, Any], given: dict[str, Any], seed: int):
-        from reasoning_gym import create_dataset
+        from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]  (an extra)
 
         try:
             data = create_dataset(dataset, seed=seed, **options)
