@@ -123,8 +123,8 @@ def triton_s_single_pass_has_no_temperature_in_its_gradient(
 
 
 @mutant("kernels.triton_attention:attend")
-def a_window_is_a_key_too_wide(right, query, key, value, keys, values, positions, scaling, window):
-    return right(query, key, value, keys, values, positions, scaling, window and window + 1)
+def a_window_is_a_key_too_wide(right, query, key, value, keys, values, positions, scaling, window, turns):
+    return right(query, key, value, keys, values, positions, scaling, window and window + 1, turns)
 
 
 @mutant("kernels.triton_draw:draw_tokens")

@@ -29,6 +29,8 @@ while True:
 
 LEAVING = """
 import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where these tests run in the background it is ignored
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 shell = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
 left = subprocess.run(["sh", "-c", shell], capture_output=True, text=True).stdout.strip()
 with open(sys.argv[1], "w") as file:

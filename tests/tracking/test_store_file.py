@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import StorageError
 from pgtoolkit.launch.check import check, problems
-from pgtoolkit.system.report import program
+from pgtoolkit.system.report import program, shell_path
 from pgtoolkit.tracking.store import open_store
 from pgtoolkit.tracking.store_file import problem_of_store
 
@@ -55,7 +55,7 @@ def test_a_store_of_an_older_mlflow_is_upgraded_by_the_command_that_is_said(stor
     set_revision(store, older)
     problem = problem_of_store(store, "tests")
     assert f"(got the older revision {older})" in problem
-    file = shlex.quote(str(store))
+    file = shell_path(store)
     assert f"{file}.{older} && {program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in problem
     with pytest.raises(StorageError) as stopped:
         start(uri_of(store), run)
