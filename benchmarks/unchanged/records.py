@@ -118,6 +118,10 @@ def section(text: str, title: str) -> list[str]:
     return lines
 
 
+NEED_MORE = ("sft", "distillation", "gsm8k", "sums")
+"""Experiments that need a model or a file of the user's."""
+
+
 def names(tree: Tree) -> dict:
     """Folders of sweeps and directories of their jobs with their digests: of sweep.json, before a job has begun."""
     records = {}
@@ -125,7 +129,7 @@ def names(tree: Tree) -> dict:
     lines = {f"sweep {name}": ["sweep", name] for name in sweeps_of(tree) if name != "real_model"}
     lines["experiments"] = [
         "-m",
-        f"experiment={','.join(e for e in experiments.split(',') if e not in ('sft', 'distillation'))}",
+        f"experiment={','.join(e for e in experiments.split(',') if e not in NEED_MORE)}",
     ]
     lines["losses"] = ["-m", "loss=grpo,gspo,cispo,sapo,gmpo,dppo,vespo,kimi", "aggregation=sample_mean,token_mean"]
     lines["paths"] = [
