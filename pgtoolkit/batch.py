@@ -40,6 +40,7 @@ class Document:
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
     dropped_group_fraction: share of its batch's groups that are left out, or None where none could be.
     left_out: whether it takes no part in any step, since its group teaches nothing.
+    retired_prompts: prompts that are asked no more once its batch is scored, or None where none could be.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
     reference_tokens: (R,) int64, what the reference reads in their place: another prompt, then the same tokens; None
         where it reads these.
@@ -69,6 +70,7 @@ class Document:
     score_failed: bool = False
     dropped_group_fraction: float | None = None
     left_out: bool = False
+    retired_prompts: int | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())

@@ -112,6 +112,8 @@ def arithmetic(config: Config) -> Iterator[str]:
         more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
         if rollout.uninformative == "drop":
             more = ", less those of prompts whose completions all score the same"
+        if rollout.retire_at is not None:
+            more += f"; a prompt is asked no more once {rollout.retire_at:g} of its completions are right"
         yield (
             f"rollouts: {rollout.prompts_per_batch} prompts x {rollout.group_size} completions = {batch} documents a "
             f"batch{more}"

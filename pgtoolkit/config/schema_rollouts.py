@@ -173,6 +173,18 @@ class PolicyRolloutConfig(RolloutConfig):
         "accumulation.last_step=short",
         why="How many documents a batch has is known only once it is scored, and further rounds replace them.",
     )
+    retire_at: float | None = key(
+        default=None,
+        help="Share of right completions of a prompt, of those of one batch, from which on it is solved and never "
+        "asked again (0 < retire_at <= 1; 0.9 is ScaleRL's, arXiv 2510.13786); null: prompts always come back.",
+        least=1e-6,
+        most=1,
+        learns="rollout.retire_at!=null",
+        added=True,
+        only_if="task.path!=null or task.name=reasoning_gym",
+        use="task=prompts",
+        why="Prompts of a generator never come back.",
+    )
     lag: int = key(
         default=0,
         help="Updates from the weights that write a batch of rollouts to those that begin to train on it (>= 0).",

@@ -29,6 +29,7 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         ],
         "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in attempts],
         "dropped_group_fraction": [d.dropped_group_fraction for d in attempts],
+        "retired_prompts": [d.retired_prompts for d in attempts],
         "exact_match": [d.exact_match for d in attempts],
         "truncated_fraction": [d.truncated for d in documents],
         # Subtracted as integers: counters near 2**24 would not survive a cast to float32 first.

@@ -175,6 +175,13 @@ def without_uninformative(groups: list[list[Document]]) -> list[Document]:
     ]
 
 
+def is_solved(group: list[Document], least: float) -> bool:
+    """Return whether at least this share of the completions that could be scored are right."""
+    scored = [document for document in group if not document.score_failed]
+    right = sum(bool(document.exact_match) for document in scored)
+    return bool(scored) and right / len(scored) >= least
+
+
 def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
     """Whether the task scores the completions differently, or finds only some right; without what lengths take off.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from pgtoolkit.rollouts.group_rollouts import (
     completed,
     fill,
     in_groups,
+    is_solved,
     requests_of,
     scored_groups,
     without_uninformative,
@@ -87,11 +88,13 @@ _DOCUMENT = {
     "score_failed?": bool,
     "dropped_group_fraction?": _may_be(is_number),
     "left_out?": bool,
+    "retired_prompts?": _may_be(is_count),
 }
 _STATE = {
     "number": lambda value: type(value) is int and value >= -1,
     "next_prompt": is_count,
     "documents": [_DOCUMENT],
+    "retired?": [is_count],
 }
 """The shape of what `PolicyRollouts.state_dict` returns, for `expect`."""
 
@@ -124,8 +127,23 @@ class PolicyRollouts(Source):
         self._number = -1
         self._next_prompt = 0
         self._batches: dict[int, list[Document]] = {}  # the one in use, of that number, and those that follow
-        self._sampling: tuple[int, Callable] | None = None  # the number of a batch, and what waits for its groups
+        # Rows of the task that were solved, and are asked no more.
+        self._retired: set[int] = set()
+        # The number of a batch, those of its prompts, and what waits for its groups.
+        self._sampling: tuple[int, list[int], Callable] | None = None
         self._background: Future | None = None
+
+    @property
+    def num_documents(self) -> int | None:
+        """None while there are prompts to ask; once all are retired, those of the batches that were sampled."""
+        if not self.all_retired:
+            return None
+        return (self._number + len(self._batches) + (self._sampling is not None)) * self.batch_size
+
+    @property
+    def all_retired(self) -> bool:
+        """Return whether rollout.retire_at has left no prompt to ask."""
+        return bool(self._retired) and len(self._retired) == self.task.task.num_prompts
 
     def before_step(self, position: int) -> None:
         """Generate, or begin to, what is due before the step that begins at this position."""
@@ -137,6 +155,8 @@ class PolicyRollouts(Source):
             self._begin(following)
             if self._rollout.max_staleness is None:
                 self._finish()
+            if self.all_retired:
+                break
             following += 1
 
     def document(self, position: int) -> Document:
@@ -148,7 +168,7 @@ class PolicyRollouts(Source):
         """Called by every rank: what is being sampled is waited for, and becomes part of the state."""
         self._finish()
         documents = [document for batch in self._batches.values() for document in batch]
-        state = {"number": self._number, "next_prompt": self._next_prompt}
+        state = {"number": self._number, "next_prompt": self._next_prompt, "retired": sorted(self._retired)}
         return state | {"documents": [dict(vars(document)) for document in documents]}
 
     def load_state_dict(self, state: dict) -> None:
@@ -165,6 +185,9 @@ class PolicyRollouts(Source):
         starts = range(0, len(documents), size)
         self._batches = {self._number + i: documents[start : start + size] for i, start in enumerate(starts)}
         self._next_prompt = state["next_prompt"]
+        if self._rollout.retire_at is not None:
+            asked = {self.task.task.row(number) for number in range(self.task.task.num_prompts or 0)}
+            self._retired = asked & set(state.get("retired", ()))
 
     def prompt(self, document: Document) -> Prompt:
         """What a document of this source answers."""
@@ -197,6 +220,8 @@ class PolicyRollouts(Source):
         if number not in self._batches:
             self._begin(number)
             self._finish()
+        if number not in self._batches:
+            return  # every prompt is retired
         batches = {later: batch for later, batch in self._batches.items() if later >= number}
         if self._ahead > 0 and self._rollout.old_log_probs == OldLogProbs.proximal:
             anchored = self._with_old_log_probs(in_groups(batches[number], self._rollout.group_size))
@@ -208,17 +233,33 @@ class PolicyRollouts(Source):
     def _begin(self, number: int) -> None:
         """Have the prompts of a batch completed by the policy as it is now: here, or in the background."""
         self._finish()  # a sampler writes one batch at a time
-        self._sampling = number, self._sample(self._next_prompt, self._rollout.prompts_per_batch)
+        if self.all_retired:
+            return
+        numbers = self._numbers_from(self._next_prompt, self._rollout.prompts_per_batch)
+        self._sampling = number, numbers, self._sample(numbers)
 
-    def _sample(self, first: int, count: int) -> Callable[[], list[list[Document]]]:
-        """Begins with this rank's of so many prompts from the first one on.
+    def _numbers_from(self, first: int, count: int) -> list[int]:
+        """Return the numbers of the next `count` prompts, from `first` on, that are not retired."""
+        if not self._retired:
+            return list(range(first, first + count))
+        numbers: list[int] = []
+        number = first
+        while len(numbers) < count:
+            if self.task.task.row(number) not in self._retired:
+                numbers.append(number)
+            number += 1
+        return numbers
+
+    def _sample(self, numbers: Sequence[int]) -> Callable[[], list[list[Document]]]:
+        """Begin with this rank's prompts among those of these numbers.
 
         What is returned waits for the documents of each prompt, of all ranks, in the prompts' order.
         """
-        numbers, size = range(first + self.layout.rank, first + count, self.layout.world_size), self.layout.world_size
+        size = self.layout.world_size
+        mine = numbers[self.layout.rank :: size]
         with failing_together(self.layout):
-            prompts = [self.task.prompt(number) for number in numbers]
-            seeds = [seed_of(self.config.seed, number) for number in numbers]
+            prompts = [self.task.prompt(number) for number in mine]
+            seeds = [seed_of(self.config.seed, number) for number in mine]
             requests = requests_of(self.task, prompts, self._rollout.group_size, seeds)
             with self._timed("sampling"):
                 self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
@@ -236,7 +277,7 @@ class PolicyRollouts(Source):
                 with self._timed("scoring"):
                     made = scored_groups(self.task, requests, completions, self._rollout)
             shares = gather_objects(made, self.layout.world_group)
-            made = [shares[i % size][i // size] for i in range(count)]
+            made = [shares[i % size][i // size] for i in range(len(numbers))]
             old = self._rollout.old_log_probs
             passes = old == OldLogProbs.training or (old == OldLogProbs.proximal and self._ahead == 0)
             return self._with_old_log_probs(made, passes, self.sampler.tolerance)
@@ -247,22 +288,29 @@ class PolicyRollouts(Source):
         """Wait for what is being sampled, if anything is; all ranks then hold the documents of all, by prompt."""
         if self._sampling is None:
             return
-        (number, first_round), self._sampling = self._sampling, None
-        next_prompt = self._next_prompt + self._rollout.prompts_per_batch
+        (number, numbers, first_round), self._sampling = self._sampling, None
+        sampled = first_round()
 
         def further(missing: int) -> list[list[Document]]:
-            nonlocal next_prompt
-            first, next_prompt = next_prompt, next_prompt + missing
-            return self._sample(first, missing)()
+            nonlocal numbers, sampled
+            numbers = self._numbers_from(numbers[-1] + 1, missing)
+            more = self._sample(numbers)()
+            sampled = sampled + more
+            return more
 
-        groups = fill(first_round(), further, self._rollout.max_sampling_rounds, self._rollout.mixed)
+        groups = fill(sampled, further, self._rollout.max_sampling_rounds, self._rollout.mixed)
 
         check_scores(groups)
         documents = with_advantages(groups, self._estimator, self.prompt)
         if self._rollout.uninformative == Uninformative.drop:
             documents = without_uninformative(in_groups(documents, self._rollout.group_size))
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
-        self._batches[number], self._next_prompt = documents, next_prompt
+        if self._rollout.retire_at is not None:
+            solved = [group[0].group for group in sampled if is_solved(group, self._rollout.retire_at)]
+            self._retired |= {self.task.task.row(index) for index in solved}
+            documents = [replace(document, retired_prompts=len(self._retired)) for document in documents]
+        self._batches[number] = documents
+        self._next_prompt = numbers[-1] + 1
 
     def _with_old_log_probs(
         self, groups: list[list[Document]], passes: bool = True, tolerance: float | None = None

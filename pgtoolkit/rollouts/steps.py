@@ -26,6 +26,11 @@ _NOTHING_DIFFERS = (
     "rollout.uninformative=drop leaves nothing to train on. Is the task too hard, too easy, or an answer longer than a "
     "completion? Use another task or start, or rollout.uninformative=train."
 )
+_ALL_SOLVED = (
+    "the first batch has retired every prompt (rollout.retire_at), and none of its prompts has completions that score "
+    "differently, so there is nothing to train on. The policy solves them all: use harder prompts, or "
+    "rollout.retire_at=null."
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class StepLoader:
                 dropped = len(documents)  # a step cut short by the end of its batch
             elif documents or self._num_steps > 0:
                 return documents
-        raise DataError(nothing_to_train(dropped))
+        raise DataError(nothing_to_train(dropped) if dropped else _ALL_SOLVED)
 
     def _collect(self, start: int) -> tuple[list[Document], int]:
         """Return the documents from `start` until the step is full or may not go on, and the position after them.
@@ -165,10 +170,8 @@ class StepLoader:
         Documents that are left out are passed over.
         """
         documents: list[Document] = []
-        position, end = start, self.source.num_documents
-        if self.accumulation.last_step != LastStep.carry and (end is None or start < end):
-            end = self.source.batch_end(start)
-        while end is None or position < end:
+        position = start
+        while not self._ends_at(position, start):
             if documents and self._closes_before(position, documents):
                 break
             document = self._look(position)
@@ -181,6 +184,13 @@ class StepLoader:
             if self._left_out_in_a_row >= _MOST_EMPTY_BATCHES * self.source.batch_size:
                 raise DataError(_NOTHING_DIFFERS)
         return documents, position
+
+    def _ends_at(self, position: int, start: int) -> bool:
+        """Return whether a step that begins at `start` has no document at `position`."""
+        end = self.source.num_documents  # known to a source of prompts only once the last one is solved
+        if self.accumulation.last_step != LastStep.carry and (end is None or start < end):
+            end = self.source.batch_end(start)
+        return end is not None and position >= end
 
     def _closes_before(self, position: int, documents: list[Document]) -> bool:
         """Whether the step of `documents` ends before the document at `position`.

@@ -102,6 +102,9 @@ class ConversationTask(Task):
     def num_prompts(self) -> int | None:
         return self._rows.num_prompts
 
+    def row(self, index: int) -> int:
+        return self._rows.row(index)
+
     def rows(self) -> Iterator[Prompt]:
         return (self._prompt(prompt.index) for prompt in self._rows.rows())
 

@@ -57,6 +57,10 @@ class Task:
     def prompt(self, index: int) -> Prompt:
         raise NotImplementedError
 
+    def row(self, index: int) -> int:
+        """Return the number of the row that a prompt is; without an end each is a row of its own."""
+        return index
+
     def rows(self) -> Iterator[Prompt]:
         """Each different prompt once, by the number of its row; where they never end a few, some of the longest."""
         return map(self.prompt, range(64))
@@ -116,9 +120,6 @@ class Seeds(Task):
     def prompt(self, index: int) -> Prompt:
         return self.of_row(index)
 
-    def row(self, index: int) -> int:
-        return index
-
 
 class _NumberedRows(Task):
     """What tasks of a finite number of rows share."""
@@ -143,7 +144,6 @@ class _NumberedRows(Task):
         raise NotImplementedError
 
     def row(self, index: int) -> int:
-        """The number of the row that a prompt is."""
         return self._kept[index % self.num_prompts]
 
 

@@ -95,6 +95,8 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
     more = [f"trainer.max_steps={2 * int(recorded['step'][-1])}"] if len(recorded["step"]) else []
     if "rollout.epochs=" in reached:
         more = [f"rollout.epochs={2 * read_resolved(run_dir)['rollout']['epochs']}"]
+    elif "rollout.retire_at=" in reached:
+        more = ["rollout.retire_at=null"]
     elif reached:
         more = ["trainer.stop_at=null"]
     entries.append(("resume", next_commands.resume_command(run_dir, more)))

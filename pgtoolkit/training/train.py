@@ -18,7 +18,7 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
+from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig, RolloutConfig
 from pgtoolkit.config.schema_run import Schedule
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
@@ -110,9 +110,8 @@ def train(
             stopped = recorder.interrupted_by
             outcome, reason = ("interrupted", stopped) if stopped else ("done", recorder.reached)
             if outcome == "done" and reason is None and recorder.step < config.trainer.max_steps:
-                assert isinstance(config.rollout, RecordedRolloutConfig)
-                step, most, epochs = recorder.step, config.trainer.max_steps, config.rollout.epochs
-                reason = f"the data ended after step {step} of {most}: rollout.epochs={epochs} is how often it is read"
+                reason = _why_the_data_ended(config.rollout)
+                reason = f"the data ended after step {recorder.step} of {config.trainer.max_steps}: {reason}"
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
             outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
@@ -176,6 +175,13 @@ def _named_modules(config: Config) -> tuple[set[str], set[str]]:
     for key, path in named_functions(config).items():
         named[changes_learning(key, config)].add(path.rpartition(".")[0])
     return named[True], named[False]
+
+
+def _why_the_data_ended(rollout: RolloutConfig) -> str:
+    if isinstance(rollout, PolicyRolloutConfig):
+        return f"every prompt is solved, by rollout.retire_at={rollout.retire_at}, and none is left to ask"
+    assert isinstance(rollout, RecordedRolloutConfig)
+    return f"rollout.epochs={rollout.epochs} is how often it is read"
 
 
 def _schedule_note(config: Config, drift: dict[str, list], checkpoint: dict) -> str | None:

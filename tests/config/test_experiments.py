@@ -33,6 +33,7 @@ CHOSEN = {
     "luspo": ("gspo", "constant"),
     "prompt_mean": ("grpo", "prompt_mean"),
     "rloo": ("grpo", "constant"),
+    "scalerl": ("cispo", "prompt_mean"),
     "sapo": ("sapo", "sample_mean"),
     "sums": ("grpo", "token_mean"),
     "on_policy": ("gspo", "sample_mean"),

@@ -35,6 +35,7 @@ SEEN_BY = {
     ),
     "accumulation.max_tokens": "rollouts/test_steps.py::test_max_tokens_does_not_change_what_a_step_is",
     "accumulation.micro_batches_per_step": "rollouts/test_steps.py::test_fixed_number_of_micro_batches",
+    "rollout/policy.retire_at": "rollouts/test_retired.py::test_solved_prompts_are_asked_once_and_others_in_every_pass",
     "trainer.stop_at": "training/test_evaluation.py::test_a_goal_ends_the_run_which_can_be_resumed",
     **dict.fromkeys(
         ("evaluation.best", "trainer.checkpoint_every", "trainer.keep_checkpoints"),

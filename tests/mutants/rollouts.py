@@ -20,6 +20,11 @@ def groups_without_a_difference_stay(right, groups):
     return [replace(document, left_out=False) for document in right(groups)]
 
 
+@mutant("rollouts.group_rollouts:is_solved")
+def a_prompt_retires_by_its_best_completion(right, group, least):
+    return any(document.exact_match for document in group)
+
+
 @mutant("rollouts.advantages:_deviation")
 def the_deviation_is_that_of_the_population(right, rewards):
     return right(rewards) * ((len(rewards) - 1) / len(rewards)) ** 0.5
