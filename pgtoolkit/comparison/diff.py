@@ -17,13 +17,14 @@ def render_diff(first: Path, second: Path) -> str:
     known = {path: known_provenance(path) for path in (first, second)}
     notes = []
     if all(known.values()):
-        before, after = _facts(known[first]), _facts(known[second])
+        before = _facts(known[first])
+        after = _facts(known[second])
         sections |= {title: config_drift(before[title], after[title]) for title in before}
         resumed = [shell_path(path) for path in known if known[path].get("resumed")]
         notes += [f"{path} was resumed: compared is its last start." for path in resumed]
     else:
-        lacking = " and ".join(shell_path(path) for path in known if not known[path])
-        notes.append(f"Code, packages and hardware are not known: no readable provenance.json in {lacking}.")
+        missing = " and ".join(shell_path(path) for path in known if not known[path])
+        notes.append(f"Code, packages and hardware are not known: no readable provenance.json in {missing}.")
     lines = [f"A  {shell_path(first)}", f"B  {shell_path(second)}"]
     for title, changes in sections.items():
         if changes:
@@ -35,8 +36,8 @@ def render_diff(first: Path, second: Path) -> str:
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def _facts(provenance):
-    """What is known of a run's last start, by section. Uncommitted changes are a digest beside the commit."""
+def _facts(provenance: dict) -> dict[str, dict[str, object]]:
+    """Return the facts of a run's last start, by section. Uncommitted changes are a digest beside the commit."""
     start = last_start(provenance)
     # Names that differ only in case or in - and _ are one package.
     packages = {name.lower().replace("_", "-"): version for name, version in start.get("packages", {}).items()}

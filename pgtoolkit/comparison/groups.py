@@ -1,4 +1,4 @@
-"""Runs gathered by configuration: which keys vary, which differ in the seed alone, what makes them hard to compare."""
+"""Runs gathered by configuration: which keys tell them apart, and what makes them hard to compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pgtoolkit.runs.series import final
 from pgtoolkit.system.report import is_number, nearest, refusal, text
 
 _SCALES_APART = 2
-"""By how much gradients may differ in length before it is noted."""
+"""A note is made where the median gradient norms of two groups differ by more than this factor."""
 
 
 def compare(
@@ -35,14 +35,18 @@ def compare(
     ignore_code: bool = False,
     labels: Sequence[str] = (),
 ) -> Compared:
-    """Gather the runs and compare what they reached. Raises ConfigError if no run has the metric.
+    """Gather the runs by configuration and compare what they reached.
 
-    metric: see `parse_metric`; None for the one that `chosen_metric` finds, or the one of `reach`. best_of: a varying
-    key; of groups that differ in it alone only the best one is compared. reach: METRIC=THRESHOLD, in the place of
-    `metric`. over: KEY,..., varying keys that belong to a run's block, as the seed does. against: KEY=VALUE,..., the
-    base that the planned contrasts are with; None: every pair is planned. margin: see `margin_of`.
-    ignore_code: runs whose own modules differ are of one configuration where nothing else differs.
-    labels: KEY=VALUE=NAME, how a value is called.
+    metric: see `parse_metric`; None for the one that `chosen_metric` chooses, or the one of `reach`.
+    best_of: a varying key; of groups that differ in it alone only the best one is compared.
+    reach: METRIC=THRESHOLD, in the place of `metric`.
+    over: KEY,..., varying keys that belong to a run's block, as the seed does.
+    against: KEY=VALUE,..., the base of the planned comparisons; None: every pair is planned.
+    margin: see `margin_of`.
+    ignore_code: runs that differ in the user's own modules alone are of one configuration.
+    labels: KEY=VALUE=NAME, the name to show for a value.
+
+    Raises ConfigError if no run can be read or has the metric, and for an option that does not fit the runs.
     """
     readable = [run for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
@@ -50,37 +54,38 @@ def compare(
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
         raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
     if margin is not None:
-        measures.margin_of(margin)
-    option, measure, threshold, notes = "--metric", None, None, []
-    if reach is not None:
-        option, (metric, threshold) = "--reach", measures.parse_reach(reach)
-    elif metric is None:
-        metric, notes = measures.chosen_metric(readable)
-    else:
-        measure, metric = measures.parse_metric(metric)
-    _refuse_unknown(readable, metric, option)
-    keys, following, common = _varying(readable, over.split(",") if over else (), ignore_code)
-    blocks = _keys("--over", over.split(",") if over else (), keys, common)
+        measures.margin_of(margin)  # refuses a bad one before the work
+    metric, measure, threshold, notes = _metric(readable, metric, reach)
+    over_keys = over.split(",") if over else []
+    keys, following, common = _varying(readable, over_keys, ignore_code)
+    blocks = _keys_of("--over", over_keys, keys, common)
     keys = [key for key in keys if key not in blocks]
-    by_values: dict[tuple, Group] = {}
-    for run in readable:
-        values = {key: learned(run, key) for key in keys}
-        group = by_values.setdefault(tuple(map(repr, values.values())), Group(values, []))
-        group.runs.append(run)
-    groups = list(by_values.values())
+
+    groups = _grouped(readable, keys)
     for group in groups:
         left_out += _count(group, metric, blocks)
         group.values = {shown(key): value for key, value in group.values.items()}
-    named = _labels(labels, groups)
+    names_of_values = _labels(labels, groups)
     for group in groups:
-        group.labels = named
-    notes += _carry_on([run for group in groups for run in group.counted], metric)
+        group.labels = names_of_values
+
+    notes += _extend_collapsed([run for group in groups for run in group.counted], metric)
     goal = measures.goal_of([group.counted for group in groups], metric, threshold, measure)
     for group in groups:
         group.reached = [measures.reached(run, goal) for run in group.counted]
-    limits = _limits(goal, [one for group in groups for one in group.reached])
-    names = [*map(shown, keys)], [*map(shown, following)]
-    compared = Compared(goal, limits, *names, common, groups, Comparisons([]), left_out, notes, blocks, best_of)
+    compared = Compared(
+        goal=goal,
+        limits=_limits(goal, [run for group in groups for run in group.reached]),
+        keys=[shown(key) for key in keys],
+        following=[shown(key) for key in following],
+        common=common,
+        groups=groups,
+        comparisons=Comparisons([]),
+        left_out=left_out,
+        notes=notes,
+        over=blocks,
+        best_of=best_of,
+    )
     groups.sort(key=lambda group: _rank(compared, group))
     if best_of is not None:
         _keep_best(compared, best_of)
@@ -93,41 +98,77 @@ def compare(
     return compared
 
 
-def _keys(option: str, named: Sequence[str], keys: list[str], besides: Collection[str] = ()) -> list[str]:
-    """The keys of these names, as they are typed. Raises ConfigError for one that neither varies nor is in besides."""
-    known = {shown(key): key for key in (*keys, *besides)}
-    for name in named:
+def _metric(runs: list[Run], metric: str | None, reach: str | None) -> tuple[str, str | None, float | None, list[str]]:
+    """Return (metric, measure or None, threshold or None, notes) by --metric and --reach.
+
+    Raises ConfigError for a metric that no run has recorded.
+    """
+    option = "--metric"
+    measure = None
+    threshold = None
+    notes = []
+    if reach is not None:
+        option = "--reach"
+        metric, threshold = measures.parse_reach(reach)
+    elif metric is None:
+        metric, notes = measures.chosen_metric(runs)
+    else:
+        measure, metric = measures.parse_metric(metric)
+    _refuse_unknown(runs, metric, option)
+    return metric, measure, threshold, notes
+
+
+def _grouped(runs: list[Run], keys: list[str]) -> list[Group]:
+    """Return a group for each combination of values that runs have learned with, in the order of the runs."""
+    by_values: dict[tuple, Group] = {}
+    for run in runs:
+        values = {key: learned(run, key) for key in keys}
+        group = by_values.setdefault(tuple(map(repr, values.values())), Group(values, []))
+        group.runs.append(run)
+    return list(by_values.values())
+
+
+def _keys_of(option: str, names: Sequence[str], keys: list[str], others: Collection[str] = ()) -> list[str]:
+    """Return the keys of the names that the user typed. Raises ConfigError for one that is not in `keys` or `others`.
+
+    keys: those that tell the runs apart; a refusal lists them.
+    """
+    known = {shown(key): key for key in (*keys, *others)}
+    for name in names:
         if name not in known:
-            names = ", ".join(map(shown, keys)) or "none"
-            raise ConfigError(f"{option}={name} needs a key that tells the runs apart. These are {names}. Use another.")
-    return [known[name] for name in named]
+            listing = ", ".join(map(shown, keys)) or "none"
+            raise ConfigError(
+                f"{option}={name} needs a key that tells the runs apart. These are {listing}. Use another."
+            )
+    return [known[name] for name in names]
 
 
 def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str], str]:
     """Return (key, value in words) -> name. Raises ConfigError for a name of a value that no run has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
-    named = {}
+    names = {}
     for label in labels:
-        # A value may have equals signs in it, and so may a name: what runs have decides.
-        ends = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
-        if not ends:
+        # Both a value and a name may hold equals signs, so the values that runs have decide where the value ends.
+        matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
+        if not matches:
             known = ", ".join(sorted(f"{key}={value}" for key, value in values)) or "none, as nothing varies"
-            reason = "It names a value of a key that tells the runs apart."
-            raise ConfigError(
-                refusal(f"--label {label}", "KEY=VALUE=NAME", label, f"{reason} These are {known}.", "one")
-            )
-        key, value = max(ends, key=lambda pair: len(pair[1]))
-        named[key, value] = label.removeprefix(f"{key}={value}=")
-    return named
+            reason = f"It names a value of a key that tells the runs apart. These are {known}."
+            raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, "one"))
+        key, value = max(matches, key=lambda pair: len(pair[1]))
+        names[key, value] = label.removeprefix(f"{key}={value}=")
+    return names
 
 
 def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
-    """The pairs of a base with each group that differs from it in the keys of `against` alone, the bases first."""
+    """Return the pairs of each base with the groups that differ from it in the keys of `against` alone.
+
+    A base is a group that has all values of `against`. Moves the bases to the front of `compared.groups`.
+    """
     base: dict[str, str] = {}
     for pair in against.split(","):
         key, _, value = pair.partition("=")
         base[key] = value
-    _keys("--against", [*base], compared.keys)
+    _keys_of("--against", [*base], compared.keys)
     bases = [group for group in compared.groups if all(text(group.values[key]) == base[key] for key in base)]
     if not bases:
         key = next(iter(base))
@@ -141,16 +182,19 @@ def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
     return {(i, j) for i in range(len(bases)) for j in after if rests[i] == rests[j]}
 
 
-def _carry_on(runs: list[Run], metric: str) -> list[str]:
-    """Let each run that collapsed stay where it ended, as far as the others have been; returns a note of them."""
+def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
+    """Append rows to each run that collapsed, so that it stays at its last value as far as the others have been.
+
+    Returns a note that names these runs, or an empty list.
+    """
     ends = {axis: max((run.last(axis) for run in runs if not run.collapsed), default=0.0) for axis in ("step", *AXES)}
     collapsed = [run for run in runs if run.collapsed]
     for run in collapsed:
-        found = run.values(metric)
-        stays_at = found[-1] if metric.startswith(HELD_OUT) else final(found)
+        values = run.values(metric)
+        stays_at = values[-1] if metric.startswith(HELD_OUT) else final(values)
         here = {axis: run.last(axis) for axis in ends}
-        rows = [here, {axis: max(end, here[axis]) for axis, end in ends.items()}]
-        for row in rows:
+        at_end = {axis: max(end, here[axis]) for axis, end in ends.items()}
+        for row in (here, at_end):
             row[metric] = stays_at
             run.columns = {name: np.append(column, row.get(name, np.nan)) for name, column in run.columns.items()}
     names = ", ".join(run.name for run in collapsed)
@@ -158,49 +202,59 @@ def _carry_on(runs: list[Run], metric: str) -> list[str]:
     return [f"collapsed, and not dropped: {names}; {why}"] if collapsed else []
 
 
-def _limits(goal, found):
-    """{axis: as far as every run that has not reached the threshold has been}, of axes that all have."""
+def _limits(goal: measures.Goal, runs: list[measures.Reached]) -> dict[str, float]:
+    """Return {axis: the search limit}; see `Compared.limits`."""
     if goal.threshold is None:
         return {}
     return {
-        axis: min((one.seen[axis] for one in found if axis not in one.to), default=inf)
+        axis: min((run.seen[axis] for run in runs if axis not in run.to), default=inf)
         for axis in AXES
-        if all(axis in (one.to or one.seen) for one in found)
+        if all(axis in (run.to or run.seen) for run in runs)
     }
 
 
-def _rank(compared, group):
-    """What groups are sorted by: documents to the threshold, of equal ones the area; else the final value."""
+def _rank(compared: Compared, group: Group) -> tuple[float, ...]:
+    """Return the sorting key of a group, the best first and groups without a counted run last.
+
+    Groups are sorted by the documents to the threshold, then by the area under the curve; without a threshold by the
+    measure that is compared.
+    """
     if not group.reached:
         return (1,)
-    final = -(group.mean[0] if compared.goal.measure == "area" else group.final[0])
+    value = group.mean[0] if compared.goal.measure == "area" else group.final[0]
+    assert value is not None  # as there is a counted run
     if not compared.by_documents:
-        return 0, final
-    return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), final
+        return 0, -value
+    return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), -value
 
 
-def _sample(compared, group, varying, blocks=()):
-    config, prompts = group.runs[0].config, {}
+def _sample(compared: Compared, group: Group, varying: Sequence[str], blocks: Sequence[str] = ()) -> Sample:
+    """Return the tested values of a group by block, with the values of keys that decide about its prompts."""
+    config = group.runs[0].config
+    prompts = {}
     for name in varying:
-        of_key = name.removeprefix(CONTENTS)
-        declared = key_named(of_key, config) if of_key in config else None
+        key = name.removeprefix(CONTENTS)
+        declared = key_named(key, config) if key in config else None
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
     values = zip((_block(run, blocks) for run in group.counted), compared.tested(group), strict=True)
     return Sample(dict(values), prompts)
 
 
-def _block(run, blocks):
+def _block(run: Run, blocks: Sequence[str]) -> tuple:
+    """Return the values by which a run is paired with those of other groups: of the --over keys, and the seed."""
     return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
 
 
-def _keep_best(compared, best_of):
-    """Of the sorted groups that differ in one key alone the first stays."""
-    _keys("--best-of", [best_of], compared.keys)
+def _keep_best(compared: Compared, best_of: str) -> None:
+    """Keep the first of the sorted groups that differ in one key alone; it holds all of them in `tried`."""
+    _keys_of("--best-of", [best_of], compared.keys)
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
         arm = tuple(repr(value) for key, value in group.values.items() if key != best_of)
-        chosen.setdefault(arm, group).tried.update({text(group.values[best_of]): group} if group.counted else {})
+        best = chosen.setdefault(arm, group)
+        if group.counted:
+            best.tried[text(group.values[best_of])] = group
     compared.groups = list(chosen.values())
     _, following, _ = _varying([run for group in compared.groups for run in group.runs])
     compared.following = [name for name in map(shown, following) if name not in compared.keys]
@@ -209,22 +263,26 @@ def _keep_best(compared, best_of):
 def _varying(
     runs: Sequence[Run], first: Sequence[str] = (), ignore_code: bool = False
 ) -> tuple[list[str], list[str], dict[str, object]]:
-    """Return (names that tell the runs apart, names that follow from those, what all share).
+    """Return (names that tell the runs apart, names that follow from those, {name: value} of what all share).
 
-    first: names that follow from no others. ignore_code: the user's own modules tell none apart.
+    A name follows from others if adding it to them divides the runs no further.
+    first: names that are looked at before all others, and so follow from none.
+    ignore_code: the user's own modules tell no runs apart.
     """
-    present = dict.fromkeys(name for run in runs for name in (*run.config, *run.trained_with))
-    del present["seed"]  # makes the runs of a group
+    present = list(dict.fromkeys(name for run in runs for name in (*run.config, *run.trained_with)))
+    present.remove("seed")  # in which the runs of a group differ
     if ignore_code:
         present = [name for name in present if not name.startswith(CODE)]
     names = [name for name in present if any(_changes_learning(name, run) for run in runs)]
     names.sort(key=lambda name: shown(name) not in first)
-    keys, following, common = [], [], {}
-    classes = [()] * len(runs)
+    keys = []
+    following = []
+    common = {}
+    classes = [()] * len(runs)  # of each run: its values of `keys`
     for name in names:
         values = [learned(run, name) for run in runs]
-        if _is_beside(name) and None in values and len({*values}) == 2:
-            continue  # runs that do not say it differ from no others
+        if _is_not_configured(name) and None in values and len({*values}) == 2:
+            continue  # a run that has not recorded it is taken to agree with the others
         texts = [repr(value) for value in values]
         if len({*texts}) == 1:
             common[name] = values[0]
@@ -238,8 +296,8 @@ def _varying(
     return keys, following, common
 
 
-def _is_beside(name: str) -> bool:
-    """Return whether a name stands for what no configuration says: contents of data, or code."""
+def _is_not_configured(name: str) -> bool:
+    """Return whether a name is not of a key but of the contents of data, or of code."""
     return name.startswith((CONTENTS, CODE, EVALUATION_CODE))
 
 
@@ -250,29 +308,30 @@ def _changes_learning(name: str, run: Run) -> bool:
     key = name.removeprefix(CONTENTS)
     if key in run.config or key not in run.trained_with:
         return (key in run.config or name in run.trained_with) and changes_learning(key, run.config)
-    # A resume has chosen an option without this key.
+    # The key belongs to an option that a resume has replaced by another.
     declared = [known for known in KEYS if known.name == key]
     return not declared or any(known.learns is not False for known in declared)
 
 
 def _code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[str]:
-    """Return what is to know of the user's own modules, of which runs have used different ones."""
+    """Return a note of the user's own modules where runs have used different versions of them."""
     if ignore_code:
         names = dict.fromkeys(name for run in runs for name in run.trained_with if name.startswith(CODE))
         differing = [name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1]
         return [f"--ignore=code counts as the same what differs: {', '.join(differing)}"] if differing else []
-    told_by = [key for key in compared.keys if key.startswith(CODE)]
-    if not told_by:
+    differing = [key for key in compared.keys if key.startswith(CODE)]
+    if not differing:
         return []
     return [
-        f"{' and '.join(told_by)} differs, not in comments or docstrings alone, and so these runs are not counted as "
+        f"{' and '.join(differing)} differs, not in comments or docstrings alone, and so these runs are not counted as "
         "seeds of one configuration; --ignore=code counts them as such"
     ]
 
 
-def _count(group, metric, blocks):
-    """Take up the runs that count, one per block; return the others with the reason."""
-    by_block, others = {}, []
+def _count(group: Group, metric: str, blocks: Sequence[str]) -> list[tuple[Run, str]]:
+    """Choose the runs that count, the newest of each block; return the others with the reason."""
+    by_block: dict[tuple, Run] = {}
+    others = []
     for run in group.runs:
         if not (run.state == "done" or run.collapsed) or not run.values(metric):
             others.append((run, run.why_not_counted(metric)))
@@ -286,7 +345,7 @@ def _count(group, metric, blocks):
     return others
 
 
-def _refuse_unknown(runs, metric, option):
+def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
     no_metrics = {"step", "time", "seconds", "tokens_seen"}
     known = sorted({name for run in runs for name in (*run.columns, *run.names)} - no_metrics)
     if metric not in known:
@@ -296,8 +355,9 @@ def _refuse_unknown(runs, metric, option):
 
 
 def notes_of(compared: Compared) -> list[str]:
-    """What makes the runs hard to compare, each in a sentence without its full stop."""
-    notes, counted = [], [run for group in compared.groups for run in group.counted]
+    """Return what makes the runs hard to compare, each in a sentence without its full stop."""
+    notes = []
+    counted = [run for group in compared.groups for run in group.counted]
     if len({run.code for run in counted}) > 1:
         notes.append("the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says what changed")
     lengths = {run.step for run in counted if not run.collapsed}
@@ -310,38 +370,48 @@ def notes_of(compared: Compared) -> list[str]:
             f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
             "settings, or at other steps"
         )
-    if key := compared.best_of:
-        most = "fewest" if compared.by_documents else "highest"
-        notes.append(
-            f"of each configuration the {key} with the {most} {compared.measured[0].lower()}{compared.measured[1:]} "
-            "is shown. It was chosen by the same runs that are compared, which flatters a configuration that has more "
-            "values of it, or noisier ones: further seeds of the chosen ones tell"
-        )
-        for group in compared.groups:
-            ran, best = [value for value in compared.tried if value in group.tried], text(group.values[key])
-            if len(ran) > 1 and is_number(group.values[key]) and best in (ran[0], ran[-1]):
-                end = "lowest" if best == ran[0] else "highest"
-                notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
+    if compared.best_of is not None:
+        notes += _best_of_notes(compared, compared.best_of)
     return notes + _scale_notes(compared.groups)
 
 
+def _best_of_notes(compared: Compared, key: str) -> list[str]:
+    """Return notes of the choice by --best-of: that it flatters, and which group's best is the last value tried."""
+    best = "fewest" if compared.by_documents else "highest"
+    notes = [
+        f"of each configuration the {key} with the {best} {compared.measured[0].lower()}{compared.measured[1:]} "
+        "is shown. It was chosen by the same runs that are compared, which flatters a configuration that has more "
+        "values of it, or noisier ones: further seeds of the chosen ones tell"
+    ]
+    for group in compared.groups:
+        tried = [value for value in compared.tried if value in group.tried]
+        chosen = text(group.values[key])
+        if len(tried) > 1 and is_number(group.values[key]) and chosen in (tried[0], tried[-1]):
+            end = "lowest" if chosen == tried[0] else "highest"
+            notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
+    return notes
+
+
 def _evaluated_differently(runs: list[Run]) -> list[str]:
-    """Return the names of what an evaluation depends on and runs differ in."""
+    """Return the names of settings, data and code of the evaluation in which the runs differ."""
     beginnings = ("evaluation.", EVALUATION_CODE, f"{CONTENTS}evaluation.")
     present = {name for run in runs for name in (*run.config, *run.trained_with) if name.startswith(beginnings)}
     names = []
     for name in sorted(present - {"evaluation.best"}):
-        values = {repr(value) for run in runs if (value := learned(run, name)) is not None or not _is_beside(name)}
-        if len(values) > 1:
+        values = [learned(run, name) for run in runs]
+        if _is_not_configured(name):
+            values = [value for value in values if value is not None]
+        if len({repr(value) for value in values}) > 1:
             names.append(name)
     return names
 
 
-def _scale_notes(groups):
-    """What is to know of gradients of different lengths."""
+def _scale_notes(groups: list[Group]) -> list[str]:
+    """Return a note where the gradients of two groups differ much in length."""
     norms = {}
     for group in groups:
-        if values := [run.values("grad_norm") for run in group.counted if "grad_norm" in run.columns]:
+        values = [run.values("grad_norm") for run in group.counted if "grad_norm" in run.columns]
+        if values:
             norms[group.label] = float(np.median(np.concatenate(values)))
     if len(norms) < 2 or max(norms.values()) <= _SCALES_APART * min(norms.values()):
         return []
