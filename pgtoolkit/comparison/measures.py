@@ -1,4 +1,4 @@
-"""What a run reached: how much it took to come to a threshold, its mean over documents, its end."""
+"""Measures of a run: how much it took to reach a threshold, its mean over documents, its final value."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from pgtoolkit.runs.series import final, first, mean
 from pgtoolkit.system.report import refusal
 
 AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seconds"}
-"""What it takes to reach a threshold is counted in these: key of a row -> its name in words."""
+"""Column -> its name in words, of the columns in which the way to a threshold is counted."""
 
 DOCUMENTS = "documents_seen"
 
 _WINDOWS = 50
-"""A value that is measured while training counts once the mean over a fiftieth of the documents has come to it."""
+"""A metric of training has reached a threshold once its mean over a fiftieth of the documents has."""
 
 _SHARE = 0.9
+"""The default threshold of a share; of other metrics, the part of the way from the start to the best end."""
 
 _LAST_EVALUATIONS = 3
 
 MEASURES = {"area": "Area under", "final": "Final"}
-"""What of a metric is compared where --metric says so, in words."""
+"""What --metric=area:NAME and --metric=final:NAME compare, in words."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What runs are compared by.
+    """The metric by which runs are compared, and how.
 
-    metric: its name. threshold: what is to be reached, or None. why: how the threshold was found. window: documents
-    over which a mean must reach it. span: documents (first, last) that every run has seen. measure: of MEASURES, what
-    is compared where there is no threshold; chosen: whether the user has said so.
+    threshold: the value to reach, or None. why: how the threshold was chosen, in words.
+    window: documents over which a mean must reach the threshold.
+    span: documents (first, last) that every run has seen.
+    measure: of MEASURES, compared where there is no threshold. chosen: whether the user has chosen it.
     """
 
     metric: str
@@ -49,10 +51,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Reached:
-    """What one run reached.
+    """The measures of one run.
 
-    to: {axis: its value where the run first reached the threshold}, {} if it never did. seen: {axis: its value at the
-    end}. mean: of the curve over documents, None for a run that has not come as far as the others. final: `final_of`.
+    to: {axis: its value where the run first reached the threshold}, {} if it never did.
+    seen: {axis: its value at the end}.
+    mean: of the curve over documents, None for a run that has not come as far as the others.
+    final: see `final_of`.
     """
 
     to: dict[str, float]
@@ -62,65 +66,71 @@ class Reached:
 
 
 def final_of(values: list[float], metric: str) -> float:
-    """The mean over the last tenth of a run's steps; of evaluations over the last three, of fewer than nine over the
-    last third."""
+    """Return the mean over the last tenth of a run's steps.
+
+    Of evaluations it is the mean over the last three, or, if there are fewer than nine, over the last third.
+    """
     if not metric.startswith(HELD_OUT):
         return final(values)
     return mean(values[-min(_LAST_EVALUATIONS, max(1, len(values) // 3)) :])
 
 
 def end_of(run: Run, metric: str) -> float:
-    """Return the final value of a run; one that collapsed stays where `compare` has let it stay to the end."""
+    """Return the final value of a run. Of one that collapsed it is the value with which `compare` has extended it."""
     values = run.values(metric)
     return values[-1] if run.collapsed else final_of(values, metric)
 
 
 def is_score(metric: str) -> bool:
-    """Whether more of this metric is better, as far as its name tells."""
+    """Return whether a higher value of this metric is better, as far as its name tells."""
     return metric == "reward" or is_share(metric) or (metric.startswith(HELD_OUT) and metric.endswith("/avg"))
 
 
 def is_share(metric: str) -> bool:
-    """Whether the metric is a share of what could be right, so that 1 is all of it."""
+    """Return whether the metric is a share of right answers, between 0 and 1."""
     return metric == "exact_match" or re.fullmatch(rf"{HELD_OUT}.+/pass@\d+", metric) is not None
 
 
 def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
-    """(what is compared where no metric is named, notes): held-out before exact_match before reward.
+    """Return (the metric to compare where none is named, notes): held-out before exact_match before reward.
 
-    A share that is 0 in all runs tells nothing apart, and is taken only where reward is no better.
+    A share that is 0 in all runs cannot tell them apart. It is chosen only if reward is 0 in all of them too.
     """
     done = [run for run in runs if run.state == "done"] or runs
     held_out = dict.fromkeys(name for run in done for name in run.columns if name.startswith(HELD_OUT))
-    firsts = [name for name in held_out if name.endswith("/pass@1")]
+    pass_at_1 = [name for name in held_out if name.endswith("/pass@1")]
     notes = []
-    if firsts and not all(run.values(firsts[0]) for run in done):
-        some = sum(bool(run.values(firsts[0])) for run in done)
+    if pass_at_1 and not all(run.values(pass_at_1[0]) for run in done):
+        count = sum(bool(run.values(pass_at_1[0])) for run in done)
         notes.append(
-            f"{some} of {len(done)} finished runs have {firsts[0]}, measured on held-out prompts. So that none is left "
-            f"out all are compared by a metric of training; --metric={firsts[0]} compares those that have it"
+            f"{count} of {len(done)} finished runs have {pass_at_1[0]}, measured on held-out prompts. So that none is "
+            f"left out all are compared by a metric of training; --metric={pass_at_1[0]} compares those that have it"
         )
-    shares = [name for name in (*firsts, "exact_match") if all(run.values(name) for run in done)]
-    if moving := [name for name in (*shares, "reward") if any(any(run.values(name)) for run in done)]:
-        if skipped := shares[: shares.index(moving[0])] if moving[0] in shares else shares:
-            notes.append(f"{' and '.join(skipped)} is 0 in every run: they are compared by {moving[0]}")
-        return moving[0], notes
-    return next(iter(shares), "reward"), notes
+    shares = [name for name in (*pass_at_1, "exact_match") if all(run.values(name) for run in done)]
+    not_zero = [name for name in (*shares, "reward") if any(any(run.values(name)) for run in done)]
+    if not not_zero:
+        return next(iter(shares), "reward"), notes
+    metric = not_zero[0]
+    skipped = shares[: shares.index(metric)] if metric in shares else shares
+    if skipped:
+        notes.append(f"{' and '.join(skipped)} is 0 in every run: they are compared by {metric}")
+    return metric, notes
 
 
 def needed_for(metric: str | None) -> set[str]:
-    """The metrics of training that a comparison reads: by this one, or by the one that it chooses."""
-    return {metric, "reward", "exact_match", "grad_norm"} - {None, ""}
+    """Return the metrics of training that a comparison reads: this one, or those among which it chooses."""
+    names = {"reward", "exact_match", "grad_norm"}
+    return names | {metric} if metric else names
 
 
 def parse_metric(text: str) -> tuple[str | None, str]:
-    """(what of it is compared, or None, the metric) of --metric=NAME, area:NAME or final:NAME."""
+    """Return (measure or None, metric) of --metric=NAME, area:NAME or final:NAME; the measure is of MEASURES."""
     measure, _, name = text.partition(":")
     return (measure, name) if measure in MEASURES else (None, text)
 
 
 def parse_reach(text: str) -> tuple[str, float]:
-    """(metric, threshold) of --reach=METRIC=VALUE; ConfigError for anything else."""
+    """Return (metric, threshold) of --reach=METRIC=VALUE. Raises ConfigError for any other text."""
     metric, _, value = text.rpartition("=")
     try:
         threshold = float(value)
@@ -133,7 +143,10 @@ def parse_reach(text: str) -> tuple[str, float]:
 
 
 def margin_of(text: str, mean: float = 1.0) -> float:
-    """The margin of `0.02`, or of `3%`, which is a share of this mean. Raises ConfigError for any other text."""
+    """Return the margin that a text such as `0.02` states, or `3%`, which is a share of this mean.
+
+    Raises ConfigError for any other text.
+    """
     number = text.removesuffix("%")
     try:
         value = float(number)
@@ -146,77 +159,87 @@ def margin_of(text: str, mean: float = 1.0) -> float:
 
 
 def goal_of(groups: list[list[Run]], metric: str, threshold: float | None, measure: str | None = None) -> Goal:
-    """What the counted runs of these groups are compared by; threshold: the user's, or None for one that fits.
+    """Return the goal by which the counted runs of these groups are compared.
 
-    measure: of MEASURES, compared in its place.
+    threshold: the user's; None for one that fits the runs. measure: of MEASURES, compared without a threshold.
     """
-    runs = [run for group in groups for run in group]
-    ends = [documents[[0, -1]] for run in runs if (documents := run.points(DOCUMENTS, metric)[0]).size]
-    low, high = (max(low for low, _ in ends), min(high for _, high in ends)) if ends else (0.0, 0.0)
+    documents = [run.points(DOCUMENTS, metric)[0] for group in groups for run in group]
+    documents = [of_run for of_run in documents if of_run.size]
+    low = max((of_run[0] for of_run in documents), default=0.0)
+    high = min((of_run[-1] for of_run in documents), default=0.0)
     window = 0.0 if metric.startswith(HELD_OUT) else high / _WINDOWS
     why = "as --reach says"
-    if not ends:
-        threshold, why = None, ""
+    if not documents:
+        threshold = None
+        why = ""
     elif threshold is None and measure is None:
         threshold, why = _fitting_threshold([group for group in groups if group], metric, window)
     return Goal(metric, threshold, why, window, (low, high), measure or "final", measure is not None)
 
 
-def _fitting_threshold(groups, metric, window):
-    """(threshold or None, how it was found), the same for all runs."""
+def _fitting_threshold(groups: list[list[Run]], metric: str, window: float) -> tuple[float | None, str]:
+    """Return (threshold, how it was chosen), the same for all runs; (None, "") if no configuration improves."""
     if not is_score(metric):
         return None, ""
     share = Goal(metric, _SHARE, "", window, (0.0, 0.0))
-    if is_share(metric) and any(all(_place(run, share) is not None for run in group) for group in groups):
+    if is_share(metric) and any(all(_reaching_row(run, share) is not None for run in group) for group in groups):
         return _SHARE, "the default for a share that a configuration reaches with every seed"
     start = mean([first(run.values(metric)) for group in groups for run in group])
     top = max(min(end_of(run, metric) for run in group) for group in groups)
     if not top > start:
         return None, ""
-    found = _rounded(start + _SHARE * (top - start), (top - start) / 100)
-    return found, (
+    threshold = _rounded(start + _SHARE * (top - start), (top - start) / 100)
+    return threshold, (
         f"nine tenths of the way from {start:.3g}, the mean start, to {top:.3g}, as high as a configuration ends with "
         "every seed"
     )
 
 
-def _rounded(value: float, most: float) -> float:
-    """Return a value in three digits, or in as many as it takes to be at most so far from it."""
+def _rounded(value: float, tolerance: float) -> float:
+    """Return the value rounded to three digits, or to more if the error would exceed the tolerance."""
     digits = 3
-    while digits < 17 and abs(float(f"{value:.{digits}g}") - value) > most:
+    while digits < 17 and abs(float(f"{value:.{digits}g}") - value) > tolerance:
         digits += 1
     return float(f"{value:.{digits}g}")
 
 
 def reached(run: Run, goal: Goal) -> Reached:
-    """What this run, which has the metric, reached."""
+    """Return the measures of a run, which must have the metric."""
 
     def exact(axis: str, value: float) -> float:
         return float(value) if axis == "seconds" else int(value)  # documents and tokens are counted
 
-    place, axes = _place(run, goal), [(axis, run.columns[axis]) for axis in AXES if axis in run.columns]
-    seen = {axis: exact(axis, np.nanmax(column)) for axis, column in axes}
-    to = {axis: exact(axis, column[place]) for axis, column in axes if place is not None and not isnan(column[place])}
+    columns = {axis: run.columns[axis] for axis in AXES if axis in run.columns}
+    seen = {axis: exact(axis, np.nanmax(column)) for axis, column in columns.items()}
+    to = {}
+    row = _reaching_row(run, goal)
+    if row is not None:
+        to = {axis: exact(axis, column[row]) for axis, column in columns.items() if not isnan(column[row])}
     return Reached(to, seen, _mean_over_documents(run, goal), end_of(run, goal.metric))
 
 
-def _place(run, goal):
-    """The row where the mean over the last `goal.window` documents, all of them seen, first is at the threshold."""
+def _reaching_row(run: Run, goal: Goal) -> int | None:
+    """Return the first row whose mean over the last `goal.window` documents is at the threshold, None without one.
+
+    Rows before `goal.window` documents have been seen do not count.
+    """
     x, y = run.points(DOCUMENTS, goal.metric)
     if goal.threshold is None or not x.size:
         return None
-    sums, ends = np.concatenate([[0.0], np.cumsum(y)]), np.arange(1, x.size + 1)
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    ends = np.arange(1, x.size + 1)
     begins = np.minimum(np.searchsorted(x, x - goal.window, side="right"), ends - 1)
     means = (sums[ends] - sums[begins]) / (ends - begins)
-    # A sum of many values may be a last digit below that of one, of equal ones too.
-    found = np.flatnonzero((means >= goal.threshold - 1e-12) & (x >= goal.window))
+    # Rounding may leave the mean of values that equal the threshold a last digit below it.
+    places = np.flatnonzero((means >= goal.threshold - 1e-12) & (x >= goal.window))
     rows = np.flatnonzero(~np.isnan(run.columns[DOCUMENTS] + run.columns[goal.metric]))
-    return int(rows[found[0]]) if found.size else None
+    return int(rows[places[0]]) if places.size else None
 
 
-def _mean_over_documents(run, goal):
-    """The area under the curve from the first to the last document that all have seen, divided by their number."""
-    (x, y), (low, high) = run.points(DOCUMENTS, goal.metric), goal.span
+def _mean_over_documents(run: Run, goal: Goal) -> float | None:
+    """Return the area under the curve over `goal.span`, divided by its length; None where the run does not cover it."""
+    x, y = run.points(DOCUMENTS, goal.metric)
+    low, high = goal.span
     if not x.size or x[0] > low or x[-1] < high:
         return None
     if low >= high:

@@ -18,22 +18,24 @@ from pgtoolkit.tracking.store import open_store, raising_storage_errors, search_
 def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, str]:
     """Make the summary run of the sweep in this folder, or bring it up to date; returns uri, experiment_id, run_id.
 
-    It is named after the sweep and has the tags `sweep` and `sweep_summary`; its artifacts are sweep.json and the
-    comparison as page, table and picture, its description is the comparison as the terminal shows it. While no job
-    has a reward, there is sweep.json alone, and the description says why.
-    Raises StorageError for a folder without a whole sweep.json, or a store that does not answer.
+    It is named after the sweep and has the tags `sweep` and `sweep_summary`. Its artifacts are sweep.json and the
+    comparison as page, table and picture; its description is the comparison as the terminal shows it. While no job
+    has a reward, the only artifact is sweep.json, and the description says why.
+    Raises StorageError for a folder without a complete sweep.json, or a store that does not answer.
     """
-    if not (sweep := read_sweep(sweep_folder)):
+    sweep = read_sweep(sweep_folder)
+    if not sweep:
         raise StorageError(f"{sweep_folder}/sweep.json cannot be read: there is none")
-    name, store = sweep["name"], absolute_uri(uri)
+    name = sweep["name"]
+    store = absolute_uri(uri)
     with (
         tempfile.TemporaryDirectory() as temporary,
         raising_storage_errors(store, f"Sweep {name} has no summary there; its folder has it all."),
     ):
         note = _write_report(sweep_folder, name, Path(temporary))
         client, experiment_id = open_store(store, experiment)
-        known = f"tags.sweep = {search_literal(name)} and tags.sweep_summary = 'true'"
-        run = next(iter(client.search_runs([experiment_id], known, max_results=1)), None)
+        condition = f"tags.sweep = {search_literal(name)} and tags.sweep_summary = 'true'"
+        run = next(iter(client.search_runs([experiment_id], condition, max_results=1)), None)
         if run is None:
             tags = {"sweep": name, "sweep_summary": "true"}
             run = client.create_run(experiment_id, run_name=name, tags=tags)
@@ -46,7 +48,7 @@ def publish(sweep_folder: Path, uri: str | None, experiment: str) -> dict[str, s
 
 
 def _write_report(sweep_folder: Path, name: str, folder: Path) -> str:
-    """The comparison as files; returns it in Markdown."""
+    """Write the comparison's files into the folder, and return the comparison in Markdown, or why there is none."""
     from pgtoolkit.comparison.reports import write
     from pgtoolkit.comparison.text_report import render_comparison
 
