@@ -22,8 +22,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+TRANSFORMERS = "5.17, 5.23 and 5.24"
+"""The versions of transformers that the tests of this file were run with."""
+
+_LAYER_PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
+
+
+def unknown_code(model: PreTrainedModel) -> str | None:
+    """Return the name of the class whose code is not the one that `switch_on` replaces; None if there is no such class.
+
+    Another version of transformers may compute something else in a layer or turn queries and keys in another way. Then
+    the layer that is put in its place would silently be another model.
+    """
+    parts = architecture_of(model)
+    if parts.positions is not None:  # GPT-2: its activation alone is replaced
+        return None
+    for layer in parts.layers_of(model):
+        if inspect.unwrap(type(layer).forward).__code__.co_names != _LAYER_PARTS:
+            return type(layer).__name__
+        attention = type(layer.get_submodule(parts.attention))
+        if "apply_rotary_pos_emb" not in inspect.unwrap(attention.forward).__code__.co_names:
+            return attention.__name__
+    return None
+
+
 def switch_on(model: PreTrainedModel) -> None:
-    """Make a transformers model of a known type compute so, in place; copies of it do so, too."""
+    """Make a transformers model compute so, in place. Its type is known, and `unknown_code` found nothing."""
     parts = architecture_of(model)
     for layer in parts.layers_of(model):
         if parts.positions is not None:  # GPT-2, whose norms are one kernel each already
@@ -49,9 +73,6 @@ def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
     A class, since transformers checkpoints what the forward method of a layer's class computes. Where it would, and
     where the layer is whole on this rank, `recomputed.layer` does the same with fewer calls.
     """
-    parts = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
-    if inspect.unwrap(layer.forward).__code__.co_names != parts:
-        raise RuntimeError(f"{layer.__name__} of this version of transformers adds up in another way")
 
     def call(self: nn.Module, hidden_states: Tensor, **options) -> Tensor:
         if recomputed.can_recompute(self, hidden_states, options):
@@ -102,8 +123,6 @@ def gated(name: str, gate_and_up: Tensor) -> Tensor:
 def _with_rotary(attention: type[nn.Module]) -> Callable:
     """The forward method of transformers, in which `apply_rotary_pos_emb` is that of this file."""
     forward = inspect.unwrap(attention.forward)
-    if "apply_rotary_pos_emb" not in forward.__code__.co_names:
-        raise RuntimeError(f"{attention.__name__} of this version of transformers turns its queries in another way")
     names = forward.__globals__ | {"apply_rotary_pos_emb": turned}
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__

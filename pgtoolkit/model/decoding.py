@@ -92,11 +92,11 @@ class Cache:
 def attention(module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options) -> tuple[Tensor, None]:
     """(B, S, heads, width) from query (B, heads, S, width), key and value (B, key-value heads, S, width).
 
-    transformers calls this in each layer. options: `cache`, and its own `scaling` and `sliding_window` (how many keys a
-    query sees at most, itself among them); of a `MergedBody` also `turns`, the cosines and sines, (B, S, width) each,
-    by which query and key are still to be turned.
+    transformers calls this in each layer. options: `decoder_cache`, and its own `scaling` and `sliding_window` (how
+    many keys a query sees at most, itself among them); of a `MergedBody` also `turns`, the cosines and sines,
+    (B, S, width) each, by which query and key are still to be turned.
     """
-    cache: Cache = options["cache"]
+    cache: Cache = options["decoder_cache"]
     turns = options.get("turns")
     rows, heads, length, width = query.shape
     scaling, window = options.get("scaling") or width**-0.5, options.get("sliding_window")
@@ -285,5 +285,8 @@ class Decoding:
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if self.body is not None:
             return self.body(tokens, positions, self._cache)
-        body = self.model.base_model
-        return body(input_ids=tokens, position_ids=positions, use_cache=False, cache=self._cache).last_hidden_state
+        # transformers hands an argument that it does not know on to `attention`; its own `cache` it would update.
+        outputs = self.model.base_model(
+            input_ids=tokens, position_ids=positions, use_cache=False, decoder_cache=self._cache
+        )
+        return outputs.last_hidden_state

@@ -124,6 +124,6 @@ def _attended(module: Layer, projected: Tensor, turns: tuple[Tensor, Tensor], ca
     # As the attention modules of these types hand it to transformers.
     is_mistral = module.config.model_type == "mistral"
     window = module.config.sliding_window if is_mistral else getattr(module, "sliding_window", None)
-    options = {"cache": cache, "scaling": module.scaling, "sliding_window": window, "turns": turns}
+    options = {"decoder_cache": cache, "scaling": module.scaling, "sliding_window": window, "turns": turns}
     out, _ = attention(module, query, key, value, None, **options)
     return module.o_proj(out.flatten(end_dim=1).flatten(start_dim=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import logging
 import os
 from dataclasses import replace
@@ -20,7 +21,7 @@ from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.system import model_folder
-from pgtoolkit.system.report import listed
+from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.prompts import END, tiny_tokenizer
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ def build_policy(
     if on_gpu and not tiny:
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
     if not (compiles and is_known(policy.model)):
+        return policy
+    if name := compiled.unknown_code(policy.model):
+        version = importlib.metadata.version("transformers")
+        reason = f"Its {name} computes something else than the code that is compiled in its place."
+        if config.compile is True:
+            needs = f"a version of transformers that it knows ({compiled.TRANSFORMERS})"
+            raise ConfigError(refusal("model.compile=true", needs, version, reason, "model.compile=auto"))
+        log.warning(f"model.compile=auto: off with transformers {version}. {reason} Known: {compiled.TRANSFORMERS}.")
         return policy
     compiled.switch_on(policy.model)
     return replace(policy, compiled=True)

@@ -78,7 +78,7 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
     policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
     if problem := unknown_parts(config.model, policy.model.config.model_type):
         raise ConfigError(problem)
-    if config.model.compile == "auto" and config.model.name == "huggingface":
+    if config.model.compile == "auto" and config.model.name == "huggingface" and policy.compiled == compiles:
         log.info(f"model.compile=auto: {'on' if compiles else 'off'}, {reason}")
     return policy
 

@@ -18,6 +18,7 @@ from pgtoolkit.batch import Document, pack
 from pgtoolkit.config.plan import compilation
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import compiled, decoding, rowwise
+from pgtoolkit.model.setup import build_policy
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.training.build import policy_of, reference_of
 from pgtoolkit.training.train import train
@@ -192,6 +193,24 @@ def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path)
         policy_of(chosen, None, ONE_PROCESS, chosen)
     left = config(tmp_path, "model.compile=auto")
     assert [replaced(policy_of(left, None, ONE_PROCESS, run)) for run in (left, None)] == [0, 0]
+
+
+@pytest.mark.parametrize("part", ["LlamaDecoderLayer", "LlamaAttention"])
+def test_another_computation_of_transformers_is_refused_or_left_as_it_is(tmp_path, monkeypatch, caplog, part):
+    from transformers.models.llama import modeling_llama
+
+    def forward(self, hidden_states, **options):
+        return hidden_states if part == "LlamaDecoderLayer" else (hidden_states, None)
+
+    save_with_tokenizer(small_llama(), tmp_path)
+    monkeypatch.setattr(getattr(modeling_llama, part), "forward", forward)
+    needs = rf"model.compile=true needs a version of transformers that it knows \(5.17, .* Its {part} computes"
+    with pytest.raises(ConfigError, match=needs):
+        build_policy(config(tmp_path, "model.compile=true").model, None, on_gpu=False, compiles=True)
+    policy = build_policy(config(tmp_path, "model.compile=auto").model, None, on_gpu=False, compiles=True)
+    assert not policy.compiled
+    assert replaced(policy) == 0
+    assert f"Its {part} computes something else" in caplog.text
 
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
