@@ -142,9 +142,10 @@ def test_check_prints_the_plan(capsys):
         "step: 64 documents, in 2 micro-batches of at most 512 tokens; 4 steps per batch",
         "300 steps, 19200 documents",
         "512 tokens x 12 entries of the vocabulary x 4 bytes = 0.0234 MiB",
-        "loss.epsilon_high = 0.28 (default 0.0004)",
-        "seed = 3 (default 0)",
-        "dapo_seed-3",
+        "Changed from the defaults\n  experiment = dapo\n  seed = 3 (default 0)\n\n",
+        "Follows from that\n  loss.name = grpo (default gspo)\n",
+        "  loss.epsilon_high = 0.28 (default 0.0004)\n",
+        "Run name\n  grpo_token-mean_dapo_seed-3\n",
         "7 tokens: '3'=3 '7'=7 '6'=6 '3'=3 '7'=7 '3'=3 '='=10",
     ):
         assert expected in page
@@ -198,7 +199,7 @@ def test_help_lists_every_flag(capsys):
 def test_check_and_explain_as_json(capsys):
     assert main(["check", "loss=gspo", "loss.num_splits=2", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
-    assert found["run_name"] == ["num-splits-2"]
+    assert found["run_name"] == ["gspo_sample-mean_num-splits-2"]
     assert [problem.partition(" (")[0] for problem in found["problems"]] == ["loss=gspo needs loss.num_splits=1"]
     assert found["runs"][0]["overrides"] == ["loss=gspo", "loss.num_splits=2"]
     assert main(["check", "-m", "seed=0,1", "--json"]) == 0

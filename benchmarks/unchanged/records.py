@@ -164,9 +164,14 @@ def names(tree: Tree) -> dict:
             records[name] = {"refused": process.returncode, "~text": tree.plain(error)}
             continue
         jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-        records[name] = {"folder": folder.name, "jobs": sorted(job["directory"] for job in jobs)}
+        records[name] = {"folder": folder.name, "jobs": sorted((job["directory"] for job in jobs), key=_digest_of)}
         shutil.rmtree(folder)
     return records
+
+
+def _digest_of(directory: str) -> str:
+    """Return the digits that a job's directory ends with, which stay where its name changes."""
+    return directory[-8:]
 
 
 def public(tree: Tree) -> dict:

@@ -137,7 +137,7 @@ def composed_of(node: Node) -> Composed:
         problems=_once([*node.problems, *wrong.values()]),
         choices=choices,
         overrides=hydra_keys.recorded(node.config.hydra),
-        name=hydra_keys.name_in(node.config.hydra, config.tracking.run_name),
+        name=hydra_keys.name_in(node.config),
         is_sweep=hydra_keys.is_sweep(node.config.hydra),
         directory=directory,
         problems_of_directory=problems_of_directory,

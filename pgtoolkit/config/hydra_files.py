@@ -15,7 +15,6 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
@@ -103,11 +102,7 @@ def register() -> None:
 
 
 def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
-    try:
-        chosen = OmegaConf.select(_root_, "tracking.run_name")
-    except OmegaConfBaseException:
-        chosen = None  # `validate` says what is wrong with it
-    return name_in(_root_.hydra, chosen)
+    return name_in(_root_)
 
 
 def _digest(*, _root_: DictConfig) -> str:

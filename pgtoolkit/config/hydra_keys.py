@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pgtoolkit.config.keys import is_inside
 from pgtoolkit.config.launchers import LAUNCHERS, Launcher
-from pgtoolkit.config.names import name_from
+from pgtoolkit.config.names import run_name
 from pgtoolkit.config.overrides import parse
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import first_line
@@ -149,14 +149,30 @@ def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
     return [(path, node)]
 
 
-def name_in(hydra: DictConfig, chosen: str | None) -> str:
-    """Return a run's name by the node `hydra` of its configuration: `chosen`, or what its overrides change.
+def name_in(config: DictConfig) -> str:
+    """Return a run's name: tracking.run_name, or its loss, its aggregation and what its overrides change.
 
-    In a sweep also options that are the default, for comparison.
+    In a sweep what varies, also options that are the default, for comparison.
     """
+    if chosen := _value(config, "tracking.run_name"):
+        return chosen
+    hydra = config.hydra
     unnamed = hydra.job.config.override_dirname.exclude_keys
     overrides = [override for override in typed_in(hydra) if key_of(override) not in unnamed]
-    return chosen or name_from(overrides, default_options() if OmegaConf.is_missing(hydra.job, "num") else {})
+    if not OmegaConf.is_missing(hydra.job, "num"):
+        return run_name(overrides, {}, None, None)
+    loss = _value(config, "loss.path") or _value(config, "loss.name")
+    aggregation = _value(config, "aggregation.reducer") or _value(config, "aggregation.mode")
+    return run_name(overrides, default_options(), loss, aggregation)
+
+
+def _value(config: DictConfig, key: str) -> str | None:
+    """Return the value of a key; None where it is not there, or refers to what does not resolve."""
+    try:
+        value = OmegaConf.select(config, key)
+    except OmegaConfBaseException:  # `validate` says what is wrong with it
+        return None
+    return None if value is None else str(value)
 
 
 def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:

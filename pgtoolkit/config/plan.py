@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation_sets import held_out_sets, how_sampled, is_on, watched
-from pgtoolkit.config.keys import option_help
+from pgtoolkit.config.keys import KEYS, is_inside, option_help
 from pgtoolkit.config.models import sizes, vocabulary_size
 from pgtoolkit.config.names import plain_config
-from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.config.schema_step import AccumulationConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
@@ -32,15 +32,20 @@ _SAVED, _COST = 0.2, 10
 """Which part of the updates' time is saved at least; the seconds that compiling takes where nothing is cached."""
 
 
-def plan_sections(config: Config, defaults: Config) -> list[tuple[str, list[str]]]:
-    """(title, lines) of each section of the plan. config, defaults: resolved configurations."""
+def plan_sections(config: Config, defaults: Config, overrides: list[str]) -> list[tuple[str, list[str]]]:
+    """Return (title, lines) of each section of the plan.
+
+    config, defaults: resolved configurations. overrides: those by which the one differs from the other.
+    """
+    typed, followed = differences(config, defaults, overrides)
     return [
         ("Loss", equation(config)),
         ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
         ("Step", list(arithmetic(config))),
         ("Logits", [logits_memory(config)]),
         ("Evaluation", [*evaluations(config)] if is_on(config) else []),
-        ("Changed from the defaults", list(differences(config, defaults)) or ["nothing"]),
+        ("Changed from the defaults", typed or ["nothing"]),
+        ("Follows from that", followed),
     ]
 
 
@@ -211,13 +216,38 @@ def logits_memory(config: Config) -> str:
     return line + f", of which at most {f'{limit} MiB' if limit else 'what the device has room for'} exist at once"
 
 
-def differences(config: Config, defaults: Config) -> Iterator[str]:
-    """One line for each key whose value is not the default's."""
+def differences(config: Config, defaults: Config, overrides: list[str]) -> tuple[list[str], list[str]]:
+    """Return a line for each option and key whose value is not the default's: those of overrides, then the others.
+
+    The others are what an option or an experiment sets, what a sweep's file does, and defaults that are computed.
+    """
     now = plain_config(config)
     drift = config_drift(plain_config(defaults), now)
-    for name in [name for name, _ in leaves(now) if name in drift]:
-        usual, value = map(text, drift[name])
-        yield f"{name} = {value}" + ("" if usual == "null" else f" (default {usual})")
+    default_option = {**default_options(), "experiment": "null", "debug": "null"}
+    choices: dict[str, str] = {}
+    keys: list[str] = []
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key in default_option and not value.startswith("{"):
+            choices[key] = value
+        else:
+            keys.append(key)
+    typed = [
+        _difference(group, option, default_option[group])
+        for group, option in choices.items()
+        if option != default_option[group]
+    ]
+    names_of_options = {key.name for key in KEYS if key.option and key.group in choices}
+    followed = []
+    for name in [name for name, _ in leaves(now) if name in drift and name not in names_of_options]:
+        default, value = map(text, drift[name])
+        lines = typed if any(is_inside(name, key) for key in keys) else followed
+        lines.append(_difference(name, value, default))
+    return typed, followed
+
+
+def _difference(name: str, value: str, default: str) -> str:
+    return f"{name} = {value}" + ("" if default == "null" else f" (default {default})")
 
 
 def steps_of(documents: int, accumulation: AccumulationConfig) -> int:

@@ -293,7 +293,8 @@ class TrackingConfig:
     )
     run_name: str | None = key(
         default=None,
-        help="Name of the run (letters, digits, '.', '_', '-'; at most 80); null: what differs from the defaults.",
+        help="Name of the run (letters, digits, '.', '_', '-'; at most 80); null: loss, aggregation, "
+        "and what else was typed.",
     )
     system_metrics: bool = key(
         default=False,

@@ -156,7 +156,7 @@ class _Jobs:
             hydra.job.num = number
             hydra.job.id = str(number)
         hydra.job.config.override_dirname.exclude_keys = list(self._unnamed)
-        name = hydra_keys.name_in(hydra, composed.config.tracking.run_name)
+        name = hydra_keys.name_in(config)
         known = digest(plain_config(composed.config))
         composed = replace(composed, name=name)
         if self._folder is None:

@@ -235,7 +235,7 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
         defaults = compose([]).config
         assert defaults is not None
         assert first.name is not None
-        sections += plan_sections(first.config, defaults)
+        sections += plan_sections(first.config, defaults, first.overrides)
         if first.config.model.name == "huggingface" and not first.report.problems:
             gpu = gpu_memory()
             sections.append(("Memory", [*memory.memory_lines(first.config, gpu)]))
