@@ -37,6 +37,8 @@ class Document:
     reward, exact_match, truncated, model_version: what the source knows, or None.
     score_failed: whether nobody could score it. Without a reward it is then left out: see `is_excluded`.
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
+    kl_reward: what the distance from the reference adds to the reward before advantages are made of it, 0 or less in
+        the mean; None where it adds nothing, or nobody could score the document.
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
     dropped_group_fraction: share of its batch's groups that are left out, or None where none could be.
     left_out: whether it takes no part in any step, since its group teaches nothing.
@@ -71,6 +73,7 @@ class Document:
     dropped_group_fraction: float | None = None
     left_out: bool = False
     retired_prompts: int | None = None
+    kl_reward: float | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
@@ -90,6 +93,11 @@ class Document:
     def num_trained(self) -> int:
         """N_d: number of trained tokens."""
         return len(self.advantages)
+
+    @property
+    def reward_for_advantage(self) -> float | None:
+        """The reward with what the distance from the reference adds to it."""
+        return self.reward if self.reward is None or self.kl_reward is None else self.reward + self.kl_reward
 
     @property
     def is_excluded(self) -> bool:

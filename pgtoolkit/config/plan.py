@@ -59,11 +59,18 @@ def equation(config: Config) -> list[str]:
         weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
         total = "whatever it returns"
     penalties = []
+    of_reward = []
     if config.kl.kind != "none":
         assert config.kl.coefficient is not None  # which `validate` refuses
         k_t = KL(config.kl.kind, config.kl.coefficient).equation
         of_row = ", f_tv and p_tv those of token v of the vocabulary there" if config.kl.kind in FULL_KINDS else ""
-        penalties.append(f"      + {k_t},  f_t = log-prob under the reference{of_row}")
+        if config.kl.place == "reward":
+            of_reward.append(
+                f"reward of the advantage: less the sum over trained tokens of {k_t.replace('p_t', 'o_t')},  "
+                "o_t = old log-prob, f_t = log-prob under the reference"
+            )
+        else:
+            penalties.append(f"      + {k_t},  f_t = log-prob under the reference{of_row}")
     if config.entropy.coefficient:
         penalties.append(f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t")
     correction = configured(config.correction, CORRECTIONS)
@@ -77,6 +84,7 @@ def equation(config: Config) -> list[str]:
         f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
         f"advantage ({advantage}): {option_help('advantage', advantage)}",
+        *of_reward,
     ]
 
 

@@ -37,6 +37,11 @@ class KLKind(StrEnum):
     full_forward = "full_forward"
 
 
+class KLPlace(StrEnum):
+    loss = "loss"
+    reward = "reward"
+
+
 class AdvantageEstimator(StrEnum):
     grpo = "grpo"
     dr_grpo = "dr_grpo"
@@ -159,6 +164,18 @@ class KLConfig:
         added=True,
         only_if="kl.update_every>0",
         use="kl.update_every=512",
+    )
+
+    place: KLPlace = key(
+        default=KLPlace.loss,
+        help="Where the penalty acts: loss (a term of each token's loss) or reward (what its tokens add "
+        "up to is taken off each completion's reward before advantages are made, from the old "
+        "log-probs and without a gradient; k1, k2 and k3).",
+        learns="kl.place=reward",
+        added=True,
+        only_if="kl.kind!=none and rollout.name=policy",
+        use="kl=k1 and rollout=policy",
+        why="Recorded rewards are not made here.",
     )
 
     @property

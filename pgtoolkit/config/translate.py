@@ -351,6 +351,11 @@ def _of_verl(theirs: Their) -> Iterator[Setting]:
         kinds = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
         yield Setting("kl", kinds.get(str(theirs["kl_loss_type"]), "k3"), ("kl_loss_type", "use_kl_loss"))
         yield Setting("kl.coefficient", theirs["kl_loss_coef"], ("kl_loss_coef",))
+    elif theirs["use_kl_in_reward"]:
+        kinds = {"mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+        yield Setting("kl", kinds.get(str(theirs["kl_penalty"]), "k1"), ("kl_penalty",))
+        yield Setting("kl.coefficient", theirs["kl_ctrl.kl_coef"], ("kl_ctrl.kl_coef",))
+        yield Setting("kl.place", "reward", ("use_kl_in_reward",))
     if theirs.number("entropy_coeff"):
         yield Setting("entropy.coefficient", theirs["entropy_coeff"], ("entropy_coeff",))
     group_size = int(theirs.number("rollout.n"))

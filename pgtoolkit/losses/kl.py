@@ -30,6 +30,8 @@ _EQUATIONS = {
 FULL_KINDS = ("full_reverse", "full_forward")
 KINDS = tuple(kind for kind in _EQUATIONS if kind not in FULL_KINDS)
 """Those that know of the reference only the log-prob of the label."""
+REWARD_KINDS = ("k1", "k2", "k3")
+"""Those that can be taken off a reward: they know nothing of the new log-probs."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ class KL:
     def reads_old_log_probs(self) -> bool:
         """Whether the term has the ratio of the new to the old log-probs."""
         return self.kind == "k3_ratio"
+
+    def of_samples(self, old_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        """Return coefficient times the term of each token as the policy that sampled it has it: o - f for p - f.
+
+        For REWARD_KINDS. (N,) each.
+        """
+        distance = old_log_probs - ref_log_probs
+        return self.coefficient * self.terms(distance, distance * 0)[0]
 
     def terms(self, distance: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """(values, their derivatives by p), (T,) each, without the coefficient.

@@ -283,7 +283,7 @@ def with_advantages(
         prompt = prompt_of(groups[place][0])
         raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {problem}")
 
-    attempts = ([Attempt(d.reward, d.num_trained, d.measures) for d in group] for group in groups)
+    attempts = ([Attempt(d.reward_for_advantage, d.num_trained, d.measures) for d in group] for group in groups)
     advantages = itertools.chain.from_iterable(estimator.advantages(attempts, refuse))
     return [
         replace(document, advantages=torch.full((document.num_trained,), advantage))

@@ -27,6 +27,7 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
         "overlong_penalty": [
             None if d.task_reward is None or d.reward is None else d.reward - d.task_reward for d in attempts
         ],
+        "kl_reward": [d.kl_reward for d in attempts],
         "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in attempts],
         "dropped_group_fraction": [d.dropped_group_fraction for d in attempts],
         "retired_prompts": [d.retired_prompts for d in attempts],

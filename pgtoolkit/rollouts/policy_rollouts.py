@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, cut, pack
+from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import KLPlace
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative
 from pgtoolkit.config.schema_step import LastStep
 from pgtoolkit.losses.corrections import CORRECTIONS
+from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator, with_advantages
@@ -89,6 +91,7 @@ _DOCUMENT = {
     "dropped_group_fraction?": _may_be(is_number),
     "left_out?": bool,
     "retired_prompts?": _may_be(is_count),
+    "kl_reward?": _may_be(is_number),
 }
 _STATE = {
     "number": lambda value: type(value) is int and value >= -1,
@@ -123,6 +126,11 @@ class PolicyRollouts(Source):
         self._estimator = Estimator.of(self.config)
         self.batch_size = self._rollout.prompts_per_batch * self._rollout.group_size
         self._ahead = steps_ahead(self._rollout, self.config.accumulation)
+        kl = self.config.kl
+        self._reward_penalty: KL | None = None
+        if kl.place == KLPlace.reward:
+            assert kl.coefficient is not None
+            self._reward_penalty = KL(kl.kind.value, kl.coefficient)
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._number = -1
         self._next_prompt = 0
@@ -226,6 +234,10 @@ class PolicyRollouts(Source):
         if self._ahead > 0 and self._rollout.old_log_probs == OldLogProbs.proximal:
             anchored = self._with_old_log_probs(in_groups(batches[number], self._rollout.group_size))
             batches[number] = [document for group in anchored for document in group]
+        if self._reward_penalty is not None:
+            documents = self._with_kl_reward(batches[number], self._reward_penalty)
+            groups = in_groups(documents, self._rollout.group_size)
+            batches[number] = with_advantages(groups, self._estimator, self.prompt)
         self._batches, self._number = batches, number
         if self.folder is not None:
             write_batch(self.folder, number, self._batches[number])
@@ -301,7 +313,9 @@ class PolicyRollouts(Source):
         groups = fill(sampled, further, self._rollout.max_sampling_rounds, self._rollout.mixed)
 
         check_scores(groups)
-        documents = with_advantages(groups, self._estimator, self.prompt)
+        documents = [document for group in groups for document in group]
+        if self._reward_penalty is None:  # else once training on the batch begins
+            documents = with_advantages(groups, self._estimator, self.prompt)
         if self._rollout.uninformative == Uninformative.drop:
             documents = without_uninformative(in_groups(documents, self._rollout.group_size))
         # Only now: the prompts of a batch that fails are the next ones of the run that goes on.
@@ -349,6 +363,35 @@ class PolicyRollouts(Source):
             groups = [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
         return [[replace(d, old_log_probs=None) if d.on_policy else d for d in group] for group in groups]
 
+    def _with_kl_reward(self, documents: list[Document], penalty: KL) -> list[Document]:
+        """Return the documents with the reference's log-probs, and what the distance from it adds to their rewards."""
+        ref_log_probs = self._measured(documents, self.trained.ref_log_probs, "old_log_probs")
+        result = []
+        for document, reference in zip(documents, ref_log_probs, strict=True):
+            terms = penalty.of_samples(_old(document).double(), reference.double())
+            kl_reward = None if document.reward is None else -math.fsum(terms.tolist())
+            result.append(replace(document, ref_log_probs=reference, kl_reward=kl_reward))
+        return result
+
+    def _measured(self, documents: list[Document], measure: Callable[[MicroBatch], Tensor], stage: str) -> list[Tensor]:
+        """Return a number for each trained token of each document, which a model computes without gradient.
+
+        measure: (T,) of a micro-batch, called by every rank. Data-parallel ranks have every so many-th document each.
+        """
+        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        shares = [cut(documents[i::size], self.config.accumulation.max_tokens) for i in range(size)]
+        passes = max(map(len, shares))
+        vectors: list[Tensor] = []
+        with failing_together(self.layout), self._timed(stage):
+            for part in shares[rank] + [[]] * (passes - len(shares[rank])):
+                micro_batch = pack(part)
+                values = measure(micro_batch).cpu()[micro_batch.labels >= 0]
+                vectors += [x.clone() for x in values.split([document.num_trained for document in part])]
+        # Of ranks that have computed the same the first one's, so that all hold the same to the last bit.
+        every = self.layout.size("sequence_data_parallel") * self.layout.size("tensor_parallel")
+        of_ranks = gather_objects(vectors, self.layout.world_group)[::every][:size]
+        return [of_ranks[place % size][place // size] for place in range(len(documents))]
+
     def _with_on_policy(self, groups: list[list[Document]]) -> list[list[Document]]:
         """Marks the documents of the batch's first update whose old log-probs its own forward pass can give.
 
@@ -357,7 +400,8 @@ class PolicyRollouts(Source):
         """
         rollout, accumulation, correction = self._rollout, self.config.accumulation, self.config.correction.name
         docs, count = accumulation.docs_per_step, self.batch_size
-        read = rollout.save_path is not None or (correction != "none" and not CORRECTIONS[correction].of_policy)
+        read = rollout.save_path is not None or self._reward_penalty is not None
+        read |= correction != "none" and not CORRECTIONS[correction].of_policy
         carried = accumulation.last_step == LastStep.carry and docs > 0 and count % docs > 0
         late = self._ahead > 0 and rollout.old_log_probs == OldLogProbs.training
         if late or read or carried or rollout.uninformative == Uninformative.drop:

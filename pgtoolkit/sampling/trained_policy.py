@@ -27,3 +27,7 @@ class TrainedPolicy(Protocol):
         temperature: None for that of the run. Called by every rank.
         """
         ...
+
+    def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the (T,) log-prob of each label under the reference, which is a model. Called by every rank."""
+        ...

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import CustomLossConfig, KLKind
+from pgtoolkit.config.schema_loss import CustomLossConfig, KLKind, KLPlace
 from pgtoolkit.config.schema_rollouts import Truncated
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import Reducer, aggregation_of
@@ -36,7 +36,7 @@ def loss_of(config: Config) -> Loss:
         family = configured(loss, FAMILIES)
     correction = configured(config.correction, CORRECTIONS)
     penalty = None
-    if config.kl.kind != KLKind.none:
+    if config.kl.kind != KLKind.none and config.kl.place == KLPlace.loss:
         assert config.kl.coefficient is not None
         penalty = KL(config.kl.kind.value, config.kl.coefficient)
     temperature, level = config.rollout.temperature, config.metrics.level.value

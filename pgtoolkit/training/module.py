@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import KLPlace
 from pgtoolkit.config.schema_run import OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
@@ -136,6 +137,13 @@ class PolicyGradientModule(DynamicAccumulation):
         return policy.all_tokens(log_probs)[:count]
 
     @torch.no_grad()
+    def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) log-prob of each label under the reference."""
+        count = len(micro_batch.tokens)
+        micro_batch = local_tokens(micro_batch, self.layout).counted().to(self.device)
+        return self.policy.all_tokens(self._by_reference(micro_batch))[:count]
+
+    @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
         """(T,) entropy of the softmax before each label, 0 where labels < 0; the micro-batch is counted and on the
         module's device."""
@@ -146,12 +154,20 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def with_reference(self, micro_batch: MicroBatch) -> MicroBatch:
-        """With the reference's log-probs, where it is a model and not a column of the data, and no full KL is asked."""
-        if self.reference is None or self.loss.full_kl:
+        """With the reference's log-probs, where it is a model and no full KL is asked.
+
+        Where the penalty acts on rewards, the documents bring those that it was made of.
+        """
+        if self.reference is None or self.loss.full_kl or self.config.kl.place == KLPlace.reward:
             return micro_batch
+        return replace(micro_batch, ref_log_probs=self._by_reference(micro_batch))
+
+    def _by_reference(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) the reference's log-prob of each label; the micro-batch is counted and on the module's device."""
+        assert self.reference is not None
         log_probs = self.log_probs_of(*self._read_by_reference(micro_batch))[0]
         self.reference.put_away()
-        return replace(micro_batch, ref_log_probs=_here(log_probs, micro_batch))
+        return _here(log_probs, micro_batch)
 
     @torch.no_grad()
     def _move_reference(self) -> None:

@@ -240,6 +240,22 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys):
     assert "trainer.logger=[console,wandb]: tracking" in page
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ({"use_kl_in_reward": True}, ["kl=k1", "kl.coefficient=0.001", "kl.place=reward"]),
+        (
+            {"use_kl_in_reward": True, "kl_penalty": "low_var_kl", "kl_ctrl": {"kl_coef": 0.05}},
+            ["kl=k3", "kl.coefficient=0.05", "kl.place=reward"],
+        ),
+    ],
+)
+def test_what_verl_means_by_a_value(tmp_path, capsys, algorithm, overrides):
+    found, _ = translated(tmp_path, capsys, VERL | {"algorithm": VERL["algorithm"] | algorithm})
+    assert {*overrides} <= {*found}
+    settings(found)
+
+
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, capsys):
     assert main(["translate", str(tmp_path / "none.yaml")]) == 2
     assert "needs a file" in capsys.readouterr().err

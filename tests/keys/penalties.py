@@ -102,6 +102,19 @@ def moving_reference():
     assert 0 < halfway_each_time < halfway < stays
 
 
+@key("kl.place")
+def place(tmp_path):
+    """On another reference than the policy: a term of the loss, or in the advantages."""
+    path, other = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3))
+    found = []
+    for value in ("loss", "reward"):
+        chosen = ["kl=k3", f"kl.reference={other}", f"kl.place={value}", "loss=reinforce"]
+        module, loader = built(*settings("model=huggingface", f"model.path={path}", *chosen))
+        step = next(iter(loader))
+        found.append((module.loss.kl is not None, {d.kl_reward is not None for d in step.documents}))
+    assert found == [(True, {False}), (False, {True})]
+
+
 @key("entropy.coefficient")
 def entropy():
     losses = []

@@ -80,7 +80,7 @@ class Module(PolicyGradientModule):
         self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"), correction=correction)
         self.computation = Computation(check_finite=False)
         shard = getattr(policy, "sharded", False)
-        no_reference = SimpleNamespace(update_every=None, update_rate=None)
+        no_reference = SimpleNamespace(update_every=None, update_rate=None, place="loss")
         self.config = SimpleNamespace(
             model=SimpleNamespace(fp32_lm_head=False),
             parallelism=SimpleNamespace(shard=shard),

@@ -28,6 +28,7 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
         (("kl=k3", "kl.coefficient=0.3", "entropy.coefficient=0.02"), (3,)),  # the reference is made again of the seed
         (("kl=k3", "kl.reference_prompt='{prompt}{answer}='"), (3,)),
         (("kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.5"), (3,)),
+        (("kl=k1", "kl.coefficient=0.3", "kl.place=reward", "kl.update_every=1", "rollout.lag=3"), (3, 4)),
         (("rollout.uninformative=drop",), (2, 3)),
         (("rollout.lag=5", *SHORTER), (1, 4, 7)),
         ((*OVERLAP, *SHORTER), (1, 4, 7)),

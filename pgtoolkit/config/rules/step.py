@@ -16,7 +16,7 @@ from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.family import configured
-from pgtoolkit.losses.kl import FULL_KINDS
+from pgtoolkit.losses.kl import FULL_KINDS, REWARD_KINDS
 from pgtoolkit.ranks.environment import AXES, joined, world_size
 from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import Report, is_whole, refusal, text
@@ -143,6 +143,8 @@ def penalties(c: Config, report: Report) -> Config:
     elif reference == "recorded" and kind in FULL_KINDS:
         reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
         report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
+    if c.kl.place == "reward":
+        _kl_in_reward(c, report)
     if c.kl.reference_prompt is not None and not _takes_reference_prompt(c.kl.reference_prompt, report):
         c = with_values(c, {"kl.reference_prompt": None})
     if c.kl.update_every is not None and c.model.lora_rank is not None:
@@ -162,6 +164,35 @@ def penalties(c: Config, report: Report) -> Config:
         use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
         report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
     return c
+
+
+def _kl_in_reward(c: Config, report: Report) -> None:
+    """Refuse kinds that a sample has none of, and advantages that read no reward or none below 0."""
+    estimator = c.advantage.estimator
+    if c.kl.kind not in REWARD_KINDS:
+        report.refuse(
+            setting="kl.place=reward",
+            needs="kl=k1, k2 or k3",
+            got=f"kl={c.kl.kind}",
+            reason="A reward is made of the log-probs of the tokens that were sampled, before any update.",
+            use="kl=k1 or kl.place=loss",
+        )
+    if estimator in ("none", "gdpo"):
+        report.refuse(
+            setting="kl.place=reward",
+            needs="an advantage that reads the reward",
+            got=f"advantage={estimator}",
+            reason="The penalty is taken off the reward.",
+            use="advantage=dr_grpo or kl.place=loss",
+        )
+    if estimator == "max_rl":
+        report.refuse(
+            setting="kl.place=reward",
+            needs="an advantage that takes rewards below 0",
+            got="advantage=max_rl",
+            reason="A reward of 0 is below 0 once the penalty is taken off.",
+            use="advantage=dr_grpo or kl.place=loss",
+        )
 
 
 def needs_teacher(c: Config) -> bool:
