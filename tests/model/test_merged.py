@@ -81,10 +81,10 @@ def test_the_kernel_turns_queries_and_keys(monkeypatch):
     turned = []
 
     def attend_turning(module, query, key, value, mask, **options):
-        if options["cache"].reading is not None:
+        if options["decoder_cache"].reading is not None:
             return decoding.attention(module, query, key, value, mask, **options)
-        kept = options["cache"].of(module.layer_idx)
-        where = options["cache"].positions, options["scaling"], options["sliding_window"]
+        kept = options["decoder_cache"].of(module.layer_idx)
+        where = options["decoder_cache"].positions, options["scaling"], options["sliding_window"]
         turned.append(options["turns"])
         out = triton_attention.attend(query, key, value, *kept, *where, options["turns"])
         return out[:, None], None
