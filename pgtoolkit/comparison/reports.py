@@ -1,5 +1,4 @@
-"""The comparison as files: a table of its configurations (CSV, LaTeX) or runs (CSV), a page that needs nothing else,
-all of it as JSON, and a picture (PNG, SVG, PDF)."""
+"""The comparison as files: tables (CSV, LaTeX), one self-contained HTML page, JSON, and pictures (PNG, SVG, PDF)."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -23,11 +22,11 @@ from pgtoolkit.system.legible import escaped, legible
 from pgtoolkit.system.report import text
 
 _TABLES = 20
-"""Of so many configurations, the best, the page has the differences from all that are behind them."""
+"""The page has a table of differences for each of this many configurations, the best ones."""
 
 
 def write(compared: Compared, kind: str, path: Path, command: str) -> None:
-    """Write one file; kind: html, csv, runs_csv, latex, png, svg or pdf. command: what has made the page."""
+    """Write one file. kind: html, csv, runs_csv, latex, png, svg or pdf. command: shown as the one that made it."""
     if kind in ("png", "svg", "pdf"):
         path.write_bytes(picture(compared, kind))
     elif kind in ("csv", "runs_csv"):
@@ -42,10 +41,10 @@ def write(compared: Compared, kind: str, path: Path, command: str) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration with what it reached and how it differs from its base.
+    """A configuration with its tested values and how they differ from those of its base.
 
-    mean, interval: of what is tested, None where no run counts, or a single one. pair: the planned comparison with its
-    base, None of a base itself.
+    mean: None without a counted run. interval, std: None with fewer than two.
+    pair: the planned comparison with its base, None for a base itself.
     """
 
     group: Group
@@ -62,91 +61,93 @@ def configurations(compared: Compared) -> list[Row]:
     rows = []
     for place, group in enumerate(compared.groups):
         mean, std = mean_and_std(compared.tested(group))
+        interval = mean_interval(compared.comparisons.samples[place])
         pair = pairs.get(place)
-        margin = compared.comparisons.margin
-        verdict = text_report.verdict(pair, compared.sign, margin) if pair else "base" if pairs else "not compared"
-        rows.append(Row(group, mean, mean_interval(compared.comparisons.samples[place]), std, pair, verdict))
+        if pair is not None:
+            verdict = text_report.verdict(pair, compared.sign, compared.comparisons.margin)
+        else:
+            verdict = "base" if pairs else "not compared"
+        rows.append(Row(group, mean, interval, std, pair, verdict))
     return rows
 
 
 def configuration_rows(compared: Compared) -> list[list[object]]:
     """Return the header and a row for each configuration, numbers in full."""
-    columns: list[object] = [
-        "label",
-        *compared.keys,
-        "n",
-        "measured",
-        "mean",
-        "mean_low",
-        "mean_high",
-        "std",
-        "against",
-    ]
-    columns += ["difference", "difference_low", "difference_high", "p", "p_adjusted", "p_equal", "verdict"]
-    rows: list[list[object]] = [columns]
+    keys: list[object] = [*compared.keys]
+    tested = ["n", "measured", "mean", "mean_low", "mean_high", "std"]
+    difference = ["against", "difference", "difference_low", "difference_high", "p", "p_adjusted", "p_equal"]
+    rows: list[list[object]] = [["label", *keys, *tested, *difference, "verdict"]]
     for row in configurations(compared):
         pair = row.pair
-        of_pair: list[object] = [None] * 7
-        if pair is not None:
-            between = pair.interval or (None, None)
-            against = compared.groups[pair.first].label
-            of_pair = [against, pair.difference, *between, pair.p, pair.adjusted_p, pair.equal_p]
         values = [text(value) for value in row.group.values.values()]
-        reached = [compared.measured, row.mean, *(row.interval or (None, None)), row.std]
-        rows.append([row.group.label, *values, len(row.group.counted), *reached, *of_pair, row.verdict])
+        cells: list[object] = [row.group.label, *values, len(row.group.counted)]
+        cells += [compared.measured, row.mean, *(row.interval or (None, None)), row.std]
+        if pair is None:
+            cells += [None] * len(difference)
+        else:
+            cells += [compared.groups[pair.first].label, pair.difference, *(pair.interval or (None, None))]
+            cells += [pair.p, pair.adjusted_p, pair.equal_p]
+        rows.append([*cells, row.verdict])
     return rows
 
 
 def _latex(compared: Compared, command: str) -> str:
-    """The same as a table: means with their intervals, differences with theirs, adjusted p, verdicts."""
-    write = text_report.whole if compared.by_documents else text_report.number_format(compared)
-    keys = [key for key in compared.keys if len({repr(group.values[key]) for group in compared.groups}) > 1]
+    """Return the configurations as a LaTeX table, with intervals of means and differences, adjusted p and verdicts.
+
+    Comments above it say what its numbers are.
+    """
+    write = text_report.short_count if compared.by_documents else text_report.number_format(compared)
+    keys = text_report.differing_keys(compared)
     every_word_tells = all(group.telling_words == group.words for group in compared.groups)
-    names = keys if len(keys) > 1 and every_word_tells else ["configuration"]
+    column_per_key = len(keys) > 1 and every_word_tells
 
     def signed(value: float) -> str:
         return f"+{write(value)}" if value > 0 else write(value)
 
-    lines = []
+    rows = []
     for row in configurations(compared):
         words = dict(zip(row.group.values, row.group.words, strict=True))
-        cells = [words[key] for key in keys] if names == keys else [row.group.label]
-        cells += [str(len(row.group.counted)), write(row.mean) + _between(row.interval, write)]
+        cells = [words[key] for key in keys] if column_per_key else [row.group.label]
+        cells += [str(len(row.group.counted)), write(row.mean) + _bracketed(row.interval, write)]
         if row.pair is None:
-            cells += ["--", "--", row.verdict]
+            cells += ["--", "--"]
         else:
-            p = row.pair.adjusted_p
-            shown = "--" if p is None else "<0.001" if p < 0.001 else f"{p:.3f}"
-            cells += [signed(row.pair.difference) + _between(row.pair.interval, signed), shown, row.verdict]
-        lines.append(cells)
-    heads = [*names, "n", compared.measured, "difference", "p", "verdict"]
-    body = [" & ".join(_tex(cell) for cell in cells) + r" \\" for cells in lines]
-    what = [*text_report.definitions(compared), text_report.question(compared)]
-    comments = [f"% {legible(line)}" for sentence in [f"Made by {command}", *what] for line in sentence.splitlines()]
+            cells.append(signed(row.pair.difference) + _bracketed(row.pair.interval, signed))
+            cells.append(text_report.p_value(row.pair.adjusted_p) or "--")
+        rows.append([*cells, row.verdict])
+    names = keys if column_per_key else ["configuration"]
+    header = [*names, "n", compared.measured, "difference", "p", "verdict"]
+    sentences = [f"Made by {command}", *text_report.definitions(compared), text_report.question(compared)]
+    comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
     table = [
         r"\begin{tabular}{" + "l" * len(names) + "rrrrl}",
         r"\toprule",
-        " & ".join(_tex(head) for head in heads) + r" \\",
+        _tex_row(header),
         r"\midrule",
-        *body,
+        *(_tex_row(cells) for cells in rows),
         r"\bottomrule",
         r"\end{tabular}",
     ]
     return "\n".join([*comments, "% \\usepackage{booktabs}", *table]) + "\n"
 
 
-def _between(interval: tuple[float, float] | None, write: Callable[[float], str]) -> str:
+def _bracketed(interval: tuple[float, float] | None, write: Callable[[float], str]) -> str:
     return "" if interval is None else f" [{write(interval[0])}, {write(interval[1])}]"
 
 
 _TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$"}
 _TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"≥": r"$\geq$", "±": r"$\pm$", "-": "-"}
+"""What LaTeX needs in the place of a character."""
+
+
+def _tex_row(cells: list[str]) -> str:
+    return " & ".join(_tex(cell) for cell in cells) + r" \\"
 
 
 def _tex(cell: str) -> str:
-    """Return a text with what LaTeX would take for its own as characters, a number's minus sign as one."""
-    shown = "".join(_TEX.get(character, character) for character in legible(cell))
-    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", shown)
+    """Return the text for LaTeX: its special characters escaped, and the minus of a number as a minus sign."""
+    escaped_text = "".join(_TEX.get(character, character) for character in legible(cell))
+    return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped_text)
 
 
 def as_json(compared: Compared) -> str:
@@ -176,7 +177,7 @@ def as_json(compared: Compared) -> str:
         }
         for pair in compared.comparisons
     ]
-    found = {
+    report = {
         "metric": compared.metric,
         "measured": compared.measured,
         "threshold": compared.goal.threshold,
@@ -188,11 +189,11 @@ def as_json(compared: Compared) -> str:
         "notes": compared.notes,
         "common": {key: text(value) for key, value in compared.common.items()},
     }
-    return json.dumps(_finite(found), indent=1, ensure_ascii=False)
+    return json.dumps(_finite(report), indent=1, ensure_ascii=False)
 
 
 def _finite(value: object) -> object:
-    """Return the value with null in the place of numbers that JSON does not have."""
+    """Return the value with None in the place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(inside) for key, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -201,44 +202,37 @@ def _finite(value: object) -> object:
 
 
 def run_rows(compared: Compared) -> list[list[object]]:
-    """The header and a row per run, unfinished ones too: what varies, seed, state, whether it is in the means, what it
-    reached.
+    """Return the header and a row per run, unfinished ones too.
 
-    `documents_to_METRIC_THRESHOLD` and its like are None where that was not reached in the `documents_seen`.
+    A row has the values that vary, the seed, the state, whether the run is in the means, and what it reached.
+    `documents_to_METRIC_THRESHOLD` and its like are None where the run has not reached the threshold.
     """
-    goal, rows = compared.goal, []
+    goal = compared.goal
     to = {axis: f"{AXES[axis]}_to_{goal.metric}_{goal.threshold:g}" for axis in compared.limits}
-    values = [f"{name}_{goal.metric}" for name in ("mean", "final", "best")]
+    mean, final, highest = (f"{name}_{goal.metric}" for name in ("mean", "final", "best"))
+    rows = []
     for group in compared.groups:
         for run in group.runs:
             row = {"run": run.path, **{key: text(value) for key, value in group.values.items()}}
             row |= {key: text(learned(run, key)) for key in compared.over}
             counted = "yes" if run in group.counted else "no"
             row |= {"seed": run.config["seed"], "state": run.state, "counted": counted, "step": run.step}
-            if measured := run.values(goal.metric):
-                at = reached(run, goal)
-                row |= {to[axis]: at.to[axis] for axis in to if axis in at.to} | at.seen
-                row |= zip(values, (at.mean, at.final, best(measured)), strict=True)
+            values = run.values(goal.metric)
+            if values:
+                measures = reached(run, goal)
+                row |= {to[axis]: measures.to[axis] for axis in to if axis in measures.to}
+                row |= measures.seen
+                row |= {mean: measures.mean, final: measures.final, highest: best(values)}
             rows.append(row)
-    unread = [run for run, _ in compared.left_out if not run.config]
-    rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unread]
-    columns: list[object] = [
-        "run",
-        *compared.keys,
-        *compared.over,
-        "seed",
-        "state",
-        "counted",
-        "step",
-        *to.values(),
-        *values,
-        *AXES,
-    ]
+    unreadable = [run for run, _ in compared.left_out if not run.config]
+    rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unreadable]
+    columns: list[object] = ["run", *compared.keys, *compared.over, "seed", "state", "counted", "step"]
+    columns += [*to.values(), mean, final, highest, *AXES]
     return [columns, *([row.get(column) for column in columns] for row in rows)]
 
 
 def _render_html(compared: Compared, command: str) -> str:
-    """Everything that the terminal shows, the differences of all pairs, every run and what they share."""
+    """Return the page: all that the terminal shows, the differences of all pairs, every run and what they share."""
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
     svg = picture(compared, "svg").decode().replace("#000000", "currentColor")  # legible on light and dark pages
     excluded = text_report.left_out(compared)
@@ -263,16 +257,21 @@ def _render_html(compared: Compared, command: str) -> str:
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
     ]
     page = Template(files("pgtoolkit.comparison").joinpath("report.html").read_text(encoding="utf-8"))
-    told = {"title": escaped(title), "lead": "\n".join(lead), "chart": svg[svg.index("<svg ") :]}
-    return page.substitute(told, parts="\n".join(parts), command=escaped(command))
+    return page.substitute(
+        title=escaped(title),
+        lead="\n".join(lead),
+        chart=svg[svg.index("<svg ") :],
+        parts="\n".join(parts),
+        command=escaped(command),
+    )
 
 
-def _sentences(sentences):
+def _sentences(sentences: Sequence[str]) -> str:
     return "\n".join(f'<p class="quiet">{escaped(sentence)}</p>' for sentence in sentences)
 
 
-def _table(rows):
-    """The first row is the header."""
+def _table(rows: Sequence[Sequence[object]]) -> str:
+    """Return a table in HTML; the first row is its header."""
     header, *body = [[escaped("-" if cell is None else str(cell)) for cell in row] for row in rows]
     lines = [f"<tr><th>{'</th><th>'.join(header)}</th></tr>"]
     lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in body]

@@ -24,13 +24,15 @@ from pgtoolkit.system.report import plural
 from pgtoolkit.tracking.progress import WIDTH
 
 MOST_COMPLETIONS = 2000
+"""Completions on the page. With more of them a browser becomes slow."""
+
 MOST_CHARACTERS = 8000
-"""Of each text. More completions, or longer ones, make a page that no browser likes."""
+"""Characters of each text on the page."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run kept of one set: its files, and of each completion the step, the name and the reward."""
+    """The completions of one set that a run kept. entries: of each, the step, the name and the reward alone."""
 
     set: str
     files: list[CompletionFile]
@@ -38,11 +40,11 @@ class Kept:
 
     @property
     def steps(self) -> list[int]:
-        """Those that have completions, in order."""
+        """The steps that have completions, in order."""
         return sorted({entry.step for entry in self.entries})
 
     def rows(self, step: int) -> list[CompletionRow]:
-        """All that was kept at the step, in the order of the file."""
+        """Return the completions of a step, with all that was kept of them, in the order of the file."""
         paths = [file.path for file in self.files if file.first <= step <= file.last]
         return [row for path in paths for row in completion_files.read_completions(path) if row.step == step]
 
@@ -50,7 +52,8 @@ class Kept:
 class Change(NamedTuple):
     """A prompt whose completions were kept at two steps.
 
-    means: of their rewards at each. before, after: of each step the completion whose reward is nearest to the mean.
+    means: of the rewards at the first and at the second step. before, after: the completion of each step whose reward
+    is nearest to the mean.
     """
 
     means: tuple[float, float]
@@ -59,10 +62,10 @@ class Change(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """What there is to be seen of one set at one step.
+    """One set at one step, and how rewards changed since an earlier step.
 
-    since: the step from which on prompts were looked for that came again up to `step`. counts: of those, how many have
-    a mean reward that rose, fell and stayed. changes: of those whose mean changed the largest, in falling order.
+    counts: of the prompts that were sampled more than once between the steps `since` and `step`, how many have a mean
+    reward that rose, fell and stayed the same. changes: the largest changes, in falling order.
     """
 
     set: str
@@ -74,12 +77,13 @@ class Samples(NamedTuple):
 
 
 def kept_by(run_dir: Path) -> dict[str, Kept]:
-    """Each set that a run kept, by its name. Raises ConfigError where there is no run, or nothing was kept."""
+    """Return {name: set} of what a run kept. Raises ConfigError where there is no run, or nothing was kept."""
     if not is_run(run_dir):
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
     sets: dict[str, Kept] = {}
     for file in completion_files.completion_files(run_dir):
-        if entries := completion_files.read_completions(file.path, ("step", "name", "reward")):
+        entries = completion_files.read_completions(file.path, ("step", "name", "reward"))
+        if entries:
             kept = sets.setdefault(file.set, Kept(file.set, [], []))
             kept.files.append(file)
             kept.entries.extend(entries)
@@ -93,7 +97,10 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
 
 
 def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
-    """The set of this name; None: that of an evaluation, whose prompts are the same each time, or else of training."""
+    """Return the set of this name.
+
+    name: None for a set of an evaluation, whose prompts are the same each time, or that of training if it is alone.
+    """
     name = name or next((known for known in kept if known != completion_files.TRAINING), completion_files.TRAINING)
     if name not in kept:
         raise ConfigError(f"--set={name} needs one of {', '.join(kept)} (got {name}). Use --set={next(iter(kept))}.")
@@ -101,62 +108,66 @@ def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
 
 
 def samples(kept: Kept, step: int | None = None, since: int | None = None, count: int = 3) -> Samples:
-    """A set at a step, and so many of the prompts that changed since another.
+    """Return a set at a step, and the prompts whose rewards changed most since another step.
 
-    step: None for the last. since: None for the first. Raises ConfigError for one without completions.
+    step: None for the last. since: None for the first. count: of changes at most.
+    Raises ConfigError for a step without completions.
     """
     step = kept.steps[-1] if step is None else step
-    for option, given in (("--step", step), ("--since", since)):
-        known = kept.steps if option == "--step" else [known for known in kept.steps if known < step]
-        if given not in (None, *known):
-            needs = f"one of {_listed(known)}" if known else f"a step before {step}, which is the first"
-            raise ConfigError(f"{option}={given} needs {needs} of {kept.set} (got {given}).")
+    _check_step("--step", step, kept.steps, step, kept.set)
+    if since is not None:
+        _check_step("--since", since, [known for known in kept.steps if known < step], step, kept.set)
     since = kept.steps[0] if since is None else since
     rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
     for entry in kept.entries:
         if since <= entry.step <= step and entry.reward is not None:
             rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
-    again = {name: steps for name, steps in rewards.items() if len(steps) > 1}
-    rises = {name: mean(steps[max(steps)]) - mean(steps[min(steps)]) for name, steps in again.items()}
+    repeated = {name: by_step for name, by_step in rewards.items() if len(by_step) > 1}
+    rises = {name: mean(by_step[max(by_step)]) - mean(by_step[min(by_step)]) for name, by_step in repeated.items()}
     rising = sum(rise > 0 for rise in rises.values())
     falling = sum(rise < 0 for rise in rises.values())
     counts = (rising, falling, len(rises) - rising - falling)
-    rows, changes = functools.cache(kept.rows), []
-    for name in sorted(filter(rises.get, rises), key=lambda name: -abs(rises[name]))[:count]:
-        first, last = min(again[name]), max(again[name])
-        before, after = mean(again[name][first]), mean(again[name][last])
-        changes.append(
-            Change((before, after), _nearest(rows(first), name, before), _nearest(rows(last), name, after)),
-        )
-    return Samples(kept.set, step, rows(step), since, counts, changes)
+
+    rows_at = functools.cache(kept.rows)
+    changed = [name for name, rise in rises.items() if rise]
+    changes = []
+    for name in sorted(changed, key=lambda name: -abs(rises[name]))[:count]:
+        by_step = repeated[name]
+        first = min(by_step)
+        last = max(by_step)
+        means = (mean(by_step[first]), mean(by_step[last]))
+        before = _nearest(rows_at(first), name, means[0])
+        after = _nearest(rows_at(last), name, means[1])
+        changes.append(Change(means, before, after))
+    return Samples(kept.set, step, rows_at(step), since, counts, changes)
+
+
+def _check_step(option: str, number: int, known: list[int], step: int, set_name: str) -> None:
+    """Refuse a step that is not among the known ones. step: the one to show."""
+    if number not in known:
+        needs = f"one of {_listed(known)}" if known else f"a step before {step}, which is the first"
+        raise ConfigError(f"{option}={number} needs {needs} of {set_name} (got {number}).")
 
 
 def _nearest(rows: list[CompletionRow], name: str, reward: float) -> CompletionRow:
-    """Return the row of a prompt whose reward is nearest to a number; of equal ones the first."""
+    """Return the row of a prompt whose reward is nearest to a number, the first of equal ones."""
     distances = [(row, abs(row.reward - reward)) for row in rows if row.name == name and row.reward is not None]
     return min(distances, key=lambda pair: pair[1])[0]
 
 
 def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
-    """For the terminal, at most WIDTH columns wide. run: as the user can paste it.
+    """Return the samples for the terminal, at most WIDTH columns wide.
 
-    count: completions of a kind. lines: of each text at most.
+    run: as the user can paste it. count: completions of each kind at most. lines: of each text at most.
     """
-    rewards = [row.reward for row in shown.rows if row.reward is not None]
-    not_scored = [row for row in shown.rows if row.reward is None]
-    means = f"mean reward of these {mean(rewards):.3f}" if rewards else "none of these was scored"
-    if rewards and not_scored:
-        means = f"{len(not_scored)} of these not scored, mean reward of the others {mean(rewards):.3f}"
-    prompts = plural(len({row.name for row in shown.rows}), "prompt")
-    page = folded(
-        f"{legible(run)}: {shown.set}, step {shown.step}: {plural(len(shown.rows), 'completion')} kept of {prompts}, "
-        f"{means}"
-    )
+    page = _heading(shown, run)
     others = [f"{name} ({_listed(other.steps)})" for name, other in kept.items() if name != shown.set]
     if others:
         page += folded(f"Other sets: {', '.join(others)}")
-    best, worst = best_and_worst([row for row in shown.rows if row.reward is not None], count)
-    title = "Best" if worst or not rewards else f"All have reward {rewards[0]:.3f}; some of them"
+    scored = [row for row in shown.rows if row.reward is not None]
+    not_scored = [row for row in shown.rows if row.reward is None]
+    best, worst = best_and_worst(scored, count)
+    title = "Best" if worst or not scored else f"All have reward {scored[0].reward:.3f}; some of them"
     for name, rows in ((title, best), ("Worst", worst), ("Not scored, since scoring failed", not_scored[:count])):
         page += ["", name] if rows else []
         for row in rows:
@@ -175,27 +186,46 @@ def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, 
     return "\n".join(page)
 
 
-def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[CompletionRow], list[CompletionRow]]:
-    """So many of either, each text of a prompt once; of equal rewards, several prompts come before one's second text.
+def _heading(shown: Samples, run: str) -> list[str]:
+    """Return lines with the set, the step, how many completions it has, and their mean reward."""
+    rewards = [row.reward for row in shown.rows if row.reward is not None]
+    not_scored = len(shown.rows) - len(rewards)
+    if not rewards:
+        means = "none of these was scored"
+    elif not_scored:
+        means = f"{not_scored} of these not scored, mean reward of the others {mean(rewards):.3f}"
+    else:
+        means = f"mean reward of these {mean(rewards):.3f}"
+    completions = plural(len(shown.rows), "completion")
+    prompts = plural(len({row.name for row in shown.rows}), "prompt")
+    return folded(f"{legible(run)}: {shown.set}, step {shown.step}: {completions} kept of {prompts}, {means}")
 
-    No reward is the lowest among the best, or the highest among the worst; where all are alike there is no worst.
+
+def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[CompletionRow], list[CompletionRow]]:
+    """Return at most `count` rows with the highest and with the lowest rewards; rows without a reward are left out.
+
+    A text that a prompt has several times comes once. Among equal rewards the first texts of all prompts come before
+    any prompt's second text. The lowest reward is not among the best, nor the highest among the worst; where all
+    rewards are equal there is no worst.
     """
     rewards = [row.reward for row in rows if row.reward is not None]
-    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    low = min(rewards, default=0.0)
+    high = max(rewards, default=0.0)
     times: Counter[tuple] = Counter()
-    unlike = {}  # each with its place among those of its prompt with this reward
+    distinct = {}  # each with its place among those of its prompt with this reward
     for row in rows:
-        if (text := (row.name, row.completion, row.reward)) not in unlike:
-            unlike[text] = times[row.name, row.reward], row
+        text = (row.name, row.completion, row.reward)
+        if text not in distinct:
+            distinct[text] = times[row.name, row.reward], row
             times[row.name, row.reward] += 1
-    ordered = [row for _, row in sorted(unlike.values(), key=lambda pair: pair[0])]
+    ordered = [row for _, row in sorted(distinct.values(), key=lambda pair: pair[0])]
     best = sorted((row for row in ordered if row.reward > low or low == high), key=lambda row: -row.reward)[:count]
     worst = [row for row in ordered if row.reward < high and row not in best]
     return best, sorted(worst, key=lambda row: row.reward)[:count]
 
 
 def facts(row: CompletionRow) -> str:
-    """What is known of a completion besides its texts."""
+    """Return a line about a completion: parts of its reward, advantage, length, how it ended, weights."""
     parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     ends = "cut off at the length limit" if row.finish_reason == "length" else "ended by itself"
@@ -203,7 +233,7 @@ def facts(row: CompletionRow) -> str:
 
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
-    """The page of these sets. step: of this one alone. command: what has made the page."""
+    """Return the page of these sets. step: of this step alone. command: shown as the one that made the page."""
     files_of_sets = [file for completions in kept for file in completions.files]
     chosen, total = completion_files.some_completions(files_of_sets, MOST_COMPLETIONS, step)
     rows = _merged(chosen)
@@ -211,34 +241,39 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     if len(chosen) < total:
         count = f"{len(chosen):,} of {count}: all of some prompts, spread evenly"
     data = {"about": legible(f"{run}: {count}"), "rows": rows}
-    # Whatever a model has written, nothing in it ends the script's element.
-    written = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # Only "<" could end the script's element, whatever a model has written.
+    script = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = files("pgtoolkit.comparison").joinpath("samples.html").read_text(encoding="utf-8")
-    return re.sub("@(COMMAND|DATA)@", lambda mark: written if mark[1] == "DATA" else escape(legible(command)), page)
+    return re.sub("@(COMMAND|DATA)@", lambda mark: script if mark[1] == "DATA" else escape(legible(command)), page)
 
 
 def _merged(rows: list[tuple[str, CompletionRow]]) -> list[dict]:
-    """Return (set, row) for the page: equal completions of a prompt at a step once, with how many there are."""
+    """Return (set, row) pairs as the page has them: equal completions of a prompt at a step once, with their number."""
     merged: dict[tuple, dict] = {}
-    for name, row in rows:
-        same = (name, row.step, row.name, row.prompt, row.completion, row.answer, row.reward, facts(row))
+    for set_name, row in rows:
+        same = (set_name, row.step, row.name, row.prompt, row.completion, row.answer, row.reward, facts(row))
         if same not in merged:
-            merged[same] = _plain(name, row) | {"times": 0}
+            merged[same] = _page_row(set_name, row) | {"times": 0}
         merged[same]["times"] += 1
     return list(merged.values())
 
 
-def _plain(name: str, row: CompletionRow) -> dict:
+def _page_row(set_name: str, row: CompletionRow) -> dict:
+    """Return a row as the page's script reads it; a reward that JSON does not have is null."""
     texts = {key: getattr(row, key) for key in ("prompt", "completion", "answer")}
     return {
         **{key: text and shortened(legible(text), MOST_CHARACTERS) for key, text in texts.items()},
-        **{"set": name, "step": row.step, "name": legible(row.name), "tokens": row.tokens, "facts": facts(row)},
+        "set": set_name,
+        "step": row.step,
+        "name": legible(row.name),
+        "tokens": row.tokens,
+        "facts": facts(row),
         "reward": row.reward if row.reward is not None and math.isfinite(row.reward) else None,
     }
 
 
-def _texts(row, labelled, lines):
-    """Its prompt, completions by their labels, and its answer, if it has one."""
+def _texts(row: CompletionRow, labelled: dict[str, CompletionRow], lines: int) -> list[str]:
+    """Return lines with the row's prompt, the labelled completions, and the row's answer if it has one."""
     texts = {"prompt": row.prompt} | {label: other.completion for label, other in labelled.items()}
     texts |= {"answer": row.answer} if row.answer else {}
     return [
@@ -248,8 +283,8 @@ def _texts(row, labelled, lines):
     ]
 
 
-def _listed(steps):
-    """The steps in words, however many."""
+def _listed(steps: list[int]) -> str:
+    """Return the steps in words: all of up to six, else their number with the first and the last."""
     if len(steps) <= 6:
         return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
@@ -14,6 +15,10 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run as MlflowRun
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_STOP = 10
@@ -24,24 +29,20 @@ def serve(uri: str | None, port: int) -> int:
 
     Raises ConfigError where there is no store or no free port, StorageError if MLflow cannot read it or ends by itself.
     """
-    store, address = absolute_uri(uri), f"http://{_HOST}:{port}"
+    store = absolute_uri(uri)
+    address = f"http://{_HOST}:{port}"
     require_store(store, f"--uri={uri}" if uri else "pgtk ui", "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
-    with socket.socket() as probe:  # another server there would answer in the place of this one
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_HOST, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {error}). Use another.") from error
+    _check_port(port)
     with raising_storage_errors(store, "Nothing is shown."):
         say(_addresses(client_of(store), address))
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
-    environment |= {"PYTHONSAFEPATH": "1"}  # a file of the current directory, such as profile.py, hides no library
+    environment |= {"PYTHONSAFEPATH": "1"}  # or profile.py of the current directory hides the library
     # One worker and no job runner: ready in 7 s instead of 37 s.
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
     command += ["--host", _HOST, "--port", str(port), "--backend-store-uri", store]
-    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the latter of a terminal that is closed
-        signal.signal(ending, signal.default_int_handler)
-    # Quiet, since what the server says of each request goes to standard output.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP comes where the terminal is closed
+        signal.signal(number, signal.default_int_handler)
+    # Quiet, since the server prints a line for each request.
     server = Child(under_guard(command, _SECONDS_TO_STOP), environment, is_quiet=True)
     try:
         say(f"MLflow starts with {store}, which takes some seconds; Ctrl-C ends it.")
@@ -53,15 +54,27 @@ def serve(uri: str | None, port: int) -> int:
         server.end(2 * _SECONDS_TO_STOP)
 
 
-def _addresses(client, address: str) -> str:
+def _check_port(port: int) -> None:
+    """Refuse a port that is in use: another server there would answer in the place of this one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {error}). Use another.") from error
+
+
+def _addresses(client: MlflowClient, address: str) -> str:
+    """Return lines with the newest run, the newest sweep, and the addresses of their charts."""
     newest = _runs(client, "")
     if not newest:
         return f"{start_url(address)} (no runs yet)"
     info = newest[0].info
     lines = [f"newest run    {info.run_name}", f"charts        {ui_url(address, info.experiment_id)}"]
-    if swept := _runs(client, "tags.sweep LIKE '%'"):
+    swept = _runs(client, "tags.sweep LIKE '%'")
+    if swept:
         sweep = swept[0].data.tags["sweep"]
-        jobs = [run.info for run in swept if run.data.tags["sweep"] == sweep][::-1]  # as they were started
+        jobs = [run.info for run in swept if run.data.tags["sweep"] == sweep][::-1]  # in the order of their start
         experiments = sorted({job.experiment_id for job in jobs})
         lines += [
             f"newest sweep  {sweep} ({plural(len(jobs), 'run')})",
@@ -71,8 +84,8 @@ def _addresses(client, address: str) -> str:
     return "\n".join(lines)
 
 
-def _runs(client, condition):
-    """The newest runs that meet the condition, newest first; summaries of sweeps are left out."""
+def _runs(client: MlflowClient, condition: str) -> list[MlflowRun]:
+    """Return the newest runs that meet the condition, newest first, without the summaries of sweeps."""
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(ids, condition, max_results=1000, order_by=["attributes.start_time DESC"])
     return [run for run in runs if "sweep_summary" not in run.data.tags]

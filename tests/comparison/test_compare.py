@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.charts import mean_curve, picture
 from pgtoolkit.comparison.groups import compare
-from pgtoolkit.comparison.text_report import tried_rows, whole
+from pgtoolkit.comparison.text_report import short_count, tried_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
 from pgtoolkit.runs.series import best, final
@@ -82,7 +82,7 @@ def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
 
 def test_counts_are_short():
     counts = (0.4, 12345.6, 99_999.4, 99_999.6, 999_600, -1.234e6, None, float("nan"))
-    assert [*map(whole, counts)] == ["0", "12,346", "99,999", "100k", "1M", "-1.23M", "-", "-"]
+    assert [*map(short_count, counts)] == ["0", "12,346", "99,999", "100k", "1M", "-1.23M", "-", "-"]
 
 
 def test_runs_that_differ_in_the_seed_are_one_group(sweep):
