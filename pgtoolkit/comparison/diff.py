@@ -36,7 +36,7 @@ def render_diff(first: Path, second: Path) -> str:
     return "\n".join([*lines, "", *notes]).rstrip()
 
 
-def _facts(provenance: dict) -> dict[str, dict[str, object]]:
+def _facts(provenance: dict) -> dict[str, dict]:
     """Return the facts of a run's last start, by section. Uncommitted changes are a digest beside the commit."""
     start = last_start(provenance)
     # Names that differ only in case or in - and _ are one package.

@@ -1,4 +1,4 @@
-"""What losses make of the tokens of a step, each number by the code that trains."""
+"""Numbers of each token of a step under a loss, computed by the code that trains."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ CLIPS = (
     *("inside", "below, unchanged", "below, capped", "below, cut"),
     *("above, unchanged", "above, capped", "above, cut", "clamped"),
 )
-"""What a bound does to a token, by number.
+"""Effects of a family's bounds on a token, by number.
 
-Below or above the family's bounds the coefficient is unchanged where the advantage has the other sign, capped where a
-gradient is left (a weight that stays at the bound), or cut to 0. Clamped: the log-ratio lies beyond plus or minus 20.
+Below or above the bounds the coefficient is unchanged where the advantage has the other sign, capped where the weight
+stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or minus 20.
 """
 
 
 @dataclass(frozen=True)
 class LossOnStep:
-    """What one loss makes of a step. label: the overrides that choose it. lines: its equation.
+    """One loss on a step. label: the overrides that choose it. lines: its equation.
 
     total: the step's loss, as training adds it up. vectors: by name, one number per trained token of the step in the
     order of its documents, float32 but for clip:
         ratio: the token's, or its document's where the family's scope is the document.
-        clip: uint8, a place of CLIPS.
+        clip: uint8, a place in CLIPS.
         weight: w_t, without the factor of a correction. factor: that factor; missing where there is no correction.
-        coefficient: c_t, the derivative of the step's loss by the token's log-prob; without an entropy bonus.
-        share: what the token adds to the step's loss, penalty and bonus included.
+        coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the entropy bonus.
+        share: the token's part of the step's loss, with the penalty and the bonus.
     """
 
     loss: Loss
@@ -46,12 +46,15 @@ class LossOnStep:
     lines: list[str] = field(default_factory=list)
 
     def count(self, *clips: str) -> int:
-        """How many tokens a bound does one of these to."""
+        """Return how many tokens have one of these effects of CLIPS."""
         return int(np.isin(self.vectors["clip"], [CLIPS.index(clip) for clip in clips]).sum())
 
 
 def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
-    """The loss on the step's documents. Raises ConfigError for what they lack, DataError for what is not finite."""
+    """Return the loss on the step's documents.
+
+    Raises ConfigError if they lack what the loss reads, DataError for numbers that are not finite.
+    """
     _check_documents(made, loss)
     parts = [_numbers(loss, piece, made) for piece in made.pieces]
     names = parts[0].keys()
@@ -60,20 +63,21 @@ def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
 
 
 def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:
-    """By name, float32, one number per trained token: what is the same whatever the loss.
+    """Return {name: float32 vector of one number per trained token} of what does not depend on the loss.
 
-    advantage; new_log_prob, under the weights before the step's update; old_log_prob; entropy of the policy; and where
-    they are known sampling_log_prob, with difference, the old less the sampling one, and ref_log_prob.
+    advantage; new_log_prob, under the weights before the step's update; old_log_prob; entropy of the policy; and,
+    where they are known, sampling_log_prob, with difference, the old less the sampling one, and ref_log_prob.
     """
     parts = [_common(piece, made.has_old_log_probs) for piece in made.pieces]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _common(piece: Piece, with_old: bool) -> dict[str, np.ndarray]:
-    tokens, trained = piece.micro_batch, piece.micro_batch.labels >= 0
+    tokens = piece.micro_batch
+    trained = tokens.labels >= 0
     vectors = {"advantage": tokens.advantages, "new_log_prob": piece.log_probs}
-    old = tokens.old_log_probs  # known of every piece: see `_Watch`
-    assert old is not None
+    old = tokens.old_log_probs
+    assert old is not None  # `_Watch` sets them
     if with_old:
         vectors["old_log_prob"] = old
     if tokens.sampling_log_probs is not None:
@@ -90,7 +94,8 @@ def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
     objective = make_objective(piece.micro_batch, made.step.totals, loss, log_probs.dtype, Ranks())
     objective.check_finite(log_probs)
     losses, coefficients = objective.losses_and_coefficients(log_probs)
-    terms, penalties = objective.token_terms(log_probs), objective.penalties
+    terms = objective.token_terms(log_probs)
+    penalties = objective.penalties
     vectors = {
         "clip": _clips(loss, piece, made),
         "weight": penalties.weights,
@@ -99,24 +104,27 @@ def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
     }
     if made.has_old_log_probs:
         vectors["ratio"] = terms.ratio
-    if (factors := objective.factors or terms.factors) is not None:
+    factors = objective.factors or terms.factors
+    if factors is not None:
         vectors["factor"] = factors.values
     return {name: _of_trained(values, objective.mask) for name, values in vectors.items()}
 
 
 def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
-    """(T,) uint8: places of CLIPS. Of the family alone: a correction may leave a gradient of 0, too."""
-    log_probs, alone = piece.log_probs, replace(loss, correction=None)
-    objective = make_objective(piece.micro_batch, made.step.totals, alone, log_probs.dtype, Ranks())
+    """Return (T,) uint8 places in CLIPS, of the family alone, since a correction may make a gradient 0 too."""
+    log_probs = piece.log_probs
+    without_correction = replace(loss, correction=None)
+    objective = make_objective(piece.micro_batch, made.step.totals, without_correction, log_probs.dtype, Ranks())
     if not (made.has_old_log_probs and loss.family.reads_old_log_probs):
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)
     low, high, cut_low, cut_high = clips(objective, log_probs)
+    # Numbers as in the first row of CLIPS: 1 unchanged, 2 capped, 3 cut; those of "above" are higher by 3.
     effect = torch.where(terms.slope == 0, 3, 2)
     below = torch.where(cut_low, effect, low.long())
     above = torch.where(cut_high, effect, high.long())
     places = torch.where(above > 0, above + 3, below)
-    return torch.where(terms.clamped, len(CLIPS) - 1, places).to(torch.uint8)
+    return torch.where(terms.clamped, CLIPS.index("clamped"), places).to(torch.uint8)
 
 
 def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
@@ -125,22 +133,25 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
-    """ConfigError where the loss reads what the step's documents do not have, or is not of single tokens."""
+    """Refuse a loss that reads what the step's documents do not have, or that is not a sum over single tokens."""
     if loss.kl is not None and loss.full_kl:
         raise ConfigError(
             f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the tokens that were "
             "written). Its part of the loss is no number of one token. Use kl=k3_ratio, or kl=none."
         )
     tokens = made.pieces[0].micro_batch
-    no_ratio = loss.reads_old_log_probs and not made.has_old_log_probs
-    lacks = {  # with what does without it
-        ("old_log_probs", "loss=reinforce correction=none kl=none"): no_ratio,
-        ("sampling_log_probs", "correction=none"): loss.needs_sampling_log_probs and tokens.sampling_log_probs is None,
-        ("ref_log_probs", "kl=none"): loss.kl is not None and tokens.ref_log_probs is None,
-        ("group_id", "aggregation=token_mean"): loss.aggregation.needs_groups and not made.has_groups,
-    }
-    if missing := {name: use for (name, use), lacking in lacks.items() if lacking}:
+    missing = {}  # field -> overrides that do without it
+    if loss.reads_old_log_probs and not made.has_old_log_probs:
+        missing["old_log_probs"] = ["loss=reinforce", "correction=none", "kl=none"]
+    if loss.needs_sampling_log_probs and tokens.sampling_log_probs is None:
+        missing["sampling_log_probs"] = ["correction=none"]
+    if loss.kl is not None and tokens.ref_log_probs is None:
+        missing["ref_log_probs"] = ["kl=none"]
+    if loss.aggregation.needs_groups and not made.has_groups:
+        missing["group_id"] = ["aggregation=token_mean"]
+    if missing:
+        overrides = dict.fromkeys(override for of_field in missing.values() for override in of_field)
         raise ConfigError(
             f"loss={loss.family.name} with this aggregation, correction and kl needs {', '.join(missing)} of every "
-            f"document (got some without). Use {' '.join(dict.fromkeys(' '.join(missing.values()).split()))}."
+            f"document (got some without). Use {' '.join(overrides)}."
         )

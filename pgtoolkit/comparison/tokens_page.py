@@ -1,4 +1,4 @@
-"""The tokens of a step under several losses as one HTML page that needs nothing else; tokens.html is its template."""
+"""The tokens of a step under several losses as one self-contained HTML page; tokens.html is its template."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 from pgtoolkit.batch import Document
 from pgtoolkit.comparison.tokens import Inspected
-from pgtoolkit.comparison.tokens_losses import CLIPS
+from pgtoolkit.comparison.tokens_losses import CLIPS, LossOnStep
 from pgtoolkit.system.legible import legible
 
-_FULL = 0.99
-"""Share of the tokens below the number that has the full colour."""
+_FULL_COLOUR = 0.99
+"""The quantile of the tokens' numbers that gets the full colour."""
 
 
 def html(inspected: Inspected, command: str) -> str:
-    """The page. command: what has made it."""
+    """Return the page. command: shown as the one that made it."""
     documents = inspected.made.step.documents
     ends = np.cumsum([document.num_trained for document in documents]).tolist()
     parts = [slice(end - document.num_trained, end) for document, end in zip(documents, ends, strict=True)]
@@ -31,18 +31,7 @@ def html(inspected: Inspected, command: str) -> str:
         "trained": inspected.made.step.totals.num_tokens,
         "common": list(inspected.common),
         "scales": _scales(inspected.common),
-        "columns": [
-            {
-                "label": column.label,
-                "lines": column.lines,
-                "total": column.total,
-                "cut": column.count("below, cut", "above, cut"),
-                "capped": column.count("below, capped", "above, capped"),
-                "vectors": list(column.vectors),
-                "scales": _scales(column.vectors),
-            }
-            for column in inspected.columns
-        ],
+        "columns": [_column(column) for column in inspected.columns],
         "own": inspected.own,
         "documents": [
             _facts(document, [column.vectors["clip"][part] for column in inspected.columns])
@@ -56,24 +45,37 @@ def html(inspected: Inspected, command: str) -> str:
     ]
     page = files("pgtoolkit.comparison").joinpath("tokens.html").read_text(encoding="utf-8")
     head, end = page.split("@DATA@")
-    # Within a script element nothing but "<" could end it.
+    # Only "<" could end a script element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     element = f'<script type="application/json" id="data">{text}</script>'
     return "\n".join([head, element, *packed, end])
 
 
+def _column(column: LossOnStep) -> dict:
+    """Return what the page shows of a loss, but for the numbers of its tokens."""
+    return {
+        "label": column.label,
+        "lines": column.lines,
+        "total": column.total,
+        "cut": column.count("below, cut", "above, cut"),
+        "capped": column.count("below, capped", "above, capped"),
+        "vectors": list(column.vectors),
+        "scales": _scales(column.vectors),
+    }
+
+
 def _scales(vectors: dict[str, np.ndarray]) -> dict[str, float]:
-    """By name, the number that gets the full colour; of ratios and factors the log of it."""
+    """Return {name: the size that gets the full colour}, of ratios and factors the size of their logarithm."""
     scales = {}
     for name, values in vectors.items():
         if name != "clip" and len(values):
             sizes = np.abs(np.log(np.maximum(values, 1e-30)) if name in ("ratio", "factor") else values)
-            scales[name] = float(np.quantile(sizes, _FULL))
+            scales[name] = float(np.quantile(sizes, _FULL_COLOUR))
     return scales
 
 
 def _facts(document: Document, clips: list[np.ndarray]) -> dict:
-    """What the list of documents shows."""
+    """Return what the list of documents shows of one. clips: for each loss, places in CLIPS of its trained tokens."""
     cut = [CLIPS.index(name) for name in ("below, cut", "above, cut")]
     equal = document.num_trained and bool((document.advantages == document.advantages[0]).all())
     return {
@@ -87,27 +89,37 @@ def _facts(document: Document, clips: list[np.ndarray]) -> dict:
 
 
 def _packed(document: Document, part: slice, inspected: Inspected) -> str:
-    """A document's tokens and numbers in the order that the page reads them."""
-    vectors = [*inspected.common.values(), *(v for column in inspected.columns for v in column.vectors.values())]
+    """Return a document's tokens and numbers in the order in which the page reads them, compressed, as base64.
+
+    part: the document's trained tokens among those of the step.
+    """
+    vectors = list(inspected.common.values())
+    for column in inspected.columns:
+        vectors += column.vectors.values()
     arrays = [document.tokens.numpy().astype("<u4"), document.loss_mask.numpy().astype("u1")]
     arrays += [values[part].astype("u1" if values.dtype == np.uint8 else "<f4") for values in vectors]
+    # All first bytes of an array, then all second ones: they are more alike, and so compress better.
     planes = [array.view("u1").reshape(len(array), array.itemsize).T.tobytes() for array in arrays]
     return base64.b64encode(gzip.compress(b"".join(planes), 6, mtime=0)).decode()
 
 
 def _texts(tokenizer, documents: list[Document]) -> dict[int, str]:
-    """The text of each token that occurs, as it can be shown; none for an id without."""
+    """Return {token id: its text as it can be shown} of all tokens that occur and have a text."""
     ids = sorted({token for document in documents for token in document.tokens.tolist()})
-    return {token: legible(text) for token in ids if (text := _text(tokenizer, token))}
+    texts = {token: _text(tokenizer, token) for token in ids}
+    return {token: legible(text) for token, text in texts.items() if text}
 
 
 def _text(tokenizer, token: int) -> str | None:
-    """The text of one token alone; its name in the vocabulary where it is a part of a character only."""
+    """Return the text of a token, or its name in the vocabulary where it is only part of a character.
+
+    None for an id that the vocabulary does not have.
+    """
     name = tokenizer.convert_ids_to_tokens(token)
     if name is None:
         return None
     text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if "\ufffd" in text:
         return name
-    # SentencePiece's mark of a space, which decoders leave out at the start of a text.
+    # SentencePiece marks a space by "\u2581", and its decoders leave out a space at the start of a text.
     return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text

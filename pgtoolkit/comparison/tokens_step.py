@@ -1,14 +1,16 @@
-"""A step of a run made again in memory, by the code that trains."""
+"""A step of a run repeated in memory, by the code that trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from pgtoolkit.batch import Document, MicroBatch, Step, have_old_log_probs
+from pgtoolkit.batch import Document, MicroBatch, Step, StepTotals, have_old_log_probs
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
@@ -30,7 +32,7 @@ from pgtoolkit.training.train import quieten
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch of the step on the CPU, with (T,) log-probs as training found them, and entropies."""
+    """A micro-batch of the step with (T,) log-probs as training computed them, and (T,) entropies; all on the CPU."""
 
     micro_batch: MicroBatch
     log_probs: Tensor
@@ -39,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MadeStep:
-    """A step as it was made, before its update. metrics: as a row of metrics.jsonl has them.
+    """A repeated step, before its update. metrics: as a row of metrics.jsonl has them.
 
     has_groups: whether the data says which documents share a prompt. documents: where they come from, in words.
     """
@@ -53,59 +55,67 @@ class MadeStep:
 
     @property
     def has_old_log_probs(self) -> bool:
-        """Whether all documents have them; else no ratio means anything."""
+        """Whether all documents have them; without them there are no ratios."""
         return have_old_log_probs(self.step.documents)
 
 
 def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep:
-    """Step `number` of the run that `config` describes, from a checkpoint before it, or from the start.
+    """Repeat step `number` of the run that `config` describes, from a checkpoint before it, or from the start.
 
     All steps after the checkpoint are made as training makes them, in this process; nothing is written. Documents are
     those that the run has recorded (rollout.save_path), if their files are there; else those that the checkpoint
     holds, and those that are sampled, or read, as the run did.
-    Raises DataError if the data ends before, or a recorded batch is missing.
+    Raises DataError if the data ends before the step, or a recorded batch is missing.
     """
     quieten()
-    of_run, config = config, _in_this_process(config)
+    config_of_run = config
+    config = _in_this_process(config)
     module, loader = build(config)
-    has_groups, watch = loader.source.has_groups, _Watch(number, checkpoint, of_run)
-    folder = getattr(of_run.rollout, "save_path", None)
-    # Recorded documents do not say what the reference has read in the place of their prompts.
-    is_recorded = folder is not None and Path(folder).is_dir() and config.kl.reference_prompt is None
+    has_groups = loader.source.has_groups
+    watch = _Watch(number, checkpoint, config_of_run)
+    recorded = _recorded_documents(config_of_run)
     try:
-        if is_recorded:
-            assert folder is not None
+        if recorded is not None:
             assert isinstance(config.rollout, PolicyRolloutConfig)
             loader.source.close()
-            source = RecordedBatches(Path(folder), config.rollout, module.policy.vocabulary_size)
+            source = RecordedBatches(recorded, config.rollout, module.policy.vocabulary_size)
             loader = loader_of(source, config)
         if checkpoint is not None:
             with reading_checkpoint(checkpoint["path"]):
                 loader.load_state_dict(checkpoint["data"])
         try:
             fit(module, loader, config, watch)
-        except SystemExit as stop:  # what Lightning makes of it
+        except SystemExit as stop:  # Lightning turns Ctrl-C into it
             raise KeyboardInterrupt from stop
     finally:
         loader.source.close()
     if watch.step is None:
-        raise DataError(f"--step={number} needs so many steps of data (got {watch.last}). Use --step={watch.last}.")
+        raise DataError(f"--step={number} needs data for {number} steps (got {watch.last}). Use --step={watch.last}.")
     if not watch.pieces:
         raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
-    if not isinstance(of_run.rollout, PolicyRolloutConfig):
-        documents = f"read from {of_run.rollout.path}"
-    elif is_recorded:
-        documents = f"recorded by the run in {folder}"
+    if not isinstance(config_of_run.rollout, PolicyRolloutConfig):
+        documents = f"read from {config_of_run.rollout.path}"
+    elif recorded is not None:
+        documents = f"recorded by the run in {recorded}"
     else:
         documents = "sampled by the seeds of their prompts" if watch.sampled else "held by the checkpoint"
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
 
 
+def _recorded_documents(config: Config) -> Path | None:
+    """Return the folder of the documents that the run has recorded, None if they cannot be used."""
+    folder = getattr(config.rollout, "save_path", None)
+    if folder is None or not Path(folder).is_dir():
+        return None
+    # Recorded documents lack the prompts that the reference model has read in the place of the policy's.
+    return Path(folder) if config.kl.reference_prompt is None else None
+
+
 def _in_this_process(config: Config) -> Config:
-    """The same experiment in one process that writes nothing and starts no server."""
+    """Return the same experiment in one process that writes nothing, evaluates nothing and starts no server."""
     sizes = {"data_parallel": 1, "tensor_parallel": 1, "sequence_data_parallel": 1, "pipeline_parallel": 1}
-    alone: ParallelismConfig = replace(config.parallelism, **sizes, shard=False, sequence_parallel=False)
-    config = replace(config, parallelism=alone, evaluation=replace(config.evaluation, every=0))
+    parallelism: ParallelismConfig = replace(config.parallelism, **sizes, shard=False, sequence_parallel=False)
+    config = replace(config, parallelism=parallelism, evaluation=replace(config.evaluation, every=0))
     if isinstance(config.rollout, PolicyRolloutConfig):
         config = with_values(config, {"rollout.save_path": None})
         if not isinstance(config.sampler, TransformersSamplerConfig):
@@ -114,7 +124,7 @@ def _in_this_process(config: Config) -> Config:
 
 
 class RecordedBatches(Source):
-    """The batches that a run has recorded, as a source of the documents that stood at these positions of it."""
+    """The batches that a run has recorded, as the source of its documents by their position in the run."""
 
     def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
         self._folder = folder
@@ -143,11 +153,18 @@ class RecordedBatches(Source):
 
 
 class _Watch(lightning.Callback):
-    """Has training begin at a checkpoint and end after a step, whose log-probs it keeps."""
+    """Callback that begins training at a checkpoint, ends it after step `number`, and keeps that step's log-probs.
+
+    config: the run's own, since the sampler may have been replaced for the repetition.
+    last: the last step that was begun. sampled: whether any step needed new completions.
+    """
 
     def __init__(self, number: int, checkpoint: dict | None, config: Config):
-        self._number, self._checkpoint, self._config = number, checkpoint, config
-        self.last, self.sampled = 0, False
+        self._number = number
+        self._checkpoint = checkpoint
+        self._config = config
+        self.last = 0
+        self.sampled = False
         self.step: Step | None = None
         self.pieces: list[Piece] = []
         self.metrics: dict[str, float] = {}
@@ -167,19 +184,26 @@ class _Watch(lightning.Callback):
             )
         if self.last == self._number:
             self.step = batch
-            module.micro_batch_loss = partial(self._kept, module, module.micro_batch_loss)
+            module.micro_batch_loss = partial(self._keep, module, module.micro_batch_loss)
 
     def on_train_batch_end(self, trainer, module, outputs: dict, batch: Step, batch_idx: int) -> None:
         if self.step is not None:
             self.metrics = outputs["metrics"]
             trainer.should_stop = True
 
-    def _kept(self, module, loss_of, micro_batch: MicroBatch, totals) -> PolicyLoss:
-        """What training computes; beside it the entropies, before the update."""
-        out = loss_of(micro_batch, totals)
-        known, entropy = module.with_reference(micro_batch), module.entropy(micro_batch)
-        if known.old_log_probs is None:
-            known = replace(known, old_log_probs=out.log_probs)
+    def _keep(
+        self,
+        module: PolicyGradientModule,
+        loss_of: Callable[[MicroBatch, StepTotals], PolicyLoss],
+        micro_batch: MicroBatch,
+        totals: StepTotals,
+    ) -> PolicyLoss:
+        """Return the loss as training computes it, and keep the micro-batch with its entropies before the update."""
+        loss = loss_of(micro_batch, totals)
+        completed = module.with_reference(micro_batch)
+        entropy = module.entropy(micro_batch)
+        if completed.old_log_probs is None:
+            completed = replace(completed, old_log_probs=loss.log_probs)
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
-        self.pieces.append(Piece(known.to("cpu"), out.log_probs.cpu(), entropy.cpu()))
-        return out
+        self.pieces.append(Piece(completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu()))
+        return loss

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING
 
 from pgtoolkit.config.paths import absolute_uri
 from pgtoolkit.errors import ConfigError, StorageError
@@ -15,10 +14,6 @@ from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import plural, say
 from pgtoolkit.tracking.next_commands import compare_url, start_url, ui_url
 from pgtoolkit.tracking.store import client_of, raising_storage_errors, require_store
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Run as MlflowRun
 
 _HOST = "127.0.0.1"
 _SECONDS_TO_STOP = 10
@@ -64,7 +59,7 @@ def _check_port(port: int) -> None:
             raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {error}). Use another.") from error
 
 
-def _addresses(client: MlflowClient, address: str) -> str:
+def _addresses(client, address: str) -> str:
     """Return lines with the newest run, the newest sweep, and the addresses of their charts."""
     newest = _runs(client, "")
     if not newest:
@@ -84,7 +79,7 @@ def _addresses(client: MlflowClient, address: str) -> str:
     return "\n".join(lines)
 
 
-def _runs(client: MlflowClient, condition: str) -> list[MlflowRun]:
+def _runs(client, condition: str) -> list:
     """Return the newest runs that meet the condition, newest first, without the summaries of sweeps."""
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
     runs = client.search_runs(ids, condition, max_results=1000, order_by=["attributes.start_time DESC"])

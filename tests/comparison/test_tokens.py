@@ -184,7 +184,7 @@ def test_recorded_rollouts_of_another_model(tmp_path, capsys):
     assert '"label": "aggregation=token_mean loss=reinforce"' in page.read_text()
     with pytest.raises(ConfigError, match="--step=301 needs a step from 1 to 300"):
         inspect(words[0], words[1:], 301)
-    with pytest.raises(DataError, match=r"--step=3 needs so many steps of data \(got 1\)"):
+    with pytest.raises(DataError, match=r"--step=3 needs data for 3 steps \(got 1\)"):
         inspect(words[0], words[1:], 3)
 
 
