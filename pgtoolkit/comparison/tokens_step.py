@@ -118,8 +118,10 @@ def _in_this_process(config: Config) -> Config:
     config = replace(config, parallelism=parallelism, evaluation=replace(config.evaluation, every=0))
     if isinstance(config.rollout, PolicyRolloutConfig):
         config = with_values(config, {"rollout.save_path": None})
-        if not isinstance(config.sampler, TransformersSamplerConfig):
-            config = replace(config, sampler=TransformersSamplerConfig("transformers", None, None))
+        static_cache = getattr(config.sampler, "static_cache", None)
+        most = config.sampler.max_sequences if config.sampler.name == "transformers" else None
+        here = TransformersSamplerConfig("transformers", most, static_cache, None, 0)
+        config = replace(config, sampler=here)
     return config
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
-from pgtoolkit.config.plan import longest_document, samples_beside
+from pgtoolkit.config.plan import copies_of, longest_document, samples_beside
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.errors import ConfigError
@@ -52,7 +52,8 @@ def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
         teacher = None if c.kl.reference == "initial" else sizes_of(c.kl.reference)
         of_weight = number if c.kl.update_every is None else 4
         always["reference"] = of_weight * (teacher or shape).weights / ranks
-    sampling = _sampling(c, shape, number) if samples(c) and c.sampler.name == "transformers" else {}
+    samples_here = samples(c) and c.sampler.name == "transformers" and not copies_of(c)
+    sampling = _sampling(c, shape, number) if samples_here else {}
     beside = samples_beside(c)
     if sampling and (ranks > 1 or number < 4 or rank is not None or beside):
         sampling["copy"] = number * shape.weights

@@ -11,6 +11,7 @@ from pgtoolkit.config.models import sizes, vocabulary_size
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.config.schema_step import AccumulationConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
 from pgtoolkit.losses.aggregation import AGGREGATIONS
@@ -289,7 +290,15 @@ def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) 
 
 def samples_beside(c: Config) -> bool:
     """Whether completions are sampled during updates by the process that makes these."""
-    return c.sampler.name == "transformers" and getattr(c.rollout, "max_staleness", None) is not None
+    is_ahead = getattr(c.rollout, "max_staleness", None) is not None
+    return c.sampler.name == "transformers" and is_ahead and not copies_of(c)
+
+
+def copies_of(c: Config) -> list[int]:
+    """Return the GPU of each process that samples from a copy of the weights, or its number on the CPU; [] for none."""
+    if not isinstance(c.sampler, TransformersSamplerConfig):
+        return []
+    return list(range(c.sampler.processes)) if c.sampler.gpus is None else c.sampler.gpus
 
 
 def compilation(c: Config, on_gpu: bool) -> tuple[bool, str]:

@@ -47,6 +47,26 @@ class TransformersSamplerConfig(SamplerConfig):
         "CUDA graph: several times as fast; null: on a GPU, for models of type gpt2, llama, "
         "mistral, qwen2 and qwen3.",
     )
+    gpus: list[int] | None = key(
+        default=None,
+        help="GPUs, by number, from those that training leaves, on each of which a process of its own samples from a "
+        "copy of the weights; null: training samples itself. See docs/rollouts.md.",
+        learns=False,
+        added=True,
+        only_if="trainer.device!=cpu",
+        use="sampler.processes=1",
+        why="On a CPU processes have no numbers.",
+    )
+    processes: int = key(
+        default=0,
+        help="Processes on the CPU, each of which samples from a copy of the weights (>= 0), where there is no GPU; "
+        "0: training samples itself.",
+        least=0,
+        most=1024,
+        learns=False,
+        added=True,
+        only_if="sampler.gpus=null",
+    )
 
     if TYPE_CHECKING:
         name: Literal["transformers"] = "transformers"

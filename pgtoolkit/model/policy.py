@@ -25,7 +25,7 @@ from pgtoolkit.model.decoding import Decoding, can_decode, decoding
 from pgtoolkit.ranks.collectives import whole
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 log = logging.getLogger("pgtoolkit")
 
@@ -108,26 +108,29 @@ class Policy:
         named = {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
         return named if self.base_digest is None else lora.merged_weights(self.model, named)
 
+    def description(self) -> PolicyDescription:
+        """Return what a copy of this policy is made of, which can be sent to another process."""
+        return PolicyDescription(
+            config=self.model.config,
+            generation_config=self.model.generation_config,
+            tokenizer=self.tokenizer,
+            compute_dtype=self.compute_dtype,
+            by_document=self.by_document,
+            mixes_lengths=self.mixes_lengths,
+            compiled=self.compiled,
+        )
+
     def copied(self) -> Policy:
         """The same model on the same device in compute_dtype, with weights of its own, which `load` fills."""
-        from transformers import AutoModelForCausalLM
-
-        config, device = copy.deepcopy(self.model.config), self.model.device
-        how = {"dtype": self.compute_dtype, "attn_implementation": "sdpa" if self.by_document else None}
-        # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays in float32.
-        with device:
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how)
-        if self.compiled:
-            compiled.switch_on(model)
-        merges = self.compiled and merged.can_merge(model)
-        model.requires_grad_(False)
-        return Policy(model, self.tokenizer, self.compute_dtype, compiled=self.compiled, merges=merges)
+        return self.description().build(self.model.device)
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
         """Take over what `weights` of the same model gave, in compute_dtype, until `unload` gives the memory back.
 
         One matrix after the other is brought together from the ranks that it is spread over, which all call this.
+        Weights in the host's memory are copied to the model's device once; from pages that CUDA has locked they are
+        still on their way when this returns.
         """
         own = named_weights(self.model)
         if own.keys() != weights.keys():
@@ -136,9 +139,9 @@ class Policy:
         for name, tensor in own.items():
             given = weights[name]
             if name in in_place and isinstance(given, Tensor) and not isinstance(given, DTensor):
-                tensor.copy_(given)
+                tensor.copy_(given, non_blocking=True)
                 continue
-            piece = whole(given, self.compute_dtype)
+            piece = whole(given, self.compute_dtype).to(self.model.device, non_blocking=True)
             if name in in_place:
                 tensor.copy_(piece)
             else:
@@ -248,6 +251,43 @@ class Policy:
 
     def autocast(self, device: torch.device):
         return torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32)
+
+
+@dataclass(frozen=True)
+class PolicyDescription:
+    """What a copy of a policy is made of: all but its numbers, for this process or for another one.
+
+    by_document, mixes_lengths, compiled: see `Policy`.
+    """
+
+    config: PreTrainedConfig
+    generation_config: GenerationConfig
+    tokenizer: PreTrainedTokenizerFast
+    compute_dtype: torch.dtype
+    by_document: bool
+    mixes_lengths: bool
+    compiled: bool
+
+    def build(self, device: torch.device) -> Policy:
+        """Return the model on a device in compute_dtype, with weights of its own, which `load` fills."""
+        from transformers import AutoModelForCausalLM
+
+        how = {"dtype": self.compute_dtype, "attn_implementation": "sdpa" if self.by_document else None}
+        # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays in float32.
+        with device:
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(self.config), trust_remote_code=False, **how)
+        model.generation_config = self.generation_config
+        if self.compiled:
+            compiled.switch_on(model)
+        model.requires_grad_(False)
+        return Policy(
+            model,
+            self.tokenizer,
+            self.compute_dtype,
+            mixes_lengths=self.mixes_lengths,
+            compiled=self.compiled,
+            merges=self.compiled and merged.can_merge(model),
+        )
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:

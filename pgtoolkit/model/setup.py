@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgtoolkit")
 
 
+def prepare_torch(num_threads: int | None) -> None:
+    """Choose what PyTorch computes with in this process. num_threads: None for its own number."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
+    # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def build_policy(
     config, alphabet: str | None, on_gpu: bool, layout: Layout = ONE_PROCESS, compiles: bool = False
 ) -> Policy:

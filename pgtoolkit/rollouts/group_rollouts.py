@@ -17,7 +17,7 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.advantages import are_equal
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
-from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 
 
@@ -78,16 +78,23 @@ def overlong_penalty(length: int, longest: int, buffer: int | None, most: float)
 
 
 def scored_groups(
-    task: TokenizedTask, requests: Sequence[Request], completions: Sequence[Completion], rollout: PolicyRolloutConfig
+    task: TokenizedTask,
+    requests: Sequence[Request],
+    completions: Sequence[Completion],
+    rollout: PolicyRolloutConfig,
+    answers: Sequence[Answer] | None = None,
 ) -> list[list[Document]]:
-    """The documents of each request, with what it was completed to, and the scores; advantages are 0."""
+    """The documents of each request, with what it was completed to, and the scores; advantages are 0.
+
+    answers: those of the completions (`TokenizedTask.answers`), where they are known.
+    """
     prompts = [_prompt_of(request) for request in requests]
     # What a reference reads in the place of the prompt.
     instead: list[Tensor | None] = [None] * len(requests)
     if task.reference_prompt is not None:
         instead = [torch.tensor(tokens) for tokens in task.encode_for_reference(prompts)]
     asked = [(*both, i) for both in zip(requests, instead, strict=True) for i in range(rollout.group_size)]
-    scores = task.scores([_prompt_of(request) for request, *_ in asked], completions)
+    scores = task.scores([_prompt_of(request) for request, *_ in asked], completions, answers)
     penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
     documents = []
     for (request, other, i), completion, score in zip(asked, completions, scores, strict=True):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, cut, pack
-from pgtoolkit.completion import Prompt
+from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import KLPlace
@@ -45,7 +45,7 @@ from pgtoolkit.sampling.proof import check_batch
 from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.system.background import in_background
-from pgtoolkit.tasks.prompts import TokenizedTask
+from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 
 STAGES = ("sampling", "scoring", "old_log_probs")
@@ -276,18 +276,25 @@ class PolicyRollouts(Source):
             with self._timed("sampling"):
                 self.sampler.publish(self.trained.policy.weights, self.trained.num_updates)
             beside = self._rollout.max_staleness is not None
-            together = ONE_PROCESS if beside else self.layout  # a thread beside training waits for no rank
-            complete = partial(completed, self.task, self.sampler, requests, together)
+
+            def complete() -> tuple[list[Completion], list[Answer] | None]:
+                if not beside:
+                    return completed(self.task, self.sampler, requests, self.layout), None
+                # A thread beside training waits for no rank; and what takes time there costs none.
+                completions = completed(self.task, self.sampler, requests, ONE_PROCESS)
+                return completions, self.task.answers(completions)
+
+            result = complete
             if beside:
                 self._background = in_background(complete)
-                complete = self._background.result
+                result = self._background.result
 
         def groups() -> list[list[Document]]:
             with failing_together(self.layout):
                 with self._timed("sampling"):
-                    completions = complete()
+                    completions, answers = result()
                 with self._timed("scoring"):
-                    made = scored_groups(self.task, requests, completions, self._rollout)
+                    made = scored_groups(self.task, requests, completions, self._rollout, answers)
             shares = gather_objects(made, self.layout.world_group)
             made = [shares[i % size][i // size] for i in range(len(numbers))]
             old = self._rollout.old_log_probs

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from pgtoolkit.sampling.draw import draw, uniform_numbers
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("pgtoolkit")
 
@@ -60,6 +57,68 @@ class Sampler(Protocol):
         ...
 
 
+class ManyWays(Protocol):
+    """A sampler that can sample in several ways with the same weights."""
+
+    @property
+    def tolerance(self) -> float | None: ...
+
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None: ...
+
+    def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
+        """As `complete` of a `Sampler`; way: 0 is that of training."""
+        ...
+
+
+class SameProcesses(Sampler):
+    """A sampler by the processes of another one, which starts and ends them, in another way.
+
+    settle: waits for what training is having sampled, since these processes have one version of the weights at a time.
+    """
+
+    def __init__(self, owner: ManyWays, way: int, settle: Callable[[], object]):
+        self._owner = owner
+        self._way = way
+        self._settle = settle
+
+    @property
+    def tolerance(self) -> float | None:
+        return self._owner.tolerance
+
+    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
+        self._settle()
+        self._owner.publish(weights, version)
+
+    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
+        return self._owner.complete_in(self._way, requests, more)
+
+    def close(self) -> None:
+        """What it uses is the other's."""
+
+
+def check_sampled(policy: Policy, chosen: TransformersSamplerConfig) -> None:
+    """Raise ConfigError for a model whose steps with a cache are not its forward pass.
+
+    The same for sampler.static_cache=true with a model that it is not known to work for.
+    """
+    if policy.not_sampled is not None:
+        needs = "a model that computes token by token, with a cache, what a forward pass computes"
+        reason = "Completions would come from another distribution than the one that is trained."
+        use = "sampler=vllm or rollout=recorded"
+        raise ConfigError(refusal("sampler=transformers", needs, policy.not_sampled, reason, use))
+    if not policy.mixes_lengths:
+        log.warning(
+            f"note: {policy.model.config.model_type} computes other numbers where a prompt is padded, so that only "
+            "prompts of equal length are sampled in one batch."
+        )
+    if chosen.static_cache and not policy.can_decode:
+        raise ConfigError(
+            f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with ordinary rotary "
+            f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
+            "Use sampler.static_cache=null."
+        )
+
+
 _Row = tuple[int, Request, int]
 """A completion to be sampled: its number among all, its request, and which of that it is."""
 
@@ -72,37 +131,22 @@ class TransformersSampler:
         rollout.max_staleness completions are asked for in a thread while it is trained, and come from a copy of the
         weights that were published last.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
-    Raises ConfigError for a model whose steps with a cache are not its forward pass, and for sampler.static_cache=true
-    with one that it is not known to work for.
+    is_copy: whether `policy` is such a copy already, which nobody trains, and which its owner fills before `publish`.
     """
 
     tolerance = None
 
-    def __init__(self, policy: Policy, config: Config):
-        if policy.not_sampled is not None:
-            needs = "a model that computes token by token, with a cache, what a forward pass computes"
-            reason = "Completions would come from another distribution than the one that is trained."
-            use = "sampler=vllm or rollout=recorded"
-            raise ConfigError(refusal("sampler=transformers", needs, policy.not_sampled, reason, use))
-        if not policy.mixes_lengths:
-            log.warning(
-                f"note: {policy.model.config.model_type} computes other numbers where a prompt is padded, so that only "
-                "prompts of equal length are sampled in one batch."
-            )
+    def __init__(self, policy: Policy, config: Config, is_copy: bool = False):
         rollout, chosen = config.rollout, config.sampler
         assert isinstance(rollout, PolicyRolloutConfig)
         assert isinstance(chosen, TransformersSamplerConfig)
         self._static_cache = chosen.static_cache
-        if self._static_cache and not policy.can_decode:
-            raise ConfigError(
-                f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with ordinary rotary "
-                f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
-                "Use sampler.static_cache=null."
-            )
         self.settings = sampling_settings(policy, rollout)
         self._live, self._version = policy, 0
-        self._beside_training, self._closed = rollout.max_staleness is not None, False
-        is_ready = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
+        self._is_copy, self._closed = is_copy, False
+        self._beside_training = rollout.max_staleness is not None and not is_copy
+        is_whole = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
+        is_ready = is_copy or is_whole
         self._ready: Policy | None = policy if is_ready else None
         self._borrowed = False
         self._stream = None  # on a GPU beside training, its own
@@ -142,7 +186,8 @@ class TransformersSampler:
                 completions |= zip((number for number, *_ in batch), self._complete(batch), strict=True)
         if borrows and not more:
             self._policy.unload()
-        if self._live.model.device.type == "cuda" and not self._beside_training and not more:
+        shares_gpu = self._live.model.device.type == "cuda" and not self._is_copy
+        if shares_gpu and not self._beside_training and not more:
             torch.cuda.empty_cache()  # what the graphs had is of use to nothing else before
         return [completions[number] for number in range(len(rows))]
 

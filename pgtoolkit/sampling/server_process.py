@@ -46,14 +46,18 @@ class ServerProcess:
         return 128 - status if status is not None and status < 0 else status
 
     def last_words(self) -> str:
-        """The last lines of the log that tell of an error, or else its last lines, and where the log is."""
-        lines = []
-        with contextlib.suppress(OSError), self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)))
-        told = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
-        return f"Its last words: {told}. All of them: {self.log}." if told else f"Its log, {self.log}, is empty."
+        return last_words(self.log)
+
+
+def last_words(log: Path) -> str:
+    """Return the last lines of a process's log that tell of an error, or else its last lines, and where the log is."""
+    lines = []
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)))
+    words = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
+    return f"Its last words: {words}. All of them: {log}." if words else f"Its log, {log}, is empty."
 
 
 def end_servers(servers: Iterable[ServerProcess]) -> None:

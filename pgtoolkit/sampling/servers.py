@@ -26,7 +26,7 @@ from pgtoolkit.errors import SamplerLost
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
-from pgtoolkit.sampling.samplers import Sampler
+from pgtoolkit.sampling.samplers import SameProcesses, Sampler
 from pgtoolkit.sampling.server_api import Sampling, plan_servers
 from pgtoolkit.sampling.server_client import Server
 from pgtoolkit.sampling.server_process import ServerProcess, end_servers, own_environment, reserve_port
@@ -69,7 +69,7 @@ class ServerSampler:
         self._chosen = chosen
         self._api, self._config, self._layout, self._run_dir = api, config, layout, run_dir
         self._write_settings = write_settings
-        self._sampling = Sampling(
+        of_training = Sampling(
             temperature=rollout.temperature,
             top_p=1.0 if rollout.top_p is None else rollout.top_p,
             max_tokens=rollout.max_completion_length,
@@ -78,12 +78,11 @@ class ServerSampler:
             vocabulary_size=policy.vocabulary_size,
             seeded=chosen.seeded,
         )
+        self._ways = [of_training]
         self._proof = Proof(trained, prompts, room, chosen.tolerance)
         self.tolerance = self._proof.tolerance
         parent = None if chosen.weights_folder is None else Path(chosen.weights_folder)
-        writers = layout.node_group if layout.reader == 0 else None  # the ranks of rank 0's node
-        place = (min(layout.rank, 1), 1) if writers is None else (writers.rank(), writers.size())
-        self._folder = WeightsFolder(parent, run_dir, policy.compute_dtype, bool(chosen.urls), *place)
+        self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, policy.compute_dtype, bool(chosen.urls))
         self._plan = plan_servers(api, config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
         # A port is open to everybody on the machine.
         self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
@@ -97,7 +96,7 @@ class ServerSampler:
         new, first, log_probs = version != self._version, self._version is None, None
         with failing_together(self._layout):
             if new:
-                self._write(weights())
+                self._folder.write(weights(), self._layout, self._write_settings)
         if new and self._plan.sleeps:
             log_probs = self._proof.log_probs()
         with failing_together(self._layout):
@@ -120,14 +119,12 @@ class ServerSampler:
             self._version = version
             self._prove(log_probs, version)
 
-    def complete(
-        self, requests: list[Request], sampling: Sampling | None = None, more: bool = False
-    ) -> list[Completion]:
-        """Those of all requests, which are all under way at once; where servers sleep, called by every rank.
+    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
+        return self.complete_in(0, requests, more)
 
-        sampling: None for the way of training. more: as of `Sampler`.
-        """
-        deadline, count, sampling = self._deadline(), len(self._servers), sampling or self._sampling
+    def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
+        """Those of all requests, which are all under way at once; where servers sleep, called by every rank."""
+        deadline, count, sampling = self._deadline(), len(self._servers), self._ways[way]
         calls = [
             partial(
                 self._servers[(number + self._layout.rank) % count].complete,
@@ -146,12 +143,13 @@ class ServerSampler:
         """Samples by the same servers as `rollout` says; settle: waits for what training is having sampled."""
         top_p = 1.0 if rollout.top_p is None else rollout.top_p
         sampling = dataclasses.replace(
-            self._sampling,
+            self._ways[0],
             temperature=rollout.temperature,
             top_p=top_p,
             max_tokens=rollout.max_completion_length,
         )
-        return _SameServers(self, sampling, settle)
+        self._ways.append(sampling)
+        return SameProcesses(self, len(self._ways) - 1, settle)
 
     def close(self) -> None:
         """Ends the servers that were started here, and leaves alone those that were joined."""
@@ -173,18 +171,6 @@ class ServerSampler:
 
     def _deadline(self) -> float:
         return time.monotonic() + self._chosen.answer_seconds
-
-    def _write(self, tensors: dict[str, Tensor]) -> None:
-        """Called by every rank with its parts: of what is spread over ranks, one matrix at a time is whole."""
-        with failing_together(self._layout):
-            if self._layout.rank == 0 and self._folder.path is None:
-                size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-                self._folder.make(size, self._write_settings)
-        self._folder.path = gather_objects(self._folder.path, self._layout.world_group)[0]
-        with failing_together(self._layout):
-            self._folder.make_room(tensors)
-        with failing_together(self._layout):  # no server reads before all have written
-            self._folder.fill(tensors)
 
     def _start(self) -> None:
         """Until all servers answer; ranks other than 0 are told where."""
@@ -294,24 +280,3 @@ def _at_once(calls: list[Callable[[], Any]], most: int) -> list[Any]:
             waiting.clear()
         worker.result()
     return results
-
-
-class _SameServers(Sampler):
-    """A sampler by the servers of another one, which starts and ends them."""
-
-    def __init__(self, owner: ServerSampler, sampling: Sampling, settle: Callable[[], object]):
-        self._owner, self._sampling, self._settle = owner, sampling, settle
-
-    @property
-    def tolerance(self) -> float | None:
-        return self._owner.tolerance
-
-    def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        self._settle()  # servers have one version of the weights at a time
-        self._owner.publish(weights, version)
-
-    def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
-        return self._owner.complete(requests, self._sampling, more)
-
-    def close(self) -> None:
-        """What it uses is the other's."""

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.errors import StorageError
+from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import whole
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.system.child import Child
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -71,6 +73,31 @@ class WeightsFolder:
         self._known_at: int | None = None  # the address that CUDA knows
         self._keeper: Child | None = None
         self.path: Path | None = None
+
+    @classmethod
+    def of_ranks(
+        cls, layout: Layout, parent: Path | None, fallback: Path, dtype: torch.dtype, for_others: bool = False
+    ) -> WeightsFolder:
+        """Return the folder that the ranks of rank 0's node write together, a file each; every rank calls this."""
+        writers = layout.node_group if layout.reader == 0 else None
+        place = (min(layout.rank, 1), 1) if writers is None else (writers.rank(), writers.size())
+        return cls(parent, fallback, dtype, for_others, *place)
+
+    def write(self, weights: Mapping[str, Tensor], layout: Layout, write_settings: Callable[[Path], None]) -> None:
+        """Write a version of the weights, and make the folder before the first one; nobody may be reading.
+
+        Called by every rank with its parts: of what is spread over ranks, one matrix at a time is whole. All files
+        are written when this returns. write_settings: puts the other files into the folder.
+        """
+        with failing_together(layout):
+            if layout.rank == 0 and self.path is None:
+                size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in weights.values())
+                self.make(size, write_settings)
+        self.path = gather_objects(self.path, layout.world_group)[0]
+        with failing_together(layout):
+            self.make_room(weights)
+        with failing_together(layout):
+            self.fill(weights)
 
     def make(self, num_bytes: int, write_settings: Callable[[Path], None]) -> Path:
         """Make the folder where the weights fit; write_settings puts the other files into it."""

@@ -29,6 +29,9 @@ log = logging.getLogger("pgtoolkit")
 _CHUNK = 1000
 """Prompts given to a tokenizer in one call; it encodes them in parallel."""
 
+Answer = tuple[str, bool]
+"""The text of a completion that is scored, and whether the completion ended by itself."""
+
 END = "<end>"
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
@@ -121,13 +124,20 @@ class TokenizedTask:
                 row.pop()
         return tokens
 
-    def scores(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Score]:
-        """Of each completion, of the prompt at its place."""
+    def answers(self, completions: Sequence[Completion]) -> list[Answer]:
+        """Return what `scores` reads of completions: of conversations, which hold their texts, nothing."""
+        return [] if isinstance(self.task, ConversationTask) else [self.answer(one) for one in completions]
+
+    def scores(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], answers: Sequence[Answer] | None = None
+    ) -> list[Score]:
+        """Of each completion, of the prompt at its place. answers: those of the completions, where they are known."""
         if isinstance(self.task, ConversationTask):
             return self.task.judged([completion.conversation for completion in completions])
+        if answers is None:
+            answers = self.answers(completions)
         responses = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            text, finished = self.answer(completion)
+        for prompt, completion, (text, finished) in zip(prompts, completions, answers, strict=True):
             messages = None if self.chat is None else self.chat.messages(prompt)
             state = TrainerState(completion.model_version, self.max_steps)
             responses.append(Response(prompt, text, finished, completion.tokens.tolist(), messages, state))
@@ -137,7 +147,7 @@ class TokenizedTask:
         """End what scoring has started."""
         self.task.close()
 
-    def answer(self, completion: Completion) -> tuple[str, bool]:
+    def answer(self, completion: Completion) -> Answer:
         """Return the text that is scored, or said to an environment, and whether the completion ended by itself.
 
         The end is no part of the text, whether or not the tokenizer holds it for a special token; nor is a stop string.

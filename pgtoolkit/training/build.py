@@ -25,7 +25,7 @@ from pgtoolkit.losses.aggregation import AGGREGATIONS
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.lora import adapted_layers
 from pgtoolkit.model.policy import Policy
-from pgtoolkit.model.setup import build_policy
+from pgtoolkit.model.setup import build_policy, prepare_torch
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -101,11 +101,7 @@ def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> S
 def begin(config: Config) -> None:
     """The random numbers of new weights, and the settings of torch that all of it starts with."""
     lightning.seed_everything(config.seed, verbose=False)
-    if config.trainer.num_threads is not None:
-        torch.set_num_threads(config.trainer.num_threads)
-    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
-    # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    prepare_torch(config.trainer.num_threads)
     repeats = config.trainer.deterministic
     fixed_order.switch(not samples_beside(config) if repeats == "auto" else repeats)
 

@@ -20,10 +20,12 @@ from pgtoolkit.config import memory
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, samples
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
+from pgtoolkit.config.plan import copies_of
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Model
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
 from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig, TaskConfig
 from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
 from pgtoolkit.ranks.environment import AXES, joined, visible, world_size
@@ -134,9 +136,18 @@ def _places(c: Config, report: Report) -> None:
 def _servers(c: Config, report: Report) -> None:
     """The program that is to sample, and the GPUs that it alone is to use."""
     sampler = c.sampler
-    if not samples(c) or sampler.name != "vllm" or sampler.urls:
+    if not samples(c) or getattr(sampler, "urls", None):
         return
-    if shutil.which(shlex.split(sampler.executable)[0]) is None:
+    if (
+        isinstance(sampler, TransformersSamplerConfig)
+        and sampler.processes
+        and c.trainer.device != "cpu"
+        and gpu_memory()
+    ):
+        reason = "They sample on the CPU, what trains computes on a GPU."
+        setting = f"sampler.processes={sampler.processes}"
+        report.refuse(setting, "a machine without a GPU", "one with a GPU", reason, "sampler.gpus=[1]")
+    if isinstance(sampler, VllmSamplerConfig) and shutil.which(shlex.split(sampler.executable)[0]) is None:
         reason = "vLLM needs other versions of libraries, so it has an environment of its own."
         use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
         report.refuse(f"sampler.executable={sampler.executable}", "a program that is there", "none", reason, use)
@@ -145,7 +156,8 @@ def _servers(c: Config, report: Report) -> None:
 
         setting, reason = f"sampler.gpus={text(sampler.gpus)}", "They are numbered from 0, as torch sees them."
         if max(sampler.gpus) >= (count := torch.cuda.device_count()):
-            report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, "others")
+            use = "others" if count or sampler.name == "vllm" else "sampler.processes=1"
+            report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, use)
 
 
 def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
@@ -156,13 +168,18 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
     if c.trainer.device == "cpu" or not visible_gpus():
         got = "trainer.device=cpu" if c.trainer.device == "cpu" else "none"
         report.refuse(setting, "a GPU", got, reason, f"hydra.launcher.n_jobs={jobs_per_gpu}")
-    elif (size := world_size(c.parallelism)) > 1 or (samples(c) and c.sampler.name == "vllm"):
+    elif (size := _processes_of(c)) > 1 or (samples(c) and c.sampler.name == "vllm"):
         got = f"{size} processes" if size > 1 else "sampler=vllm"
         needs, reason = "jobs of one process, which samples by itself", "Each job sees one GPU, and shares it."
         report.refuse(setting, needs, got, reason, "hydra.launcher.jobs_per_gpu=null")
     elif (gpu := gpu_memory()) and jobs_per_gpu > (most := max(1, int(gpu / (each := memory.of_process(c, gpu))))):
         needs, reason = f"{jobs_per_gpu} times {each / 1e9:.3g} GB of each GPU", "That is what a job takes at most."
         report.refuse(setting, needs, f"{gpu / 1e9:.3g}", reason, f"hydra.launcher.jobs_per_gpu={most}")
+
+
+def _processes_of(c: Config) -> int:
+    """Those that train, and those that sample for them."""
+    return world_size(c.parallelism) + (len(copies_of(c)) if samples(c) else 0)
 
 
 @functools.cache

@@ -8,9 +8,11 @@ import zlib
 from pathlib import Path
 
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets
+from pgtoolkit.config.plan import copies_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.config.schema_tasks import Chat, TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
@@ -20,7 +22,8 @@ from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
 from pgtoolkit.rollouts.steps import Source
-from pgtoolkit.sampling.samplers import Sampler, TransformersSampler
+from pgtoolkit.sampling.copies import CopySampler
+from pgtoolkit.sampling.samplers import Sampler, TransformersSampler, check_sampled
 from pgtoolkit.sampling.sampling_settings import ignored_settings
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
@@ -107,7 +110,7 @@ def evaluator_of(
                 log.warning(f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat one before.")
     for prompt_set in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
-    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler):
+    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler | CopySampler):
         sampler = source.sampler.sampling_otherwise(evaluated.rollout, source.state_dict)
     else:
         sampler = _sampler(evaluated, module, sets[0].task, room, run_dir)
@@ -179,7 +182,10 @@ def _check_prompts(layout: Layout, place: str, task: Task) -> None:
 
 
 def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:
-    if config.sampler.name == "transformers":
+    if copies_of(config):
+        return CopySampler(config, module.policy, module.layout, run_dir)
+    if isinstance(config.sampler, TransformersSamplerConfig):
+        check_sampled(module.policy, config.sampler)
         return TransformersSampler(module.policy, config)
     with failing_together(module.layout):
         prompts = task.encode([task.prompt(number) for number in range(16)])

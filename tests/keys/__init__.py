@@ -88,6 +88,7 @@ SEEN_BY = {
     "test_rows_that_are_too_long_are_refused_or_skipped_with_their_count",
     "rollout/recorded.group_size": "rollouts/test_recorded.py::test_group_ids_and_group_size",
     "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_limits_of_the_run",
+    "sampler/transformers.processes": "sampling/test_copies.py::test_several_processes_share_the_prompts_of_a_batch",
     "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_fault_while_sampling_is_one_sentence",
     **dict.fromkeys(
         ("model/huggingface.compile", "model/tiny.compile"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from builders.runs import assert_equal, sampler_of
+from builders.runs import assert_equal, config_of, sampler_of
 
 from keys import (
     key,
@@ -14,8 +14,12 @@ from keys import (
     module_and_steps,
     recorded,
     rows_file,
+    settings,
 )
+from pgtoolkit.config.plan import copies_of
+from pgtoolkit.system.report import Report
 from pgtoolkit.tasks.from_config import make_task
+from pgtoolkit.training.machine import check_machine
 
 
 def sampled(*overrides):
@@ -121,6 +125,17 @@ def uninformative():
 @key("sampler/transformers.name")
 def sampler_name():
     assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"
+
+
+@key("sampler/transformers.gpus")
+def sampler_gpus():
+    """A process for each, that sees this GPU alone; where there is none, it is refused."""
+    for numbers in ([1], [2, 1]):
+        config = config_of(*settings(f"sampler.gpus={numbers}".replace(" ", ""), "trainer.device=auto"))
+        assert copies_of(config) == numbers
+        report = Report()
+        check_machine(config, report)
+        assert "needs GPUs of this machine (got 0 of them)" in " ".join(report.problems)
 
 
 @key("sampler/transformers.max_sequences")

@@ -73,4 +73,4 @@ def servers_per_gpu(monkeypatch):
 def seeded(tmp_path):
     for value, expected in (("true", 77), ("false", None)):
         _, found = sampler(tmp_path, f"sampler.seeded={value}")
-        assert Vllm().completions(Request([1, 2], 3, seed=77), found._sampling, "salt")[1].get("seed") == expected
+        assert Vllm().completions(Request([1, 2], 3, seed=77), found._ways[0], "salt")[1].get("seed") == expected

@@ -202,6 +202,7 @@ def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
     for override, got in (
         ("trainer.device=cpu", "trainer.device=cpu"),
         ("parallelism=ddp", "2 processes"),
+        ("sampler.gpus=[1]", "2 processes"),
         ("hydra.launcher.n_jobs=2", "2"),
     ):
         assert f"(got {got})" in refusals("hydra.launcher.jobs_per_gpu=2", override)

@@ -100,12 +100,12 @@ def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Itera
 
     class Otherwise(Vllm):
         def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
-            path, body = super().completions(request, sampler._sampling, salt)
+            path, body = super().completions(request, sampler._ways[0], salt)
             return path, body | asked
 
     before = [server._api for server in sampler._servers]
     for server in sampler._servers:
         server._api = Otherwise()
-    yield dataclasses.replace(sampler._sampling, **expected)
+    yield dataclasses.replace(sampler._ways[0], **expected)
     for server, api in zip(sampler._servers, before, strict=True):
         server._api = api

@@ -76,7 +76,7 @@ def test_an_argument_that_it_does_not_know_is_one_sentence(servers):
 def test_completions_have_the_log_probs_of_the_weights_published_last(servers, tmp_path, how):
     """Of the same prompts before and after, which a server has in its cache."""
     with servers.joined(tmp_path, *(f"rollout.{key}={value}" for key, value in how.items())) as (module, sampler):
-        ends = sampler._sampling.ends
+        ends = sampler._ways[0].ends
         assert ends == ENDS
         for version in (0, 3, 4):
             sampler.publish(module.policy.weights, version)
@@ -124,7 +124,7 @@ def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tm
         sampler.publish(module.policy.weights, 0)
         counts = torch.cat([one.tokens[1:] for one in sampler.complete(REQUESTS)]).bincount()
     decode = module.policy.tokenizer.decode
-    counts[sampler._sampling.ends] = 0
+    counts[sampler._ways[0].ends] = 0
     stops = [decode(counts.argmax()), "01"]
     with servers.joined(tmp_path / "with", f"rollout.stop={json.dumps(stops)}", to=("raw",)) as (module, sampler):
         sampler.publish(module.policy.weights, 0)

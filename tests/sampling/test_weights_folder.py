@@ -102,7 +102,7 @@ def written(config, sizes: dict[str, int]) -> str:
     module, loader = build(config, layout=layout_here)
     sampler = loader.source.sampler
     for version in range(2):
-        sampler._write(module.policy.weights())
+        sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
         if version == 0:
             assert all(room.numel() for room in sampler._folder._rooms.values())
             with torch.no_grad():

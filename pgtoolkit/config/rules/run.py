@@ -14,10 +14,10 @@ from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
-from pgtoolkit.config.plan import family_of_config, samples_beside, steps_of, tokens_at_least
+from pgtoolkit.config.plan import copies_of, family_of_config, samples_beside, steps_of, tokens_at_least
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import ModelConfig
-from pgtoolkit.config.schema_samplers import VllmSamplerConfig
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.functions import kind_of
@@ -62,7 +62,7 @@ def rollout(c: Config, report: Report) -> None:
         needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
         report.refuse_value("rollout.max_staleness", rollout.max_staleness, needs, reason, 2 * steps - 1)
     if c.trainer.deterministic is True and samples_beside(c):
-        needs, got = "completions from another process", "sampler=transformers with rollout.max_staleness"
+        needs, got = "completions from another process", "rollout.max_staleness with sampler.gpus=null"
         reason = "PyTorch has one setting for a process, and what samples beside training must not have it."
         report.refuse("trainer.deterministic=true", needs, got, reason, "trainer.deterministic=auto")
     if isinstance(c.task, GeneratedTaskConfig):
@@ -238,6 +238,8 @@ _SET = (
 
 
 def sampler(c: Config, report: Report) -> None:
+    if samples(c) and isinstance(c.sampler, TransformersSamplerConfig):
+        _copies(c, c.sampler, world_size(c.parallelism), report)
     if samples(c) and isinstance(c.sampler, VllmSamplerConfig):
         world, seconds, most = world_size(c.parallelism), c.sampler.answer_seconds, c.parallelism.timeout_seconds
         urls, plain = c.sampler.urls, [url.rstrip("/") for url in c.sampler.urls]
@@ -276,15 +278,50 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
             report.refuse(setting, f"no {option}", argument, "pgtk sets this option, and relies on it.", use)
     if sampler.gpus is None:
         return
-    gpus, setting, size = sampler.gpus, f"sampler.gpus={text(sampler.gpus)}", sampler.tensor_parallel
-    first = 0 if c.trainer.device == "cpu" else world
-    use = f"sampler.gpus={text([first + i for i in range(size)])}"
-    if not gpus or len({*gpus}) < len(gpus) or not all(is_whole(gpu) and gpu >= 0 for gpu in gpus):
-        reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
-        report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
-    elif len(gpus) % size:
+    size = sampler.tensor_parallel
+    use = f"sampler.gpus={text(_first_free(c, world, size))}"
+    reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
+    if _are_free(c, sampler.gpus, world, reason, use, report) and len(sampler.gpus) % size:
         needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes that many."
-        report.refuse(setting, needs, len(gpus), reason, use)
-    elif min(gpus) < first:
+        report.refuse(f"sampler.gpus={text(sampler.gpus)}", needs, len(sampler.gpus), reason, use)
+
+
+def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
+    """The processes that sample from copies of the weights, which the ranks share out among them."""
+    count = len(copies_of(c))
+    setting = f"sampler.processes={sampler.processes}"
+    use = f"sampler.processes={world}"
+    if sampler.gpus is not None:
+        setting = f"sampler.gpus={text(sampler.gpus)}"
+        use = f"sampler.gpus={text(_first_free(c, world, world))}"
+        reason = "On each of them a process samples."
+        if not _are_free(c, sampler.gpus, world, reason, use, report):
+            return
+    if count % world:
+        needs, reason = f"a multiple of the {world} processes that train", "Each has others complete its prompts."
+        report.refuse(setting, needs, count, reason, use)
+    elif count and c.rollout.name == "policy" and c.rollout.max_staleness is None:
+        report.note(
+            f"{setting} without rollout.max_staleness: training waits while a batch is sampled. "
+            "rollout.max_staleness=1 rollout.old_log_probs=sampling lets both go on, where a batch is one step."
+        )
+
+
+def _first_free(c: Config, world: int, count: int) -> list[int]:
+    """So many GPUs, the first that training leaves."""
+    first = 0 if c.trainer.device == "cpu" else world
+    return list(range(first, first + count))
+
+
+def _are_free(c: Config, gpus: list[int], world: int, reason: str, use: str, report: Report) -> bool:
+    """Whether these are numbers of GPUs that training leaves; refuses others."""
+    setting = f"sampler.gpus={text(gpus)}"
+    first = _first_free(c, world, 1)[0]
+    if not gpus or len({*gpus}) < len(gpus) or not all(is_whole(gpu) and gpu >= 0 for gpu in gpus):
+        report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
+        return False
+    if min(gpus) < first:
         needs, reason = f"numbers from {first} on", f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}."
         report.refuse(setting, needs, min(gpus), reason, f"{use}, or sampler.gpus=null to share it")
+        return False
+    return True

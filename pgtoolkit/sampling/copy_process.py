@@ -1,0 +1,116 @@
+"""A process that samples from a copy of the policy, as the process that has started it asks, over its channel.
+
+What it is sent and what it answers are pickled objects: first a `Start`, which has no answer, then any number of `Load`
+and `Complete`, each with one answer. An error that a user can mend is such an answer; any other ends the process, and
+its traceback is in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pgtoolkit.completion import Completion, Request
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import PgtoolkitError
+from pgtoolkit.model.policy import PolicyDescription
+from pgtoolkit.model.setup import prepare_torch
+from pgtoolkit.ranks.agreement import pickled
+from pgtoolkit.sampling.samplers import TransformersSampler
+from pgtoolkit.sampling.vllm_worker.pgtk_vllm_worker import FromMemory
+from pgtoolkit.system.report import say
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is sampled from, and how.
+
+    configs: one for each way to sample, of which `rollout` and `sampler` are read. device: "cuda" or "cpu".
+    num_threads: of PyTorch, on which the order of a sum may depend.
+    """
+
+    policy: PolicyDescription
+    configs: list[Config]
+    device: str
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Take the weights of this version from a folder; answered, with None, once nothing of it is read any more."""
+
+    folder: Path
+    version: int
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Complete these requests with the weights that were loaded last; answered by a list of `Completion`.
+
+    way: the place of its configuration in `Start`.
+    """
+
+    way: int
+    requests: list[Request]
+
+
+Answer = list[Completion] | PgtoolkitError | None
+
+
+class _Copy(FromMemory):
+    """The policy of this process and its samplers. A version of the weights is read as a worker of vLLM reads it."""
+
+    def __init__(self, start: Start):
+        self.device = torch.device(start.device)
+        self._policy = start.policy.build(self.device)
+        if start.policy.compute_dtype == torch.float32:
+            # As have those of the model in training, which without this process would be sampled itself in this type:
+            # for weights that need a gradient PyTorch may choose another kernel, with another last digit.
+            self._policy.model.requires_grad_(True)
+        self._samplers = [TransformersSampler(self._policy, config, is_copy=True) for config in start.configs]
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
+        self._policy.load(dict(weights_iterator))
+
+    def answer(self, message: Load | Complete) -> Answer:
+        try:
+            if isinstance(message, Complete):
+                return self._samplers[message.way].complete(message.requests)
+            self.load_from_memory(str(message.folder))
+            for sampler in self._samplers:
+                sampler.publish(self._policy.weights, message.version)
+        except PgtoolkitError as error:
+            return error
+        return None
+
+
+def serve(channel: Connection) -> None:
+    """Answer until the channel is closed."""
+    # As in the process that trains: it warns of padding, which a mask keeps out of sight.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    start: Start = pickle.loads(channel.recv_bytes())
+    prepare_torch(start.num_threads)
+    policy = _Copy(start)
+    while True:
+        try:
+            message: Load | Complete = pickle.loads(channel.recv_bytes())
+        except EOFError:
+            return
+        began = time.perf_counter()
+        answer = policy.answer(message)
+        say(f"{_named(message)}: {time.perf_counter() - began:.3f} s", error=True)
+        channel.send_bytes(pickled(answer))
+
+
+def _named(message: Load | Complete) -> str:
+    if isinstance(message, Load):
+        return f"weights of version {message.version}"
+    return f"{sum(request.completions for request in message.requests)} completions"

@@ -1,0 +1,207 @@
+"""Processes of their own that sample from copies of the weights: what runs with them learn, and what they leave."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from builders.commands import Command, wait_until
+from builders.models import save_with_tokenizer, small_llama
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run, with_model
+from builders.vllm_servers import gone
+
+from pgtoolkit.config.validate import validate
+from pgtoolkit.errors import NumericalError
+from pgtoolkit.runs.completion_files import read_completions
+from pgtoolkit.runs.records import read_evaluations, read_status
+from pgtoolkit.training.build import build
+from pgtoolkit.training.train import train
+
+AHEAD = ("rollout.old_log_probs=sampling", "trainer.device=cpu", "trainer.deterministic=true")
+LAG = (*AHEAD, "rollout.lag=2")
+COPY = (*AHEAD, "rollout.max_staleness=3", "sampler.processes=1")
+"""Either samples a batch, of two steps, when training on the batch before it begins."""
+EVALUATED = (
+    *("evaluation.every=3", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2"),
+    "evaluation.sets.a.num_digits=1",
+)
+TALK = (
+    *("task=conversation", "task.environment=tasks.environments_for_tests.Counting"),
+    *("rollout.max_completion_length=16", "accumulation.max_tokens=64", "task.options={rounds: 1}"),
+    f"rollout.stop={[*'abcdefghijklm012345']}",
+)
+
+
+@pytest.fixture(scope="module")
+def lagging(tmp_path_factory):
+    """A run that samples by itself, a batch ahead."""
+    return run(tmp_path_factory.mktemp("lagging") / "run", *LAG, *EVALUATED)
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """What two runs have learned and measured is the same to the last bit."""
+    assert metrics_of(found) == metrics_of(expected)
+    for part in ("model", "optimizer"):
+        assert_equal(checkpoint_of(found, 6)[part], checkpoint_of(expected, 6)[part])
+    rows = [
+        [
+            {name: value for name, value in row.items() if name not in ("time", "seconds")}
+            for row in read_evaluations(of)
+        ]
+        for of in (found, expected)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_copy_in_another_process_samples_what_this_one_would(lagging, tmp_path):
+    """Bit for bit, evaluations between batches included; afterwards nothing of it is left."""
+    found = run(tmp_path / "run", *COPY, *EVALUATED)
+    assert_same(found, lagging)
+    assert [row["staleness"] for row in metrics_of(found)] == [0, 1, 2, 3, 2, 3]
+    assert [
+        child for child in psutil.Process().children(recursive=True) if "copy_process" in str(child.cmdline())
+    ] == []
+    completions = read_completions(found / "completions" / "evaluation_a_000003.parquet")
+    assert {completion.version for completion in completions} == {3}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_to_the_last_bit(lagging, tmp_path):
+    """The configuration may name other processes than before."""
+    cut = copy_as_of(run(tmp_path / "first", *COPY, *EVALUATED), 3, tmp_path / "run")
+    run(cut, *COPY, *EVALUATED, "sampler.processes=1", resume=True)
+    assert_same(cut, lagging)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen", [("model.lora_rank=2",), ("model.dtype=bfloat16",), ("model.dtype=bfloat16", "sampler.static_cache=true")]
+)
+def test_models_of_a_folder(tmp_path, chosen):
+    """Of adapters the copy has the sum with the frozen weights, which rounds otherwise than their two products."""
+    folder = save_with_tokenizer(small_llama(3), tmp_path / "model")
+    runs = []
+    for name, how in (("lag", LAG), ("copy", COPY)):
+        train(config_of(*with_model(folder, *how, *chosen, "optimizer.learning_rate=0.01")), tmp_path / name)
+        runs.append(metrics_of(tmp_path / name))
+    if "model.lora_rank=2" in chosen:
+        for row, other in zip(*runs, strict=True):
+            assert row["new_logprobs"] == pytest.approx(other["new_logprobs"], abs=1e-4)
+            assert row["num_tokens"] == other["num_tokens"]
+    else:
+        assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+def test_conversations_of_several_turns(tmp_path):
+    kept = [setting for setting in SHORT if not setting.startswith("task.")]
+    for name, how in (("lag", LAG), ("copy", COPY)):
+        train(config_of(*[x for x in kept if x.split("=")[0] not in str(TALK)], *how, *TALK), tmp_path / name)
+    assert metrics_of(tmp_path / "copy") == metrics_of(tmp_path / "lag")
+    assert max(row["turns"] for row in metrics_of(tmp_path / "copy")) > 1
+
+
+@pytest.mark.slow
+def test_several_processes_share_the_prompts_of_a_batch(lagging, tmp_path):
+    """What is completed at the same time is rounded otherwise, and drawn alike."""
+    found = run(tmp_path / "run", *COPY, *EVALUATED, "sampler.processes=3")
+    assert sorted(file.name for file in found.glob("sampler*.log")) == [f"sampler-{number}.log" for number in range(3)]
+    for row, other in zip(metrics_of(found), metrics_of(lagging), strict=True):
+        assert row["reward"] == other["reward"]
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_have_processes_of_their_own(tmp_path):
+    for name, how in (("lag", LAG), ("copy", (*COPY, "sampler.processes=2"))):
+        command = Command(tmp_path / name, *SHORT, *how, "parallelism=ddp")
+        assert command.process.wait(200) == 0, command.log.read_text()
+    found, expected = (metrics_of(tmp_path / name / "run") for name in ("copy", "lag"))
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_weights_that_are_not_finite_are_an_error_of_the_run(tmp_path):
+    module, loader = build(config_of(*SHORT, *COPY), run_dir=tmp_path)
+    with torch.no_grad():
+        module.policy.head.weight[3] = torch.nan
+    try:
+        with pytest.raises(NumericalError, match="probabilities are not finite"):
+            loader.source.document(0)
+    finally:
+        loader.source.close()
+
+
+class CopyCommand(Command):
+    """A run that goes on until it is ended, with a process that samples."""
+
+    def __init__(self, folder: Path, *more: str):
+        super().__init__(folder, *SHORT, *COPY, "trainer.max_steps=100000", "trainer.keep_checkpoints=2", *more)
+
+    def copies(self) -> list[psutil.Process]:
+        """The guard, and what it guards."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if "copy_process" in " ".join(child.cmdline())]
+
+    def weights(self) -> set[Path]:
+        return {Path(file.path).parent for file in self.copies()[-1].memory_maps() if "pgtk-weights-" in file.path}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_nothing(tmp_path):
+    command = CopyCommand(tmp_path)
+    command.wait_for_steps(3)
+    copies = command.copies()
+    (weights,) = command.weights()
+    assert len(copies) == 2
+    assert weights.is_dir()
+    command.kill()
+    assert gone(copies)
+    wait_until(lambda: not weights.exists(), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1], ids=["guard", "copy"])
+def test_a_killed_process_loses_no_step(lagging, tmp_path, which):
+    command = CopyCommand(tmp_path, "trainer.checkpoint_every=1000000")
+    command.wait_for_steps(3)
+    copies = command.copies()
+    copies[which].kill()
+    assert command.process.wait(60) == 5
+    assert gone(copies)
+    said = " ".join(command.log.read_text().split())
+    assert "the process that samples on the CPU was ended by SIGKILL" in said
+    assert "Continue with: " in said
+    status = read_status(command.directory)
+    assert (status["state"], status["step"]) == ("failed", status["saved"])
+    assert status["step"] >= 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_step_and_then_the_process(tmp_path):
+    command = CopyCommand(tmp_path)
+    command.wait_for_steps(3)
+    copies = command.copies()
+    for process in copies:  # as a scheduler's signal goes to all processes of a job
+        process.send_signal(signal.SIGTERM)
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(60) == 75
+    assert gone(copies)
+
+
+def test_what_is_refused():
+    def problems(*overrides: str) -> str:
+        return " ".join(validate(config_of(*SHORT, *overrides))[1].problems)
+
+    two = "parallelism.data_parallel=2"
+    assert problems(*AHEAD, "rollout.max_staleness=3", "sampler.processes=1") == ""
+    assert problems("trainer.deterministic=true", "sampler.gpus=[1]", "rollout.max_staleness=3", AHEAD[0]) == ""
+    assert "trainer.deterministic=true needs" in problems(*AHEAD, "rollout.max_staleness=3")
+    assert "a multiple of the 2 processes that train (got 1)" in problems("sampler.processes=1", two)
+    assert "numbers from 2 on (got 1)" in problems("sampler.gpus=[1,2]", two)
+    assert "each once (got [1,1])" in problems("sampler.gpus=[1,1]")
+    assert "sampler.processes=1 needs sampler.gpus=null" in problems("sampler.gpus=[1]", "sampler.processes=1")
+    assert "sampler.gpus=[1] needs" in problems("sampler.gpus=[1]", "trainer.device=cpu")
