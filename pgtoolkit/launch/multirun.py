@@ -19,6 +19,7 @@ from pgtoolkit.launch.check import Checked
 from pgtoolkit.launch.engines import Engine, JobHandle, engine_of
 from pgtoolkit.launch.search import run_search
 from pgtoolkit.launch.sweep import Job, Sweep
+from pgtoolkit.launch.sweep_line import SweepLine
 from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
@@ -41,6 +42,7 @@ def run_sweep(checked: Checked) -> int:
     with sweep.held():
         sweep.save()
         say(f"{sweep_report.summary(sweep)}, in {sweep.folder}")
+        say(sweep_report.logs(sweep))
         begun, interrupted = time.monotonic(), None
         try:
             launch = _Launch(checked)
@@ -120,6 +122,7 @@ class Jobs:
 
     def __init__(self, sweep: Sweep, jobs: list[Job], fail_fast: bool):
         self._sweep, self._count, self._fail_fast = sweep, len(jobs), fail_fast
+        self._line = SweepLine(sweep.folder, jobs)
         self._waiting = deque(job for job in jobs if job.status != "done")
         self._running: list[_Running] = []
         self._stopped_by: str | None = None
@@ -138,11 +141,13 @@ class Jobs:
         with answered_by(stop):
             try:
                 engine = start_engine()
+                self._line.begin()
                 while self._waiting or self._running:
                     while arrived:
                         self._stop(arrived.pop(0))
                     if self._waiting and len(self._running) < engine.at_a_time:
                         self._start(engine)
+                    self._line.show(self._waiting, [running.job for running in self._running])
                     time.sleep(0.05)
                     for running in list(self._running):
                         if (status := running.handle.poll()) is not None:
@@ -150,6 +155,7 @@ class Jobs:
             finally:
                 # After a defect of the launcher itself the jobs must not run on unseen.
                 self._stop_all(signal.SIGTERM)
+                self._line.close()
         if self._stopped_by:
             raise Interrupted(f"the sweep was stopped as asked ({self._stopped_by}).")
 

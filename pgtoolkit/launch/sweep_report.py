@@ -27,6 +27,12 @@ def reached(directory: Path) -> float | None:
     return final(rewards) if rewards else None
 
 
+def logs(sweep: Sweep) -> str:
+    """Return the command that shows what a job prints as it goes."""
+    folder = shell_path(sweep.folder)
+    return f"log of a job: tail -f {folder}/JOB/output.log (* for JOB: of all that have begun)"
+
+
 def started(job: Job, number: int, of: int) -> str:
     how = f"continues after step {job.step}" if job.step else "starts"
     return f"[{number:>{len(str(of))}}/{of}] {how:<20} {job.directory}"

@@ -93,10 +93,14 @@ def _give_up(stream: TextIO, error: OSError) -> None:
 
 
 class Terminal(logging.Handler):
-    """Log lines on standard output, as long as somebody reads it; a run's run.log has them all."""
+    """Log lines on standard output, as long as somebody reads it; a run's run.log has them all.
+
+    A record with `is_renewed` is there already, in the line that renews itself.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        write_line(self.format(record), sys.stdout)
+        if not getattr(record, "is_renewed", False):
+            write_line(self.format(record), sys.stdout)
 
 
 class LegibleFormatter(logging.Formatter):

@@ -1,11 +1,14 @@
-"""What the terminal shows of a run: one line per step, and the summary at its end."""
+"""What is shown of a run: its first lines, a line per step or one that renews itself, and the summary at its end."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config.evaluation_sets import watched
 from pgtoolkit.runs.records import best_checkpoint, read_evaluations, read_resolved, read_status
@@ -13,8 +16,18 @@ from pgtoolkit.runs.series import Columns, final, first, mean, values
 from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking import next_commands
 
+if TYPE_CHECKING:
+    from pgtoolkit.tracking.renewed_line import RenewedLine
+
+log = logging.getLogger("pgtoolkit")
+
 WIDTH = 100
 """Most columns of a page for the terminal."""
+
+ERASE_LINE = "\r\x1b[K"
+"""Puts the cursor at the beginning of a terminal's line, and erases it."""
+
+_UNKNOWN = "?"
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -29,6 +42,50 @@ _FIELDS = {
     "tokens_per_second": "{} tok/s",
 }
 
+# The same on a terminal: the most important first, since a narrow one has no room for all.
+_RENEWED_FIELDS = {
+    "loss": "loss {:9.2e}",
+    "reward": "reward {:4.2f}",
+    "exact_match": "exact {:4.0%}",
+    "tokens_per_second": "{} tok/s",
+}
+
+
+class Progress:
+    """Shows each step of a run by a line in its log, and on a terminal by one line that renews itself, in its place.
+
+    max_steps: the run's last step.
+    """
+
+    def __init__(self, max_steps: int):
+        self._line = ProgressLine(max_steps)
+        self._max_steps = max_steps
+        self._renewed: RenewedLine | None = None
+
+    def begin(self, step: int) -> None:
+        """Show that the run stands after this step."""
+        from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
+
+        if is_terminal(sys.stdout):
+            self._renewed = RenewedLine(self._max_steps, step)
+            self._renewed.show(step, [self._line.position(step)])
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """Show a step just finished."""
+        log.info(self._line.line(step, metrics), extra={"is_renewed": self._renewed is not None})
+        if self._renewed is not None:
+            self._renewed.show(step, self._line.renewed(step, metrics))
+
+    def end(self) -> None:
+        """Leave the line as it was last, if there is one."""
+        if self._renewed is not None:
+            self._renewed.close()
+        self._renewed = None
+
+    def above(self, text: str) -> bytes:
+        """Return a line as it is written past the streams of this process, by the handler of a signal."""
+        return f"{'' if self._renewed is None else ERASE_LINE}{text}\n".encode()
+
 
 class ProgressLine:
     """The line of each step, with the time left by the pace since the first line; max_steps is the run's last step."""
@@ -38,26 +95,56 @@ class ProgressLine:
         self._first: tuple[int, float] | None = None
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
-        """The line of a step just finished; what metrics lacks is left out."""
+        """Return the line of a step just finished, in a file; what metrics lacks is left out."""
+        left = self._left(step)
+        return " ".join([self.position(step), *_fields(_FIELDS, metrics), f"ETA {left:>5}"])
+
+    def renewed(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """Return the fields of the line on a terminal, the most important first."""
+        left = self._left(step)
+        known = [] if left == _UNKNOWN else [f"{left} left"]
+        return [self.position(step), *known, *_fields(_RENEWED_FIELDS, metrics)]
+
+    def position(self, step: int) -> str:
+        digits = len(str(self._max_steps))
+        return f"step {step:>{digits}}/{self._max_steps}"
+
+    def _left(self, step: int) -> str:
         now = time.monotonic()
         # The first step of a process warms up (imports, allocators, compilation), so its end is where the clock starts.
-        first_step, began = self._first = self._first or (step, now)
-        left = "?"
-        if step > first_step or step >= self._max_steps:
-            left = _duration((now - began) / max(1, step - first_step) * (self._max_steps - step))
-        digits = len(str(self._max_steps))
-        fields = [f"step {step:>{digits}}/{self._max_steps}"]
-        for name, form in _FIELDS.items():
-            if name in metrics:
-                value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
-                fields.append(form.format(value))
-            if name == "reward":
-                fields += [
-                    f"{metric.removeprefix('reward/')} {value:4.2f}"
-                    for metric, value in metrics.items()
-                    if metric.startswith("reward/")
-                ]
-        return " ".join([*fields, f"ETA {left:>5}"])
+        self._first = self._first or (step, now)
+        first_step, began = self._first
+        if step == first_step and step < self._max_steps:
+            return _UNKNOWN
+        return duration((now - began) / max(1, step - first_step) * (self._max_steps - step))
+
+
+def _fields(forms: dict[str, str], metrics: dict[str, float]) -> list[str]:
+    """Return each metric that there is in its form, the means of single verifiers after that of the reward."""
+    fields = []
+    for name, form in forms.items():
+        if name in metrics:
+            value = _count(metrics[name]) if name == "tokens_per_second" else metrics[name]
+            fields.append(form.format(value))
+        if name == "reward":
+            fields += [
+                f"{metric.removeprefix('reward/')} {value:4.2f}"
+                for metric, value in metrics.items()
+                if metric.startswith("reward/")
+            ]
+    return fields
+
+
+def entry(label: str, text: str) -> str:
+    """Return a line of the first or the last lines of a run."""
+    return f"{label:<12} {text}"
+
+
+def mlflow_entries(info: dict[str, str]) -> list[str]:
+    """Return lines that say how a run is seen in MLflow. info: `MlflowTracker.info`."""
+    command = next_commands.ui_command(info["uri"])
+    page = next_commands.ui_url(info["uri"], info["experiment_id"], info["run_id"])
+    return [entry("MLflow", command), entry("", page)] if command else [entry("MLflow", page)]
 
 
 def evaluation_line(row: dict, max_steps: int, is_best: bool) -> str:
@@ -82,16 +169,13 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
     lines = [*filter(None, rises)] or [_rise("loss", recorded)]
     lines += _held_out(read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))))
     lines.append(reached := read_status(run_dir).get("reason") or "")
-    entries = [("run", shell_path(run_dir))]
+    entries = [entry("run", shell_path(run_dir))]
     if parent := read_status(run_dir).get("parent"):
-        entries.append(("continues", parent))
+        entries.append(entry("continues", parent))
     if (curves := Path(run_dir) / "curves.png").exists():
-        entries.append(("curves", shell_path(curves)))
+        entries.append(entry("curves", shell_path(curves)))
     if mlflow:
-        uri, experiment_id, run_id = mlflow["uri"], mlflow["experiment_id"], mlflow["run_id"]
-        if command := next_commands.ui_command(uri):
-            entries.append(("MLflow", command))
-        entries.append(("" if command else "MLflow", next_commands.ui_url(uri, experiment_id, run_id)))
+        entries += mlflow_entries(mlflow)
     more = [f"trainer.max_steps={2 * int(recorded['step'][-1])}"] if len(recorded["step"]) else []
     if "rollout.epochs=" in reached:
         more = [f"rollout.epochs={2 * read_resolved(run_dir)['rollout']['epochs']}"]
@@ -99,12 +183,12 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
         more = ["rollout.retire_at=null"]
     elif reached:
         more = ["trainer.stop_at=null"]
-    entries.append(("resume", next_commands.resume_command(run_dir, more)))
-    compare = [next_commands.ui_url(uri, experiment_id)] if mlflow else []
+    entries.append(entry("resume", next_commands.resume_command(run_dir, more)))
+    compare = [next_commands.ui_url(mlflow["uri"], mlflow["experiment_id"])] if mlflow else []
     if next_commands.has_counterpart(run_dir):
         compare.insert(0, next_commands.counterpart_command(run_dir))
-    entries += zip(["compare", ""], compare, strict=False)
-    return "\n".join([*filter(None, lines), *(f"{label:<12} {text}" for label, text in entries)])
+    entries += [entry(label, text) for label, text in zip(["compare", ""], compare, strict=False)]
+    return "\n".join([*filter(None, lines), *entries])
 
 
 def _held_out(rows: list[dict], best: dict | None) -> Iterator[str]:
@@ -146,7 +230,8 @@ def _count(value):
     return f"{value:3.0f}"
 
 
-def _duration(seconds):
+def duration(seconds: float) -> str:
+    """Return a time as 0:09, 9:36 or, from an hour on, 8h19."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02}" if hours else f"{minutes}:{seconds:02}"

@@ -36,6 +36,7 @@ from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.frameworks import LightningEnvironment, lightning
 from pgtoolkit.training.machine import lacking_devices
 from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.opening import opening
 from pgtoolkit.training.sources import evaluator_of, source_of
 
 log = logging.getLogger("pgtoolkit")
@@ -56,6 +57,7 @@ def build(
         refuse_overflow(config, torch.cuda.mem_get_info()[1])
     task = make_task(config.task, config.seed, partial(read_once, layout))
     policy = policy_of(config, task.alphabet, layout, config)
+    log.info(opening(config, policy, on_gpu, layout))
     if on_gpu and config.trainer.deterministic is True:
         refuse_any_order(policy)
     reference = reference_of(config, policy, layout)

@@ -21,7 +21,7 @@ from pgtoolkit.rollouts.kept_completions import KeptCompletions
 from pgtoolkit.rollouts.steps import loadable
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.child import parent_has_ended
-from pgtoolkit.tracking.progress import ProgressLine
+from pgtoolkit.tracking.progress import Progress
 from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.evaluation import Evaluations
@@ -51,7 +51,7 @@ class Recorder(lightning.Callback):
         self._folder = folder / "checkpoints"
         self._config = config
         self._checkpoint = checkpoint
-        self._progress = ProgressLine(config.max_steps)
+        self.progress = Progress(config.max_steps)
         self.step = self.saved_step = 0 if checkpoint is None else checkpoint["step"]
         self.interrupted_by: str | None = None
         self._num_updates = 0 if checkpoint is None else checkpoint["num_updates"]
@@ -70,6 +70,8 @@ class Recorder(lightning.Callback):
             self._checkpoint = None
         answer_stop_signals(self._stop_after_this_step)  # Lightning puts its caller's handlers back at the end
         raise_swallowed()
+        if self._run is not None:
+            self.progress.begin(self.step)
         if module.evaluator is not None:
             self._evaluations = Evaluations(self._run, module)
             if self._evaluations.is_due(self.step):  # before the first step, or where a kill or a signal came before it
@@ -82,7 +84,7 @@ class Recorder(lightning.Callback):
         if self._run is not None:
             metrics = outputs["metrics"]
             self._run.append_metrics(self.step, metrics)
-            log.info(self._progress.line(self.step, metrics))
+            self.progress.show(self.step, metrics)
         if self.completions is not None:
             self.completions.add(self.step, batch.documents)
         if self._num_updates == 0:
@@ -159,7 +161,7 @@ class Recorder(lightning.Callback):
         # Not by the log: the signal may have come while a line of it is written, and a stream is not written to twice.
         if self._run is not None:
             with contextlib.suppress(OSError):
-                os.write(1, f"{_name(self._signal)}: finishing this step, then saving\n".encode())
+                os.write(1, self.progress.above(f"{_name(self._signal)}: finishing this step, then saving"))
 
 
 def _name(number: int) -> str:

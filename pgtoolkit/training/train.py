@@ -37,7 +37,7 @@ from pgtoolkit.system.terminal import LegibleFormatter, Terminal
 from pgtoolkit.tracking.curves import plot_curves
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
-from pgtoolkit.tracking.progress import summary
+from pgtoolkit.tracking.progress import entry, mlflow_entries, summary
 from pgtoolkit.tracking.signals import StopSignal
 from pgtoolkit.training.build import build, fit
 from pgtoolkit.training.checkpoint import (
@@ -47,6 +47,7 @@ from pgtoolkit.training.checkpoint import (
     refuse_lost_checkpoint,
 )
 from pgtoolkit.training.data import record_data
+from pgtoolkit.training.frameworks import transformers
 from pgtoolkit.training.module import learning_rate
 from pgtoolkit.training.recorder import Recorder
 
@@ -91,6 +92,7 @@ def train(
                 sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
                 log.info(f"{layout.world_size} processes: {sizes}")
             with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
+                started.callback(recorder.progress.end)
                 module, loader = build(config, resume, layout, folder)
                 started.callback(loader.source.close)
                 if module.evaluator is not None:
@@ -104,6 +106,8 @@ def train(
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
                         recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
                     tracker = _start_tracker(config, run)
+                    if tracker is not None:
+                        log.info("\n".join(mlflow_entries(tracker.info)))
                 if recorder.step < config.trainer.max_steps or module.evaluator is not None:
                     fit(module, loader, config, recorder)
                 recorder.check_trained()
@@ -138,6 +142,7 @@ def train(
 
 def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[str]) -> dict | None:
     """Write down what starts, or is continued, and from which data; returns the checkpoint to continue from, if any."""
+    log.info(entry("run", shell_path(run.path)))
     checkpoint = None
     if resume:
         refuse_lost_checkpoint(run.path, f"pgtk resume {shell_path(run.path)}")
@@ -145,6 +150,8 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     if resume and checkpoint is None:
         log.info("no checkpoint was written yet: starting again from the first step")
     step = 0 if checkpoint is None else checkpoint["step"]
+    if step > 0:
+        log.info(entry("continues", f"after step {step}"))
     if step > config.trainer.max_steps:
         raise ConfigError(
             f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got {step} of "
@@ -269,6 +276,8 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # transformers warns of padding tokens without an attention mask; causality keeps them out of sight.
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():  # its bars, and those of downloads, would fill a file
+        transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # its new name is missing in 5.0
     warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # matplotlib of a run's name in a title

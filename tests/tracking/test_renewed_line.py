@@ -1,0 +1,117 @@
+"""The line that renews itself, on a real terminal: what stands on the screen, and what stands above it."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from builders.terminals import on_terminal, screen
+
+SHOW = """
+import sys, threading, time, warnings
+from pgtoolkit.system.terminal import prepare_streams, write_line
+from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
+prepare_streams()
+print("terminal", is_terminal(sys.stdout))
+line = RenewedLine(8)
+line.show(0, ["step 0/8"])
+"""
+FIELDS = '["step 2/8", "0:09 left", "loss -1.23e-03", "reward 0.51", "{odd} 0.50", "exact 3%", "21k tok/s"]'
+
+
+def shown(script, folder, columns=80, **environment):
+    status, written = on_terminal([sys.executable, "-c", SHOW + script], folder, columns, environment)
+    assert status == 0, written
+    return screen(written, columns), written
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (100, "step 2/8 |██▌       | 0:09 left loss -1.23e-03 reward 0.51 {odd} 0.50 exact 3% 21k tok/s"),
+        (61, "step 2/8 |██▌       | 0:09 left loss -1.23e-03 reward 0.51"),
+        (40, "step 2/8 0:09 left loss -1.23e-03"),
+        (11, "step 2/8"),
+        (10, ""),
+    ],
+)
+def test_what_has_no_room_is_left_out(tmp_path, columns, line):
+    script = f"line._drawn_at = 0\nline.show(2, {FIELDS})\nline.close()\nprint('after')"
+    lines, _ = shown(script, tmp_path, columns)
+    assert lines[-3:-1] == [line, "after"]
+
+
+def test_a_terminal_without_such_letters_gets_ascii(tmp_path):
+    environment = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    lines, _ = shown(f"line._drawn_at = 0\nline.show(2, {FIELDS})\nline.close()", tmp_path, 61, **environment)
+    assert lines[-2] == "step 2/8 |##5       | 0:09 left loss -1.23e-03 reward 0.51"
+
+
+def test_what_is_printed_meanwhile_stands_above(tmp_path):
+    lines, _ = shown(
+        """
+write_line("a line", sys.stdout)
+write_line("an error", sys.stderr)
+print("in", end=" ")
+print("parts")
+warnings.warn("mind this")
+thread = threading.Thread(target=print, args=("of a thread",))
+thread.start(); thread.join()
+print("\\r10%", "\\r20% of a bar", file=sys.stderr)
+print("unfinished", end="")
+line._drawn_at = 0
+line.show(8, ["step 8/8"])
+line.close()
+print("after")
+""",
+        tmp_path,
+    )
+    assert lines[:4] == ["terminal True", "a line", "an error", "in parts"]
+    assert "mind this" in lines[4]
+    assert lines[-6:] == ["of a thread", "20% of a bar", "unfinished", "step 8/8 |██████████|", "after", ""]
+
+
+def test_quick_steps_do_not_wait_for_the_terminal(tmp_path):
+    _, written = shown(
+        "began = time.monotonic()\n"
+        "for step in range(5000): line.show(0, [f'step {step}'])\n"
+        "seconds = time.monotonic() - began\nline.close()\nprint('seconds', seconds)",
+        tmp_path,
+    )
+    seconds = float(re.search(r"seconds ([\d.]+)", written)[1])
+    assert written.count("\x1b[K") <= 3 + seconds / 0.1
+
+
+def test_a_line_that_is_taken_away_leaves_nothing(tmp_path):
+    lines, _ = shown("line.close(leave=False)\nprint('table')", tmp_path)
+    assert lines == ["terminal True", "table", ""]
+
+
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": ""}])
+def test_nothing_is_renewed_where_no_cursor_moves(tmp_path, environment):
+    script = "import sys\nfrom pgtoolkit.tracking.renewed_line import is_terminal\nprint(is_terminal(sys.stdout))"
+    assert on_terminal([sys.executable, "-c", script], tmp_path, environment=environment)[1].strip() == "False"
+    piped = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=True)
+    assert piped.stdout.strip() == "False"
+
+
+def test_a_run_that_is_stopped_on_a_terminal(tmp_path):
+    command = [sys.executable, "-P", "-m", "pgtoolkit.cli", "debug=short", "trainer.max_steps=900"]
+    pressed = lambda written: b"\x03" if "step   2/900" in written else b""  # noqa: E731
+    status, written = on_terminal(command, tmp_path, 100, keys=pressed)
+    assert status == 75, written
+    lines = screen(written, 100)
+    labels = [line.split()[0] for line in lines if re.match("(run|model|device|sampler) ", line)]
+    assert labels == ["run", "model", "device", "sampler"]
+    steps = [line for line in lines if line.startswith("step")]
+    assert len(steps) == 1, steps
+    assert re.match(
+        r"step +\d+/900 \|.{10}\| \d+:\d\d left loss [ -]\d\.\d\de-\d\d reward 0\.\d\d exact +\d+% ", steps[0]
+    )
+    (stopped,) = [number for number, line in enumerate(lines) if line.startswith("SIGINT: finishing this step")]
+    assert lines[stopped + 1] == steps[0]
+    assert lines[stopped + 2].startswith("pgtk: stopped as asked (SIGINT) after step ")
+    (log,) = tmp_path.glob("outputs/*/*/run.log")
+    assert re.search(r"INFO step +1/900 loss -1e-09 ratio 1.0000 ", log.read_text())
+    assert "\x1b" not in log.read_text()
