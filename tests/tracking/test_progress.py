@@ -41,6 +41,13 @@ def test_a_line_says_everything():
     assert line == expected
 
 
+def test_the_line_of_a_terminal_begins_with_the_most_important():
+    fields = progress(300, seconds=22.0).renewed(12, METRICS)
+    assert fields == ["step  12/300", "9:36 left", "loss -1.23e-03", "reward 0.51", "exact   3%", "21k tok/s"]
+    metrics = {"loss": 12.3456, "reward": 0.5, "reward/answer": 0.25}
+    assert ProgressLine(9).renewed(2, metrics) == ["step 2/9", "loss  1.23e+01", "reward 0.50", "answer 0.25"]
+
+
 def test_a_line_has_the_mean_of_each_verifier():
     metrics = {"reward": 0.512, "exact_match": 0.5, "reward/answer": 0.5, "reward/format": 0.118}
     line = progress(9).line(2, metrics)
