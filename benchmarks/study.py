@@ -4,7 +4,7 @@
     python benchmarks/study.py pack FILE.tar.xz SWEEP...    # what pgtk compare reads of the finished runs
 
 An unpacked sweep is compared as before, and `pgtk sweep` goes on with what it lacks. The controls are functions for
-`advantage=custom advantage.path=benchmarks.study.half_shuffled`.
+`advantage=benchmarks.study.half_shuffled`.
 """
 
 from __future__ import annotations

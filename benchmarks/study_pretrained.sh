@@ -102,13 +102,13 @@ rates() {
   shift 3
   local losses="pretrained_rates seed=$seeds hydra.sweep.dir=outputs/sweeps/pretrained_rates"
   local controls="pretrained_rates seed=$seeds hydra.sweep.dir=outputs/sweeps/pretrained_rates_controls"
-  controls+=" loss=grpo advantage=custom $*"
+  controls+=" loss=grpo $*"
   begin
   in_lanes "$seconds" \
     "$losses hydra.launcher.jobs_per_gpu=6 $*" \
     -- \
-    "$controls advantage.path=benchmarks.study.right_alone hydra.launcher.jobs_per_gpu=2" \
-    "$controls advantage.path=benchmarks.study.half_shuffled hydra.launcher.jobs_per_gpu=2 optimizer.learning_rate=3e-5"
+    "$controls advantage=benchmarks.study.right_alone hydra.launcher.jobs_per_gpu=2" \
+    "$controls advantage=benchmarks.study.half_shuffled hydra.launcher.jobs_per_gpu=2 optimizer.learning_rate=3e-5"
   pack "$folder"
 }
 
@@ -120,7 +120,7 @@ loss() {
     # A folder for each arm: two sweeps cannot go on in one at the same time.
     words+=" hydra.sweep.dir=outputs/sweeps/pretrained_loss_${arm%:*}"
     case ${arm%:*} in
-      right_alone | half_shuffled) words+=" loss=grpo advantage=custom advantage.path=benchmarks.study.${arm%:*}" ;;
+      right_alone | half_shuffled) words+=" loss=grpo advantage=benchmarks.study.${arm%:*}" ;;
       *) words+=" loss=${arm%:*}" ;;
     esac
     all+=("$words")

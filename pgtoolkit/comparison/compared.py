@@ -49,12 +49,8 @@ class Group:
 
     @property
     def telling_words(self) -> list[str]:
-        """The words without those that say nothing more: of keys that this group does not have, and `custom` of an
-        option whose `path` is among the keys too.
-        """
-        paths = {key.rpartition(".")[0] for key, value in self.values.items() if key.endswith(".path") and value}
-        pairs = zip(self.values.items(), self.words, strict=True)
-        return [word for (key, value), word in pairs if value is not None and (value != "custom" or key not in paths)]
+        """The words without those of keys that this group does not have."""
+        return [word for value, word in zip(self.values.values(), self.words, strict=True) if value is not None]
 
     @property
     def final(self) -> tuple[float | None, float | None]:

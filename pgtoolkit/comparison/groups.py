@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -13,6 +14,7 @@ from pgtoolkit.comparison.compared import Compared, Group, learned
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS
 from pgtoolkit.comparison.statistics import Comparisons, Sample
 from pgtoolkit.config.keys import KEYS, changes_learning, key_named, shown
+from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.schema_rollouts import POSITION
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.find import HELD_OUT, Run
@@ -48,7 +50,7 @@ def compare(
 
     Raises ConfigError if no run can be read or has the metric, and for an option that does not fit the runs.
     """
-    readable = [run for run in runs if run.config]
+    readable = [_as_typed(run) for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
@@ -96,6 +98,11 @@ def compare(
     compared.notes += notes_of(compared)
     compared.notes += _code_notes(compared, readable, ignore_code)
     return compared
+
+
+def _as_typed(run: Run) -> Run:
+    """Return the run with own code as the option of its group, in the place of the keys that name it."""
+    return replace(run, config=as_typed(run.config), trained_with=as_typed(run.trained_with))
 
 
 def _metric(runs: list[Run], metric: str | None, reach: str | None) -> tuple[str, str | None, float | None, list[str]]:

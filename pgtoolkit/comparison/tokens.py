@@ -13,6 +13,7 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
+from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
 from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.saved import saved_config
@@ -178,10 +179,14 @@ def _columns(made: MadeStep, configured: list[tuple[list[str], Config]]) -> Iter
         loss = loss_of(config)
         if loss in known:
             continue
-        label = " ".join(job) if known else f"loss={config.loss.name} aggregation={config.aggregation.mode}"
+        label = " ".join(job) if known else _loss_in_words(config)
         lines = [line for line in equation(config)[1:] if line.strip().startswith(_TERMS)]
         yield replace(loss_on_step(made, loss), label=label, lines=lines)
         known.append(loss)
+
+
+def _loss_in_words(config: Config) -> str:
+    return f"loss={chosen(config, 'loss')} aggregation={chosen(config, 'aggregation')}"
 
 
 def _origin_of_weights(run_dir: Path | None, checkpoint: dict | None, number: int) -> str:

@@ -24,6 +24,7 @@ from pgtoolkit.config.key import value_of, with_values
 from pgtoolkit.config.keys import KEYS, evaluated_keys, is_inside, key_named
 from pgtoolkit.config.launchers import LAUNCHERS, SEARCH
 from pgtoolkit.config.overrides import NO_CHOICE, hydra_form, parse
+from pgtoolkit.config.own_code import parameter_key
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.resolve import choices_of, default_in, in_range, resolve
 from pgtoolkit.config.rules import executed
@@ -262,6 +263,7 @@ def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
 
 def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
     """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
+    name = parameter_key(name, config)
     key = key_named(name, config)
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
     if isinstance(value, dict) and value and not is_free:

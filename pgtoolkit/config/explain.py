@@ -18,6 +18,7 @@ from pgtoolkit.config.files import docs_page, options
 from pgtoolkit.config.key import Key
 from pgtoolkit.config.keys import (
     KEYS,
+    OWN_CODE,
     group_help,
     in_words,
     option_help,
@@ -27,6 +28,7 @@ from pgtoolkit.config.keys import (
 from pgtoolkit.config.refusals import ALSO_CALLED
 from pgtoolkit.config.schema import default_options
 from pgtoolkit.errors import ConfigError, PgtoolkitError
+from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.report import nearest, refusal, text
 
 _STATUSES = {
@@ -62,6 +64,8 @@ class Entry:
         key = self.key
         if key.option:
             shown = {"type": f"one of {', '.join(options()[key.group])}", "default": default_options()[key.group]}
+            if key.group in OWN_CODE:
+                shown["type"] += f", or the dotted path of a {kind_of(key.group)} of your own"
         else:
             shown = {"type": values_in_words(key), "default": self._default()}
         return shown | {"meaning": " ".join([self.meaning, *self._conditions()])}
@@ -178,6 +182,8 @@ def explanations() -> dict[str, list[Page]]:
     for group, names in options().items():
         usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
         heads = {f"{group}={name}{' (default)' if name == usual else ''}": option_help(group, name) for name in names}
+        if group in OWN_CODE:
+            heads[f"{group}=package.module.{kind_of(group)}"] = f"A {kind_of(group)} of your own, see docs/losses.md."
         told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
         explained([group], f"{group}: a group of options", told)
         for name in names:

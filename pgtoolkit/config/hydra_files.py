@@ -14,7 +14,7 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
@@ -22,8 +22,10 @@ from pgtoolkit.config.defaults import ByWeights
 from pgtoolkit.config.files import config_directory, options, read_options
 from pgtoolkit.config.hydra_keys import name_in
 from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import OWN_CODE, is_own_code, key_named, keys_of
 from pgtoolkit.config.names import digest, name_from
 from pgtoolkit.config.overrides import NO_CHOICE, is_swept
+from pgtoolkit.config.own_code import PARAMETERS
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import plain
@@ -45,7 +47,9 @@ def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_fil
         folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
         overrides.insert(0, f"hydra.searchpath=[{folders}]")
     with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
-        return hydra.compose(primary.stem, overrides=overrides, return_hydra_config=True)
+        config = hydra.compose(primary.stem, overrides=overrides, return_hydra_config=True)
+    _gather_parameters(config)
+    return config
 
 
 @dataclass
@@ -61,12 +65,24 @@ class _LocalLauncher:
 class UserFiles(FileConfigSource):
     """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases.
 
-    A file without a list `defaults` has the keys of its group's schema, with their types.
+    A file without a list `defaults` has the keys of its group's schema, with their types. The dotted path of own code
+    in the place of an option is a file, too, see `own_code`.
 
     Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's with options as keys.
     """
 
+    def is_config(self, config_path: str) -> bool:
+        return super().is_config(config_path) or self._is_own_code(config_path)
+
+    def _is_own_code(self, config_path: str) -> bool:
+        group, _, name = config_path.rpartition("/")
+        return is_own_code(group, name) and Path(self.path) == config_directory()
+
     def load_config(self, config_path: str) -> ConfigResult:
+        if not super().is_config(config_path) and self._is_own_code(config_path):
+            group, _, name = config_path.rpartition("/")
+            place = f"{self.scheme()}://{self.path}"
+            return ConfigResult(self.provider, place, _own_option(group, name), header={"package": None})
         file = Path(self.path, self._normalize_file_name(config_path))
         if file.is_file() and not file.is_relative_to(config_directory()):
             values = read_options(file)
@@ -82,6 +98,29 @@ class UserFiles(FileConfigSource):
             if group in SCHEMAS or f"{group}/{keys.get('name')}" in SCHEMAS:
                 keys.defaults = [schema, "_self_"]
         return result
+
+
+def _own_option(group: str, path: str) -> DictConfig:
+    """Return what stands in the file of an option that is own code."""
+    key = OWN_CODE[group]
+    option = OmegaConf.create({"defaults": [key.stands_for, "_self_"], key.leaf: path})
+    if group in PARAMETERS:
+        OmegaConf.set_struct(option, False)  # files may set parameters of the class, see `_gather_parameters`
+    return option
+
+
+def _gather_parameters(config: DictConfig) -> None:
+    """Move the parameters of own code, which files set as keys of its group, to where the schema has them."""
+    for group, parameters in PARAMETERS.items():
+        values = config.get(group)
+        if not isinstance(values, DictConfig) or key_named(parameters, config) is None:
+            continue
+        known = {key.leaf for key in keys_of(config) if key.group == group}
+        with open_dict(values):
+            for name in [name for name in values if name not in known]:
+                OmegaConf.update(config, f"{parameters}.{name}", values._get_node(name), force_add=True)
+                del values[name]
+        OmegaConf.set_struct(values, None)
 
 
 @functools.cache

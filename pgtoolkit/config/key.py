@@ -79,6 +79,9 @@ class Key:
     """Whether the key says how this machine computes, which may differ where a step is made again."""
     example: str = ""
     """What to type for a key that is REQUIRED."""
+    stands_for: str = ""
+    """The option of the group that a dotted path in the place of an option stands for, with the path as
+    the value of this key: `loss=my_module.MyFamily`. Empty for a key that no such path sets."""
 
     @property
     def group(self) -> str:

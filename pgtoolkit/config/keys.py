@@ -15,6 +15,7 @@ from pgtoolkit.config.files import config_directory, leading_comment
 from pgtoolkit.config.key import Key, holds, parts, singles, value_of
 from pgtoolkit.config.schema import OPTIONS, SCHEMAS, Config, default_options
 from pgtoolkit.runs.records import plain
+from pgtoolkit.system.functions import is_dotted_path
 from pgtoolkit.system.report import Report, is_number, is_whole, text
 
 
@@ -51,6 +52,10 @@ KEYS = tuple(_declared())
 
 OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
 """Group -> the key that names its option, of those groups that have one."""
+
+OWN_CODE = {key.group: key for key in KEYS if key.stands_for}
+"""Group -> the key that a dotted path in the place of the group's options sets."""
+
 _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name for key in KEYS}}
 
 
@@ -61,8 +66,18 @@ def keys_of(config: object) -> Iterator[Key]:
 
 def _of_chosen(keys: Sequence[Key], config: object) -> Iterator[Key]:
     groups = {key.group for key in keys if "/" in key.schema}
-    chosen = {f"{group}/{value_of(config, OPTION_KEYS[group])}" for group in groups}
+    chosen = {f"{group}/{option_called(group, value_of(config, OPTION_KEYS[group]))}" for group in groups}
     return (key for key in keys if "/" not in key.schema or key.schema in chosen)
+
+
+def is_own_code(group: str, name: object) -> bool:
+    """Return whether a name in the place of a group's option is the dotted path of own code."""
+    return group in OWN_CODE and isinstance(name, str) and is_dotted_path(name)
+
+
+def option_called(group: str, name: object) -> object:
+    """Return the option that a name stands for: itself, but for the dotted path of own code."""
+    return OWN_CODE[group].stands_for if is_own_code(group, name) else name
 
 
 def key_named(name: str, config: object) -> Key | None:
@@ -266,6 +281,8 @@ def _refuse_ignored(c: Config, report: Report, key: Key, usual: Any) -> None:
     got = text(value_of(c, decisive))
     ways_out = key.use.split(" and ") if key.use else []
     use = ways_out[number] if number < len(ways_out) else in_words(lacking)
+    if key.stands_for:
+        use = f"{key.group}={value_of(c, key.name)}"
     name = shown(key.name)
     report.refuse(
         setting=f"{name}={text(value_of(c, key.name))}",

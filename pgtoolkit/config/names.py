@@ -8,7 +8,7 @@ import re
 from dataclasses import is_dataclass
 from pathlib import Path
 
-from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.keys import OWN_CODE, changes_learning
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.records import leaves, plain
@@ -69,7 +69,7 @@ def run_name(overrides: list[str], defaults: dict[str, str], loss: str | None, a
     leading = []
     for value, keys in ((loss, _OF_LOSS), (aggregation, _OF_AGGREGATION)):
         typed = [re.sub(r"^(loss|aggregation|reducer)-", "", parts.pop(key)) for key in keys if key in parts]
-        leading += typed if value is None else [_letters(value)]
+        leading += typed if value is None else [_letters(_own_name(value))]
     name = "_".join([*leading, *parts.values()]) or "default"
     if len(name) <= _LONGEST:
         return name
@@ -97,10 +97,20 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
         leaf = key if key.endswith(".options") else key.rpartition(".")[2]
         if leaf.endswith("path") or key == "kl.reference":  # of a sweep, several
             value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
+        if key in OWN_CODE or key in _PATHS_OF_OWN_CODE:
+            value = ",".join(map(_own_name, value.split(",")))
         if leaf == "coefficient":  # of which penalty
             leaf = key.replace(".", "-")
         parts[key] = _letters(value if key == "experiment" or leaf == "path" else f"{leaf}-{value}")
     return {key: part for key, part in parts.items() if part}
+
+
+_PATHS_OF_OWN_CODE = [key.name for key in OWN_CODE.values()]
+
+
+def _own_name(option: str) -> str:
+    """Return the name of an option: of own code that of the class or function, without its module."""
+    return option.rpartition(".")[2]
 
 
 def _by_importance(parts: dict[str, str]) -> list[str]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 
 from pgtoolkit.config.evaluation_sets import held_out_sets, how_sampled, is_on, watched
-from pgtoolkit.config.keys import KEYS, is_inside, option_help
+from pgtoolkit.config.keys import KEYS, OWN_CODE, is_inside, option_help
 from pgtoolkit.config.models import sizes, vocabulary_size
 from pgtoolkit.config.names import plain_config
+from pgtoolkit.config.own_code import as_typed, chosen, short_name, typed_key
 from pgtoolkit.config.schema import Config, default_options
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RolloutConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
@@ -52,12 +53,15 @@ def plan_sections(config: Config, defaults: Config, overrides: list[str]) -> lis
 
 def equation(config: Config) -> list[str]:
     """The loss of a step, with its numbers."""
-    loss, aggregation, advantage = config.loss, config.aggregation, config.advantage.estimator
+    aggregation = config.aggregation
     family, weighting = family_of_config(config), AGGREGATIONS[aggregation.mode]
-    own = getattr(loss, "path", None) or "the class that loss.path names"
+    own, weights = chosen(config, "loss"), chosen(config, "aggregation")
     weight, where, total = weighting.equation, weighting.where, weighting.total
     if aggregation.reducer is not None:
-        weight, where = f"{aggregation.reducer}(...)", f"in the place of aggregation={aggregation.mode}"
+        weight = f"{aggregation.reducer}(...)"
+        where = "a function of your own"
+        if weights != aggregation.reducer:
+            where = f"in the place of aggregation={aggregation.mode}"
         total = "whatever it returns"
     penalties = []
     of_reward = []
@@ -78,15 +82,20 @@ def equation(config: Config) -> list[str]:
     named = "" if correction is None else f", {correction.name}"
     factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
     return [
-        f"{loss.name}, {aggregation.mode}{named}: sum over trained tokens of w_t {'rho_t ' if factor else ''}l_t",
+        f"{own}, {weights}{named}: sum over trained tokens of w_t {'rho_t ' if factor else ''}l_t",
         f"l_t = {f'as {own} computes it' if family is None else family.equation}",
         *penalties,
         f"w_t = {weight},  {where.format(divisor=text(aggregation.divisor))}",
         f"sum of w_t over a step = {total.format(divisor=text(aggregation.divisor))}",
         *factor,
-        f"advantage ({advantage}): {option_help('advantage', advantage)}",
+        f"advantage ({chosen(config, 'advantage')}): {_advantage_in_words(config)}",
         *of_reward,
     ]
+
+
+def _advantage_in_words(config: Config) -> str:
+    advantage = config.advantage.estimator
+    return "a function of your own" if advantage == "custom" else option_help("advantage", advantage)
 
 
 def family_of_config(config: Config) -> Family | None:
@@ -230,13 +239,16 @@ def differences(config: Config, defaults: Config, overrides: list[str]) -> tuple
 
     The others are what an option or an experiment sets, what a sweep's file does, and defaults that are computed.
     """
-    now = plain_config(config)
-    drift = config_drift(plain_config(defaults), now)
+    now = as_typed(dict(leaves(plain_config(config))))
+    drift = config_drift(as_typed(dict(leaves(plain_config(defaults)))), now)
     default_option = {**default_options(), "experiment": "null", "debug": "null"}
     choices: dict[str, str] = {}
     keys: list[str] = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
+        key = typed_key(short_name(key), config)
+        if key in OWN_CODE:
+            value = chosen(config, key)
         if key in default_option and not value.startswith("{"):
             choices[key] = value
         else:
@@ -248,7 +260,7 @@ def differences(config: Config, defaults: Config, overrides: list[str]) -> tuple
     ]
     names_of_options = {key.name for key in KEYS if key.option and key.group in choices}
     followed = []
-    for name in [name for name, _ in leaves(now) if name in drift and name not in names_of_options]:
+    for name in [name for name in now if name in drift and name not in names_of_options]:
         default, value = map(text, drift[name])
         lines = typed if any(is_inside(name, key) for key in keys) else followed
         lines.append(_difference(name, value, default))

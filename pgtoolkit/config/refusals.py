@@ -14,10 +14,11 @@ from pgtoolkit.config.composable import changeable
 from pgtoolkit.config.elsewhere import keys_called, keys_mentioned, known_as
 from pgtoolkit.config.files import OPTIONAL
 from pgtoolkit.config.key import Key
-from pgtoolkit.config.keys import KEYS, fits, keys_of, values_in_words
+from pgtoolkit.config.keys import KEYS, OWN_CODE, fits, is_own_code, keys_of, values_in_words
+from pgtoolkit.config.own_code import keys_set
 from pgtoolkit.config.schema import SCHEMAS, default_options
 from pgtoolkit.errors import first_line
-from pgtoolkit.runs.records import leaves
+from pgtoolkit.system.functions import kind_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import nearest, refusal, text
 
@@ -41,10 +42,8 @@ _TAKES_VALUE = {
     "task": ("prompts", "task.path", "{}"),
     "rollout": ("recorded", "rollout.path", "{}"),
     "sampler": ("vllm", "sampler.urls", "[{}]"),
-    "loss": ("custom", "loss.path", "{}"),
-    "advantage": ("custom", "advantage.path", "{}"),
 }
-"""Group -> the option and key for a path, an address or a function of the user's, and how the value is written."""
+"""Group -> the option and key for a path or an address, and how the value is written."""
 
 
 def unreadable(override: str, error: Exception) -> str:
@@ -150,36 +149,33 @@ def _keys(override: Override) -> list[str]:
     """The keys that an override gives values to; a sweep's, in all of its values together."""
     key, value = override.key_or_group, override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    return list(dict.fromkeys(leaf for one in values for leaf, _ in leaves({key: one})))
+    return list(dict.fromkeys(name for single in values for name in keys_set(key, single)))
 
 
 def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
     """An option that its group does not have; the way out may be an option of another one."""
     key, value = override.key_or_group, override.value()
     names, several = groups[key], value if value and isinstance(value, list) and key in OPTIONAL else [value]
-    word = next((text(name) for name in several if name not in names), None)
+    word = next((text(name) for name in several if name not in names and not is_own_code(key, name)), None)
     if word is None:
         return None
     use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
     elsewhere = next((f"{one}={word}" for one in groups if word != "none" and word in groups[one]), None)
     use = ALSO_CALLED.get(word) or elsewhere or _as_value(key, word, names) or use
     reason = f"The options of {key} are the files in conf/{key}."
-    return f"{override.input_line} needs one of {', '.join(names)} (got {word!r}). {reason} Use {use}."
+    needs = f"one of {', '.join(names)}"
+    if key in OWN_CODE:
+        needs += f", or the dotted path of a {kind_of(key)} of your own"
+    return f"{override.input_line} needs {needs} (got {word!r}). {reason} Use {use}."
 
 
 def _as_value(group: str, word: str, names: list[str]) -> str | None:
-    """Return the option that takes the word as the value of a key, if it is a path, a model or a function."""
+    """Return the option that takes the word as the value of a key, if it is a path or a model."""
     if group not in _TAKES_VALUE or word in ("", "null"):
         return None
     option, key, form = _TAKES_VALUE[group]
     is_path = "/" in word or os.path.exists(word) or word.endswith((".jsonl", ".json", ".parquet", ".arrow"))
-    is_function = "." in word and not is_path and all(part.isidentifier() for part in word.split("."))
-    if option == "custom":
-        fits_key = is_function
-    elif option == "huggingface":
-        fits_key = is_path or nearest(word, names, 0.6) is None
-    else:
-        fits_key = is_path
+    fits_key = is_path or (option == "huggingface" and nearest(word, names, 0.6) is None)
     return f"{group}={option} {key}={form.format(word)}" if fits_key else None
 
 
@@ -229,6 +225,8 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
         options = [known.schema.replace("/", "=") for known in having]
         got = f"{group}={config[group].name}"
         use = f"{options[0]} {_fitting(having[0], value)}"
+        if having[0].stands_for and is_own_code(group, value):
+            use = f"{group}={value}"
         choices = having[0].names
         same = [known for known in KEYS if known.leaf == leaf and known.group != group and known.names == choices]
         if choices and same:

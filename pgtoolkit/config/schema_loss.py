@@ -78,13 +78,15 @@ class LossConfig:
 class CustomLossConfig(LossConfig):
     path: str = key(
         default=REQUIRED,
-        help="Dotted path `package.module.Class` of a family, which the current directory may hold.",
+        help="Dotted path `package.module.Class` of a family, which the current directory may hold; "
+        "loss=package.module.Class sets it.",
         code="function",
         example="my_module.MyFamily",
+        stands_for="custom",
     )
     options: dict[str, Any] = key(
         default={},
-        help="Values of its fields, by name: loss.options.NAME=VALUE.",
+        help="Values of its fields, by name: loss.NAME=VALUE sets one.",
         free=True,
     )
 
@@ -106,8 +108,9 @@ class AggregationConfig:
     reducer: str | None = key(
         default=None,
         help="Dotted path `package.module.function` of your own weights, which then take the place "
-        "of the mode; null: none.",
+        "of the mode; null: none. aggregation=package.module.function sets it.",
         code="function",
+        stands_for="sample_mean",
     )
 
 
@@ -200,12 +203,13 @@ class AdvantageConfig:
     estimator: AdvantageEstimator = key(option=True)
     path: str | None = key(
         default=None,
-        help="Dotted path `package.module.function` of your own advantages, only for "
-        "advantage=custom: my_advantages(rewards, *, lengths, measures) -> advantages, each a "
-        "list with a list of every group's completions.",
+        help="Dotted path `package.module.function` of your own advantages, which "
+        "advantage=package.module.function sets: my_advantages(rewards, *, lengths, measures) -> "
+        "advantages, each a list with a list of every group's completions.",
         code="function",
         only_if="advantage.estimator=custom",
         example="my_module.my_advantages",
+        stands_for="custom",
     )
 
 
@@ -229,7 +233,7 @@ OPTIONS = {
         **{name: _option_of(family, LossConfig) for name, family in FAMILIES.items()},
         "custom": Option(
             CustomLossConfig,
-            help="A loss family of your own: loss=custom loss.path=my_module.MyFamily (docs/losses.md shows one).",
+            help="What loss=my_module.MyFamily stands for, a loss family of your own (docs/losses.md shows one).",
         ),
     },
     "aggregation": {
@@ -390,8 +394,8 @@ OPTIONS = {
         ),
         "custom": Option(
             AdvantageConfig,
-            help="A function of your own makes advantages of rewards: `pgtk advantage=custom "
-            "advantage.path=my_module.my_advantages`.",
+            help="What advantage=my_module.my_advantages stands for: a function of your own makes "
+            "advantages of rewards.",
             base="dr_grpo",
         ),
     },

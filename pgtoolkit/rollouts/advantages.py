@@ -176,7 +176,8 @@ class Estimator:
         if name != "custom":
             return cls(name, weights if name == "gdpo" else {})
         assert path is not None
-        estimator = cls(name, {}, path, import_function("advantage.path", path, ("rewards",), ADVANTAGE_KEYWORDS))
+        function = import_function("advantage", path, ("rewards",), ADVANTAGE_KEYWORDS, ESTIMATORS)
+        estimator = cls(name, {}, path, function)
         estimator._try(min(c.rollout.group_size or 4, 64), weights)
         return estimator
 
@@ -230,7 +231,7 @@ class Estimator:
     def _called(self, groups: Sequence[Sequence[Attempt]], kind: type[PgtoolkitError]) -> list[list[float]]:
         """What the function makes of a batch; an error of it, or what are no advantages, becomes one of this kind."""
         rewards, lengths, measures = ([[one[i] for one in group] for group in groups] for i in range(3))
-        setting, on = f"advantage.path={self.path}", f"{len(groups)} groups, the first with the rewards {rewards[0]}"
+        setting, on = f"advantage={self.path}", f"{len(groups)} groups, the first with the rewards {rewards[0]}"
         assert self.function is not None
         with blaming(setting, kind, on):
             found = self.function(rewards, lengths=lengths, measures=measures)
@@ -257,7 +258,7 @@ class Estimator:
         for one, two in zip(found, other[::-1], strict=True):
             if not all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9) for x, y in zip(one, two, strict=True)):
                 needs, reason = "the same advantages in whichever order the groups come", "A batch has no first prompt."
-                setting, use = f"advantage.path={self.path}", "neither state nor random numbers"
+                setting, use = f"advantage={self.path}", "neither state nor random numbers"
                 raise ConfigError(refusal(setting, needs, f"{one} and {two}", reason, use))
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +32,23 @@ ADVANTAGE_KEYWORDS = ("lengths", "measures")
 """What advantages of one's own are made of, besides the rewards."""
 
 
+def is_dotted_path(name: str) -> bool:
+    """Return whether a text could be `package.module.name`."""
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name) is not None
+
+
 def import_function(
     key: str,
     path: str,
     arguments: Sequence[str] | None = (),
     keywords: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Callable:
     """The function or class at `package.module.name`, seen also from the current directory.
 
     key: the configuration key that holds the path. arguments, keywords: the names of what it is called with; None: the
-    caller looks at its parameters. Raises ConfigError if there is nothing such, or if it could not be called so.
+    caller looks at its parameters. options: what else the key may name. Raises ConfigError if there is nothing such, or
+    if it could not be called so.
     """
     module, _, name = path.rpartition(".")
     kind, setting = kind_of(key), f"{key}={path}"
@@ -50,6 +58,8 @@ def import_function(
     except Exception as error:  # importing runs the user's code
         reason = "It is looked for in the current directory and where Python finds its packages."
         got, use = f"{type(error).__name__}: {first_line(error)}", f"{key}=package.module.{kind}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            use = _near_path(path, key, options) or use
         raise ConfigError(refusal(setting, f"a {kind} that can be imported", got, reason, use)) from error
     finally:
         state.restore(setting)
@@ -75,10 +85,21 @@ def import_function(
     except TypeError as error:
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
         needs, got = f"a {kind} that can be called as {name}({call})", f"{name}{signature}"
-        options = f"{key.partition('.')[0]}.options that fit {name}{signature}"
-        use = options if kind == "class" else f"def {name}({call})"
+        use = f"parameters that fit {name}{signature}" if kind == "class" else f"def {name}({call})"
         raise ConfigError(refusal(setting, needs, got, f"Python says of that call: {error}.", use)) from error
     return function
+
+
+def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
+    """Return the setting with a module of the current directory, or an option, that is called almost as the one named.
+
+    None where there is none.
+    """
+    top, _, rest = path.partition(".")
+    modules = [file.stem for file in Path().glob("*.py")]
+    uses = [f"{key}={near}.{rest}" for near in [nearest(top, modules, 0.6)] if near]
+    uses += [f"{key}={near}" for near in [nearest(top, options, 0.6)] if near]
+    return " or ".join(uses) or None
 
 
 def _module(name: str) -> ModuleType:
@@ -112,7 +133,7 @@ def _spec_here(name: str) -> ModuleSpec | None:
 
 def kind_of(key: str) -> str:
     """What the dotted path in this key leads to."""
-    return "class" if key in ("loss.path", "task.environment") else "function"
+    return "class" if key in ("loss", "loss.path", "task.environment") else "function"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.runs import records
 from pgtoolkit.runs.provenance import code_of, commit_text
 from pgtoolkit.runs.records import leaves
@@ -40,7 +41,7 @@ def description_of(run_dir: Path) -> Description:
     config, _ = records.read_config(run_dir)
     status = records.read_status(run_dir)
     provenance = records.known_provenance(run_dir)
-    settings, code = dict(leaves(config)), code_of(provenance)
+    settings, code = as_typed(dict(leaves(config))), code_of(provenance)
     tags = {
         "family": settings.get("loss.name"),
         "aggregation": settings.get("aggregation.reducer") or settings.get("aggregation.mode"),

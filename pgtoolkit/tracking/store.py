@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pgtoolkit.config.keys import changes_learning
+from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.paths import sqlite_path
 from pgtoolkit.errors import ConfigError, StorageError
 from pgtoolkit.runs.records import leaves
@@ -171,8 +172,8 @@ def flatten(config: dict) -> dict[str, str]:
 
     What tells no runs apart is left out; the artifact config.yaml has it all.
     """
-    pairs = ((key, value) for key, value in leaves(config) if changes_learning(key, config))
-    return {parameter_name(key): text_of(key, value) for key, value in pairs}
+    pairs = as_typed({key: value for key, value in leaves(config) if changes_learning(key, config)})
+    return {parameter_name(key): text_of(key, value) for key, value in pairs.items()}
 
 
 def parameter_name(key: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pgtoolkit.config.evaluation_sets import watched
+from pgtoolkit.config.own_code import chosen
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType, TinyModelConfig
@@ -246,7 +247,7 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     filled = {
         "base": base,
         "name": described.run_name,
-        "loss": config.loss.name,
+        "loss": chosen(config, "loss"),
         "aggregation": config.aggregation.reducer or config.aggregation.mode.value,
         "seed": config.seed,
         "task": config.task.name,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.batch import StepTotals
+from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import CustomLossConfig, KLKind, KLPlace
 from pgtoolkit.config.schema_rollouts import Truncated
 from pgtoolkit.errors import ConfigError
-from pgtoolkit.losses.aggregation import Reducer, aggregation_of
+from pgtoolkit.losses.aggregation import AGGREGATIONS, Reducer, aggregation_of
 from pgtoolkit.losses.corrections import CORRECTIONS
 from pgtoolkit.losses.families import FAMILIES, Family
 from pgtoolkit.losses.family import configured
@@ -27,7 +28,9 @@ from pgtoolkit.system.process_state import ProcessState
 
 def loss_of(config: Config) -> Loss:
     """Family, aggregation, correction, penalties and what is measured; imports what is the user's own."""
-    reducer = _imported_reducer(path) if (path := config.aggregation.reducer) else None
+    reducer = None
+    if config.aggregation.reducer:
+        reducer = _imported_reducer(typed_key("aggregation.reducer", config), config.aggregation.reducer)
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
     if isinstance(loss, CustomLossConfig):
@@ -46,7 +49,7 @@ def loss_of(config: Config) -> Loss:
 
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
-    setting, made = f"loss.path={path}", import_function("loss.path", path, (), [*options])
+    setting, made = f"loss={path}", import_function("loss", path, (), [*options], [*FAMILIES])
     state = ProcessState()
     try:
         family = made(**options)
@@ -80,12 +83,16 @@ def _checked(function: Callable, setting: str) -> Callable:
     return method
 
 
-def _imported_reducer(path: str) -> Reducer:
-    """The function at a dotted path, which must return finite weights for tokens; ConfigError for what it does else."""
-    function = import_function("aggregation.reducer", path, ("totals",), REDUCER_KEYWORDS)
+def _imported_reducer(key: str, path: str) -> Reducer:
+    """Return the function at a dotted path, which must return finite weights for tokens.
+
+    key: that has the path. Raises ConfigError, also where the returned function is called, for anything else.
+    """
+    setting = f"{key}={path}"
+    function = import_function(key, path, ("totals",), REDUCER_KEYWORDS, [*AGGREGATIONS])
 
     def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
-        with blaming(f"aggregation.reducer={path}", ConfigError, f"a micro-batch of {len(mask)} tokens"):
+        with blaming(setting, ConfigError, f"a micro-batch of {len(mask)} tokens"):
             weights = function(totals, mask=mask, **others)
         got, needs = type(weights).__name__, f"shape {tuple(mask.shape)} on {mask.device}"
         if isinstance(weights, Tensor):
@@ -93,7 +100,7 @@ def _imported_reducer(path: str) -> Reducer:
         if got == needs and torch.isfinite(weights[mask]).all():
             return weights
         raise ConfigError(
-            f"aggregation.reducer={path} needs to return one finite weight per token, {needs} (got "
+            f"{setting} needs to return one finite weight per token, {needs} (got "
             f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make its loss."
         )
 

@@ -301,7 +301,7 @@ def test_the_picture_has_the_mean_of_each_with_its_interval(sweep):
 
 
 def test_a_legend_says_what_differs_alone(tmp_path):
-    """Not that a path makes an option custom, nor that the others have no such key, unless names would be alike."""
+    """A function of one's own by its path, which is the option of its group."""
     arms = [("grpo", None), ("custom", "mine.own_answers"), ("custom", "mine.shuffled")]
     for number, (name, path) in enumerate(arms):
         advantage = {"estimator": name} | ({"path": path} if path else {})

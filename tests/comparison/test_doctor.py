@@ -101,7 +101,7 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
             (
                 *EIGHT_UPDATES,
                 *("loss=grpo", "loss.epsilon_low=1e-9", "loss.epsilon_high=1e-9"),
-                *("advantage=custom", "advantage.path=patients.positive"),
+                "advantage=patients.positive",
             ),
             "everything clipped",
         ),

@@ -151,13 +151,14 @@ def test_losses_are_chosen_by_overrides(unrecorded):
 
 
 def test_a_family_of_one_s_own_stands_beside_the_run_s_and_is_the_run_s(unrecorded, tmp_path):
-    own = ["loss=custom", "loss.path=losses.families.Squared"]
+    own = ["loss=losses.families.Squared"]
     found = inspect(str(unrecorded), own, 6)
     assert [column.label for column in found.columns] == ["loss=grpo aggregation=constant", " ".join(own)]
     assert type(found.columns[1].loss.family).__name__ == "Squared"
     custom = run(tmp_path / "custom", *own, "trainer.max_steps=2")
     found = inspect(str(custom), ["loss=reinforce"], 2)
-    assert [column.label for column in found.columns] == ["loss=custom aggregation=constant", "loss=reinforce"]
+    labels = ["loss=losses.families.Squared aggregation=constant", "loss=reinforce"]
+    assert [column.label for column in found.columns] == labels
     assert "bit for bit" in found.facts[2]
 
 

@@ -105,15 +105,15 @@ def test_what_log_prob_loss_refuses(change, message):
     [
         ("WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.375"),
         ("NoNumber", [], "needs to return finite numbers (got nan, at a log-ratio of -18.483, an advantage of 0 and"),
-        ("Squared", ["loss.options.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
+        ("Squared", ["loss.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
         ("no_family", [], "float is no Family"),
         ("SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
-        ("Squared", ["loss.options.taw=3"], "unexpected keyword argument 'taw'"),
+        ("Squared", ["loss.taw=3"], "unexpected keyword argument 'taw'"),
         ("Nothing", [], "(got no Nothing)"),
     ],
 )
 def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, message):
-    found = problems(check(["tracking=none", "loss=custom", f"loss.path=losses.families.{name}", *options]))
+    found = problems(check(["tracking=none", f"loss=losses.families.{name}", *options]))
     assert len(found) == 1
     assert message in found[0]
 
@@ -122,21 +122,21 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, messa
     ("sums", "last"), [("false", "KeyError: {}"), ("true", "ValueError: () is not one number per token, ({},)")]
 )
 def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
-    own = ["loss=custom", "loss.path=losses.families.FailsLater", f"loss.options.sums={sums}"]
+    own = ["loss=losses.families.FailsLater", f"loss.sums={sums}"]
     with pytest.raises(ConfigError) as error:
         run(tmp_path / "run", *own)
     lines = str(error.value).splitlines()
     name = last.partition(":")[0]
-    first = rf"loss\.path=losses\.families\.FailsLater raised {name} on a micro-batch of (\d+) tokens:"
+    first = rf"loss=losses\.families\.FailsLater raised {name} on a micro-batch of (\d+) tokens:"
     assert lines[-1] == last.format(re.fullmatch(first, lines[0])[1])
 
 
 def test_a_run_with_options_of_its_family_is_continued_with_them(tmp_path):
-    own = ["loss=custom", "loss.path=losses.families.Squared", "loss.options.tau=0.3"]
+    own = ["loss=losses.families.Squared", "loss.tau=0.3"]
     run(tmp_path, *own, "trainer.max_steps=1")
     resumed = compose(["loss.path=losses.families.Squared"], run_dir=tmp_path)
     assert resumed.problems == []
     assert dict(resumed.config.loss.options) == {"tau": 0.3}
-    changed = compose(["loss.path=losses.families.Squared", "loss.options.tau=0.5", "seed=1"], run_dir=tmp_path)
+    changed = compose(["loss.tau=0.5", "seed=1"], run_dir=tmp_path)
     assert dict(changed.config.loss.options) == {"tau": 0.5}
     assert len(changed.problems) == 1

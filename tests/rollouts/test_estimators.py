@@ -59,7 +59,7 @@ def functions(tmp_path, monkeypatch):
 
 
 def custom(functions, name):
-    return "advantage=custom", f"advantage.path={functions}.{name}"
+    return [f"advantage={functions}.{name}"]
 
 
 def test_a_function_of_ones_own_gets_the_whole_batch(functions):
@@ -108,7 +108,7 @@ def test_a_function_that_makes_no_advantages_is_refused_at_the_start(functions, 
     with pytest.raises(ConfigError) as caught:
         Estimator.of(config)
     assert said in str(caught.value).replace("np.float64(nan)", "nan")
-    assert f"advantage.path={functions}.{name}" in str(caught.value)
+    assert f"advantage={functions}.{name}" in str(caught.value)
 
 
 def test_one_that_fails_on_a_batch_names_it(functions):

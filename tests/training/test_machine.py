@@ -68,10 +68,10 @@ def test_a_check_of_the_defaults_imports_nothing_large(beside):
 def test_functions_that_are_not_there(capsys, beside):
     (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     (beside / "mine.py").write_text("def verify(other):\n    return 1\n")
-    both = ("task.verifier=mine.verify", "aggregation.reducer=mine.reduce")
+    both = ("task.verifier=mine.verify", "aggregation=mine.reduce")
     said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *both)
     assert "task.verifier=mine.verify needs a function with parameters among completion, answer, prompt, row" in said
-    assert "aggregation.reducer=mine.reduce needs a function in the module mine (got no reduce)" in said
+    assert "aggregation=mine.reduce needs a function in the module mine (got no reduce)" in said
 
 
 def test_prompts_that_are_not_there(capsys, beside):

@@ -8,6 +8,7 @@ from typing import Any
 
 from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.keys import default, keys_of, plain_value
+from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.schema import Config
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.redaction import redact
@@ -80,7 +81,7 @@ def imports(*configs: Config) -> list[str]:
     for config in configs:
         for key, path in named_functions(config).items():
             if not path.startswith("pgtoolkit."):
-                paths.setdefault(path, {})[key] = None
+                paths.setdefault(path, {})[typed_key(key, config)] = None
     imported = [f"{path} ({', '.join(keys)})" for path, keys in paths.items()]
     return [f"imports {', '.join(imported)}"] if imported else []
 

@@ -20,7 +20,7 @@ from pgtoolkit.config.schema_run import ModelConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
 from pgtoolkit.config.schema_tasks import GeneratedTaskConfig
 from pgtoolkit.ranks.environment import world_size
-from pgtoolkit.system.functions import kind_of
+from pgtoolkit.system.functions import is_dotted_path, kind_of
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import Report, is_whole, plural, refusal, text
 
@@ -191,7 +191,7 @@ def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
     """Refuse what is no dotted path of a function or class; whether it can be imported is tried before the start."""
-    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", path):
+    if not is_dotted_path(path):
         needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
         report.refuse(f"{key}={path}", needs, path, reason, use)
 

@@ -103,8 +103,8 @@ def advantage(c: Config, report: Report) -> None:
         if c.correction.name != "none":
             report.refuse("advantage=none", "correction=none", c.correction.name, reason, use)
     if estimator == "custom" and c.advantage.path is None:
-        reason, use = "It makes advantages of rewards.", "advantage.path=my_module.my_advantages"
-        report.refuse("advantage=custom", "advantage.path", None, reason, use)
+        reason, use = "It makes advantages of rewards.", "advantage=my_module.my_advantages"
+        report.refuse("advantage=custom", "the path of a function", None, reason, use)
     elif estimator == "custom":
         importable(report, "advantage.path", str(c.advantage.path), "It is imported when the run starts.")
     if estimator == "gdpo" and (c.rollout.name != "policy" or len(getattr(c.task, "verifiers", {})) < 2):

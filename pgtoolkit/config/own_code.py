@@ -1,0 +1,80 @@
+"""Own code in the place of an option, as in `loss=my_module.MyFamily`: what it stands for, and how it is shown.
+
+Such a path chooses the option that is there for own code, with the path as the value of one of its keys, see
+`Key.stands_for`. Keys that this option does not have are parameters of the class: `loss.tau=0.3` is
+`loss.options.tau=0.3`. A saved configuration has this long form, what is shown has the short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pgtoolkit.config.key import value_of
+from pgtoolkit.config.keys import KEYS, OPTION_KEYS, OWN_CODE, is_inside, is_own_code, key_named, plain_value
+from pgtoolkit.runs.records import leaves
+
+PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in OWN_CODE}
+"""Group -> the free-form key with the parameters of own code."""
+
+
+def parameter_key(name: str, config: object) -> str:
+    """Return the key that sets a parameter of own code: `loss.options.tau` for `loss.tau`; other names as they are.
+
+    config: with the chosen options, see `value_of`.
+    """
+    group, _, leaf = name.partition(".")
+    is_parameter = leaf and group in PARAMETERS and key_named(name, config) is None
+    if is_parameter and key_named(PARAMETERS[group], config) is not None:
+        return f"{PARAMETERS[group]}.{leaf}"
+    return name
+
+
+def keys_set(name: str, value: Any) -> Iterator[str]:
+    """Yield the keys that an override gives values to, each by one name whichever way it was typed."""
+    if is_own_code(name, value):
+        yield OWN_CODE[name].name
+    for key, _ in leaves({name: value}):
+        yield short_name(key)
+
+
+def chosen(config: object, group: str) -> str:
+    """Return the option of a group as one types it: the path of own code, or the option's name."""
+    option = plain_value(config, OPTION_KEYS[group])
+    key = OWN_CODE.get(group)
+    path = value_of(config, key.name) if key is not None and option == key.stands_for else None
+    return str(path or option)
+
+
+def typed_key(name: str, config: object) -> str:
+    """Return how one types a key: for the path of own code that is the option of a group, the group.
+
+    That of `aggregation.reducer` may stand beside `aggregation=prompt_mean`, and is typed there as a key.
+    """
+    group = name.partition(".")[0]
+    is_option = group in OWN_CODE and OWN_CODE[group].name == name and chosen(config, group) == value_of(config, name)
+    return group if is_option else name
+
+
+def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted keys as one types them: own code as the option of its group, parameters by its keys."""
+    typed = {}
+    hidden = set()
+    options = {}
+    for group, key in OWN_CODE.items():
+        option = OPTION_KEYS[group]
+        if option in values and (path := chosen(values, group)) != values[option]:
+            options[option] = path
+            hidden.add(key.name)
+    for name, value in values.items():
+        if name not in hidden and not (name in PARAMETERS.values() and value in ({}, None)):
+            typed[short_name(name)] = options.get(name, value)
+    return typed
+
+
+def short_name(name: str) -> str:
+    """Return a key as one types it: `loss.tau` for `loss.options.tau`, a parameter of own code."""
+    for group, parameters in PARAMETERS.items():
+        if name != parameters and is_inside(name, parameters):
+            return f"{group}.{name.removeprefix(f'{parameters}.')}"
+    return name
