@@ -97,15 +97,12 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
         leaf = key if key.endswith(".options") else key.rpartition(".")[2]
         if leaf.endswith("path") or key == "kl.reference":  # of a sweep, several
             value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
-        if key in OWN_CODE or key in _PATHS_OF_OWN_CODE:
+        if key in OWN_CODE:
             value = ",".join(map(_own_name, value.split(",")))
         if leaf == "coefficient":  # of which penalty
             leaf = key.replace(".", "-")
         parts[key] = _letters(value if key == "experiment" or leaf == "path" else f"{leaf}-{value}")
     return {key: part for key, part in parts.items() if part}
-
-
-_PATHS_OF_OWN_CODE = [key.name for key in OWN_CODE.values()]
 
 
 def _own_name(option: str) -> str:

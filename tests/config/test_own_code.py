@@ -11,7 +11,7 @@ from builders.runs import SHORT, metrics_of, run
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.names import digest, name_from, plain_config
+from pgtoolkit.config.names import digest, name_from, plain_config, run_name
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.config.plan import equation
 from pgtoolkit.config.sweeps import compose_sweep
@@ -100,12 +100,12 @@ def test_files_choose_own_code_and_set_its_parameters(tmp_path):
 def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of_them_lacks(mine):
     sweep = compose_sweep(["loss=grpo,mine.Squared", "loss.tau=0.3"])
     jobs = [sweep.compose(overrides, number).composed for number, overrides in enumerate(sweep.jobs)]
-    assert [job.name for job in jobs] == ["loss-grpo", "loss-Squared"]
     assert ["loss.tau=0.3 needs loss=kimi (got loss=grpo)" in " ".join(job.problems) for job in jobs] == [True, False]
     assert jobs[1].problems == []
     others = compose_sweep(["loss=gspo,mine.Squared", "loss.epsilon_low=0.1", "tracking=none"])
     jobs = [others.compose(overrides, number).composed for number, overrides in enumerate(others.jobs)]
     assert [job.problems for job in jobs] == [[], []]
+    assert [job.name for job in jobs] == ["gspo", "Squared"]
     (wrong,) = problems(check(["loss=mine.Squared", "loss.epsilon_low=0.1", "tracking=none"]))
     assert "got an unexpected keyword argument 'epsilon_low'" in wrong
 
@@ -147,6 +147,8 @@ def test_two_paths_and_two_values_of_a_parameter_are_refused(typed, twice):
 def test_names_have_the_name_of_the_class():
     assert name_from(["loss=mine.Squared", "loss.tau=0.3"], {"loss": "gspo"}) == "loss-Squared_tau-0.3"
     assert name_from(["loss=grpo,mine.Squared"], {}) == "loss-grpo-Squared"
+    words = ["loss=mine.Squared", "aggregation=mine.halves", "seed=1"]
+    assert compose(words).name == run_name(words, {}, None, None) == "Squared_halves_seed-1"
 
 
 def test_runs_of_either_spelling_are_one_configuration_with_the_name_of_the_class(mine, capsys):
