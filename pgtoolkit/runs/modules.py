@@ -1,4 +1,4 @@
-"""Digests of the user's own modules: those that a configuration names, with what they import of the user's own."""
+"""The user's own modules, those that a configuration names with what they import of the user's own: digests, copies."""
 
 from __future__ import annotations
 
@@ -9,42 +9,106 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from pgtoolkit.system.plain_files import write_atomically
+from pgtoolkit.system.redaction import is_named_as_secrets, redact
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PYTHON = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 
 
+MOST_BYTES = 256 * 1024
+"""The longest file of a module that is copied."""
+
+MOST_BYTES_IN_ALL = 2 * 1024 * 1024
+"""The most that one start of a run adds to the folder of copies."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """The code of a module.
+
+    digest: in eight digits, of its statements: comments, docstrings and layout do not change it.
+    is_own: whether it is neither Python's nor of an installed package.
+    """
+
+    file: Path
+    code: bytes
+    digest: str
+    is_own: bool
+
+
 def module_digests(names: Iterable[str]) -> dict[str, str]:
-    """Return a digest in eight digits of each of these modules, and of those that they import.
+    """Return the digest of each of `modules_of`."""
+    return {name: module.digest for name, module in modules_of(names).items()}
+
+
+def keep_copies(folder: Path, names: Iterable[str]) -> list[str]:
+    """Copy the user's own modules of `modules_of` into a folder, and return a sentence for each that is left out.
+
+    A copy is called MODULE-DIGEST.py, which no import can name, and stays as it is once it is there: a run that is
+    resumed with other code has both. What looks like a secret is hidden in it.
+    """
+    left_out = []
+    size = 0
+    for name, module in modules_of(names).items():
+        file = folder / f"{name}-{module.digest}.py"
+        if not module.is_own or file.exists():
+            continue
+        reason = None
+        if any(map(is_named_as_secrets, (*name.split("."), module.file.name))):
+            reason = "is named as what holds secrets"
+        elif len(module.code) > MOST_BYTES:
+            reason = f"has {len(module.code)} bytes, more than {MOST_BYTES}"
+        elif size + len(module.code) > MOST_BYTES_IN_ALL:
+            reason = f"would make the copies larger than {MOST_BYTES_IN_ALL} bytes"
+        if reason is not None:
+            left_out.append(f"{folder.name}/ has no copy of the module {name}, which {reason}")
+            continue
+        size += len(module.code)
+        folder.mkdir(exist_ok=True)
+        head = f"# A copy of {module.file}, for the record: nothing imports it. Secrets are hidden as ***.\n"
+        write_atomically(file, redact(head + module.code.decode(errors="replace")))
+    return left_out
+
+
+def modules_of(names: Iterable[str]) -> dict[str, Module]:
+    """Return each of these modules, and those that they import.
 
     Imported modules are followed where they are the user's own: neither pgtoolkit's, nor Python's,
-    nor installed packages. A module's comments, docstrings and layout do not change its digest.
-    Files are read and nothing is imported; what cannot be found or parsed is left out.
+    nor installed packages. Files are read and nothing is imported; what cannot be found or parsed is left out.
     """
-    digests: dict[str, str] = {}
+    modules: dict[str, Module] = {}
     named = {*names}
     waiting = [*named]
     while waiting:
         name = waiting.pop()
-        file = _file_of(name)
-        if name in digests or file is None or not (name in named or _is_own(file)):
+        file = _file_of(name, name in named)
+        if name in modules or file is None or not (name in named or _is_own(file)):
             continue
         try:
-            tree = ast.parse(file.read_bytes())
+            code = file.read_bytes()
+            tree = ast.parse(code)
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-        digests[name] = _digest(tree)
+        modules[name] = Module(file, code, _digest(tree), _is_own(file))
         if _is_own(file):
             package = name if file.name == "__init__.py" else name.rpartition(".")[0]
             waiting += _imported(tree, package)
             waiting += [name.rpartition(".")[0]] if "." in name else []
-    return dict(sorted(digests.items()))
+    return dict(sorted(modules.items()))
 
 
-def _file_of(name: str) -> Path | None:
-    """Return the file of a module in Python's code; None where there is none, or it is pgtoolkit's."""
+def _file_of(name: str, is_named: bool) -> Path | None:
+    """Return the file of a module in Python's code; None where there is none, or it is pgtoolkit's.
+
+    is_named: by the configuration, so that the current directory comes first, see `system.functions`.
+    """
     places: Iterable[str] | None = [*sys.path, os.getcwd()]
+    if is_named and name.partition(".")[0] not in sys.stdlib_module_names:
+        places = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):
         if places is None:

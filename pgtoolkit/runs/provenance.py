@@ -16,19 +16,12 @@ from typing import Any
 
 from pgtoolkit.runs.modules import module_digests
 from pgtoolkit.runs.records import TIME
-from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.redaction import SECRET_FILES, redact
 
 DIFF_LIMIT = 256 * 1024
 """Most characters of uncommitted changes that are kept for each repository."""
 
 _MAX_UNTRACKED = 100
-
-_SECRET_FILES = (
-    *(".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*"),
-    *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
-    *("*secret*", "*credential*", "*passw*", "*secret*/**"),
-)
-"""Names of files whose changes are not kept."""
 
 
 def collect(
@@ -103,9 +96,9 @@ def _repositories(package, directory):
 
 def _repository(top):
     command = ("diff", "HEAD", "--submodule=short", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames")
-    others = (f":(top,exclude,glob,icase)**/{name}" for name in _SECRET_FILES)
+    others = (f":(top,exclude,glob,icase)**/{name}" for name in SECRET_FILES)
     diff = _git(top, *command, "--", ":/", *others) or ""
-    secret = (f":(top,glob,icase)**/{name}" for name in _SECRET_FILES)
+    secret = (f":(top,glob,icase)**/{name}" for name in SECRET_FILES)
     left_out = _git(top, *command, "--name-only", "--", *secret) or ""
     untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     return {

@@ -1,7 +1,8 @@
-"""What looks like a secret is hidden in everything that is written: one function, `redact`."""
+"""What looks like a secret is hidden in everything that is written: one function, `redact`, and names of files."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 
 _STRONG = (
@@ -35,6 +36,19 @@ _FORMS = (
     (r"\beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?", "***"),
 )
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.DOTALL), hidden) for pattern, hidden in _FORMS]
+
+
+SECRET_FILES = (
+    *(".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*"),
+    *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
+    *("*secret*", "*credential*", "*passw*", "*secret*/**"),
+)
+"""Names of files of which nothing is kept, in any case of letters; with `/**` those of folders."""
+
+
+def is_named_as_secrets(name: str) -> bool:
+    """Return whether a file or folder of this name may hold secrets."""
+    return any(fnmatch.fnmatchcase(name.lower(), pattern.removesuffix("/**")) for pattern in SECRET_FILES)
 
 
 def redact(text: str) -> str:

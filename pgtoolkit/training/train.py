@@ -28,6 +28,7 @@ from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.completion_files import drop_completions_after
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.runs.modules import keep_copies
 from pgtoolkit.runs.provenance import collect
 from pgtoolkit.runs.records import read_data, read_provenance, read_status, storage
 from pgtoolkit.runs.series import Columns, read_metrics, rows_until
@@ -166,7 +167,10 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     rows, kept = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
     drift = run.write_config(plain_config(config), overrides, step)
-    run.write_provenance(collect(sys.argv, step, *_named_modules(config)))
+    modules, evaluation_modules = _named_modules(config)
+    run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
+    for note in keep_copies(run.path / "code", modules | evaluation_modules):
+        log.warning(f"note: {note}")
     if checkpoint is not None and (note := _schedule_note(config, drift, checkpoint)):
         log.warning(f"note: {note}")
     run.drop_metrics_after(step, kept)

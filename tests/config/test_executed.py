@@ -166,11 +166,11 @@ def test_a_file_names_functions_which_are_imported_and_one_line_says_so(evil, im
     said = notes_of(capsys, "check", *VERIFIER, "task.verifier=evil.score")
     assert said == ["note: imports evil.score (task.verifier)"]
     assert imported()
-    both = "note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"
+    both = "note: imports evil.weights (aggregation), evil.score (task.verifier)"
     assert notes_of(capsys, "check", "sweep", "mine.yaml", "seed=1,2") == [both]
     assert imported()
     said = notes_of(capsys, "check", f"--config-dir={evil}/conf", "experiment=mine")
-    assert said == ["note: imports evil.weights (aggregation.reducer)"]
+    assert said == ["note: imports evil.weights (aggregation)"]
     assert imported()
     assert notes_of(capsys, "check", *VERIFIER, "task.verifier=exact_match") == []
     short = ["rollout.max_completion_length=26"]
@@ -294,7 +294,7 @@ def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(thei
     assert resume_command(theirs).endswith("resume run")
     capsys.readouterr()
     said = notes_of(capsys, "resume", "run", "trainer.max_steps=2")
-    assert said == ["note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"]
+    assert said == ["note: imports evil.weights (aggregation), evil.score (task.verifier)"]
     assert imported()
     assert len(notes_of(capsys, "tokens", "run", "--step=2")) == 1
     assert imported()

@@ -62,7 +62,7 @@ def problems(capsys, *overrides):
         ("rollout.stop='</answer>'", "", "'rollout.stop=[\"</answer>\"]'"),
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
-        ("aggregation.reducer=my_verifier.weight", "", "aggregation.reducer=my_verifier.weights"),
+        ("aggregation=my_verifier.weight", "", "aggregation=my_verifier.weights"),
         ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
         ("loss=grpo,", "", "loss=grpo"),
         ("num_generations=4", "", "rollout.group_size=4"),
