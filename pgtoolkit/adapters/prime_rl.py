@@ -27,14 +27,15 @@ def policy_loss(
     kl_reference: str = "sampler",
     **parameters: float,
 ) -> Any:
-    """prime-rl's LossOutputs of one document: the sum over its trained tokens, and its metrics.
+    """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and its metrics.
 
     inputs: prime-rl's LossInputs; its inference_logprobs, of the policy that sampled, are the old log-probs.
-    loss, parameters: a family by name, with other values than its paper's. aggregation: only "token_mean".
+    loss, parameters: a family by name, with the values that are to differ from its paper's.
+    aggregation: only "token_mean".
     kl, kl_coefficient: a penalty, against "sampler" (inference_logprobs) or "reference" (ref_logprobs), as
         kl_reference says. k2 with twice the kl_tau is prime-rl's own pull towards the sampler.
 
-    Raises ValueError for what prime-rl's interface cannot say.
+    Raises ValueError for another aggregation, and for options of a penalty without kl.
     """
     if aggregation != "token_mean":
         raise ValueError(
@@ -50,7 +51,8 @@ def policy_loss(
         check_positive("kl_coefficient", kl_coefficient)
         assert kl_coefficient is not None
         penalty = KL(kl, kl_coefficient)
-    mask, weights = inputs.loss_mask, inputs.loss_weights
+    mask = inputs.loss_mask
+    weights = inputs.loss_weights
     out = log_prob_loss(
         inputs.trainer_logprobs,
         inputs.inference_logprobs,

@@ -34,25 +34,28 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "reinforce": {},
 }
 """Key of verl's actor configuration -> parameter of the family."""
+
 DEFAULTS = {
     **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
     **{"tau_pos": 1.0, "tau_neg": 1.05, "policy_loss.dro_beta": None},
 }
-"""verl's defaults: another value of a key that the family does not read is refused."""
+"""verl's defaults. A key that the family does not read must have its default."""
+
 MODES = {"sample_mean": "seq-mean-token-mean", "token_mean": "token-mean", "constant": "seq-mean-token-sum-norm"}
 """Aggregation -> the loss_agg_mode that means the same."""
+
 METRICS = (
     *("ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
     "clamped_log_ratio_fraction",
 )
-"""Means over documents: verl averages a loss's metrics over micro-batches, which makes no extremum of extrema."""
+"""Metrics that are means over documents. verl averages metrics over micro-batches, which is wrong for extrema."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class VerlLoss:
-    """A policy loss by verl's interface, of a family and an aggregation by their names."""
+    """A policy loss with verl's interface, of a family and an aggregation by their names."""
 
     family: str
     aggregation: str
@@ -67,7 +70,7 @@ class VerlLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """(the micro-batch's share of the loss times the number of ranks, metrics).
+        """Return (the micro-batch's share of the loss times the number of ranks, metrics).
 
         Tensors are (documents, length); positions outside of response_mask are not read. config: verl's ActorConfig.
         rollout_is_weights: verl's own correction, a factor without gradient on each token.
@@ -77,29 +80,33 @@ class VerlLoss:
         problems = self._problems(config, loss_agg_mode)
         if problems:
             raise ValueError("\n".join((f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}", *problems)))
-        info, number = config.global_batch_info, len(log_prob)
-        document_index = torch.arange(number, device=log_prob.device)[:, None].expand_as(log_prob)
+        info = config.global_batch_info
+        num_documents = len(log_prob)
+        document_index = torch.arange(num_documents, device=log_prob.device)[:, None].expand_as(log_prob)
         vectors = (log_prob, old_log_prob, advantages, document_index, response_mask.bool())
         out = log_prob_loss(
             *(x.reshape(-1) for x in vectors),
             loss=_family(self.family, *(_value(config, key) for key in PARAMETERS[self.family])),
             aggregation=self.aggregation,
             divisor=config.get("loss_scale_factor"),
-            num_documents=number,
+            num_documents=num_documents,
             # verl does not tell how many documents have no token; no weight depends on it.
             totals=StepTotals(int(info["global_batch_size"]), int(info["batch_num_tokens"]), num_empty_documents=0),
             factors=None if rollout_is_weights is None else rollout_is_weights.reshape(-1),
             metrics="basic",
         )
-        found = out.metric_sums.finalize(StepTotals(number, 0, 0))
-        values = torch.stack([found[name] for name in METRICS]).tolist()
+        metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
+        values = torch.stack([metrics[name] for name in METRICS]).tolist()  # one wait for the device, not six
         return out.loss * info["dp_size"], {f"pgtk/{name}": x for name, x in zip(METRICS, values, strict=True)}
 
     def _problems(self, config: Any, mode: str) -> list[str]:
+        """Return what is wrong with verl's configuration for this loss, a sentence each. mode: its loss_agg_mode."""
         if self.aggregation not in MODES:
             reason = "verl does not tell a policy loss which prompt a document belongs to"
             return [f"aggregation={self.aggregation} needs each document's prompt: {reason}. Use another aggregation."]
-        problems, needed, scale = [], MODES[self.aggregation], config.get("loss_scale_factor")
+        problems = []
+        needed = MODES[self.aggregation]
+        scale = config.get("loss_scale_factor")
         if mode != needed:
             problems.append(
                 f"{_ACTOR}.loss_agg_mode={mode} needs {needed}: it means {self.aggregation}, and verl weights its KL "
@@ -111,8 +118,10 @@ class VerlLoss:
                 f"micro-batch was padded to, which depends on the cut. Use {_ACTOR}.loss_scale_factor=1024, or another."
             )
         if self.aggregation != "constant" and scale is not None:
-            only = "has no effect: it is the divisor of pgtk_..._constant"
-            problems.append(f"{_ACTOR}.loss_scale_factor={scale} {only}. Use {_ACTOR}.loss_scale_factor=null.")
+            problems.append(
+                f"{_ACTOR}.loss_scale_factor={scale} has no effect: it is the divisor of pgtk_..._constant. Use "
+                f"{_ACTOR}.loss_scale_factor=null."
+            )
         read = set(PARAMETERS[self.family])
         if read & set(_CLIP) and None in (config.get("clip_ratio_low"), config.get("clip_ratio_high")):
             read.add("clip_ratio")
@@ -120,8 +129,8 @@ class VerlLoss:
             value = _value(config, key)
             if key not in read and value != default:
                 reads = f"{self.family} reads {', '.join(sorted(read)) or 'none of its keys'}"
-                mended = "null" if default is None else default
-                problems.append(f"{_ACTOR}.{key}={value} has no effect: {reads}. Use {_ACTOR}.{key}={mended}.")
+                use = "null" if default is None else default
+                problems.append(f"{_ACTOR}.{key}={value} has no effect: {reads}. Use {_ACTOR}.{key}={use}.")
         info = config.get("global_batch_info") or {}
         for key in ("batch_num_tokens", "global_batch_size", "dp_size"):
             if info.get(key) is None:
@@ -134,16 +143,19 @@ class VerlLoss:
 
 @cache
 def _family(name: str, *values: float | None) -> Family:
-    """The family with these values in the order of PARAMETERS, None for the paper's; its notes are logged once."""
-    named = zip(PARAMETERS[name].values(), values, strict=True)
-    family = FAMILIES[name](**{parameter: value for parameter, value in named if value is not None})
+    """Return the family with these values, and log its notes; the cache makes that happen once.
+
+    values: in the order of PARAMETERS[name], None for the paper's.
+    """
+    pairs = zip(PARAMETERS[name].values(), values, strict=True)
+    family = FAMILIES[name](**{parameter: value for parameter, value in pairs if value is not None})
     for note in family.notes():
         _log.warning("%s", note)
     return family
 
 
 def _value(config: Any, key: str) -> Any:
-    """What the configuration has by a key of DEFAULTS; without a bound of its own a side is clipped by clip_ratio."""
+    """Return the configuration's value of a key of DEFAULTS; clip_ratio stands in for a bound that is None."""
     group, _, name = key.rpartition(".")
     value = (config.get(group) if group else config).get(name)
     return config.get("clip_ratio") if value is None and key in _CLIP else value

@@ -236,7 +236,7 @@ REFUSED = [
     (
         {"loss": "grpo", "aggregation": "token_mean"},
         {"steps_per_generation": 1, "num_generations": 2},
-        ["GRPOConfig.steps_per_generation=1 needs a multiple of gradient_accumulation_steps (2) with this aggregation"],
+        ["GRPOConfig.steps_per_generation=1 needs a multiple of gradient_accumulation_steps (2)"],
     ),
     (
         {"loss": "grpo", "aggregation": "token_mean", "correction": "token_mask"},
