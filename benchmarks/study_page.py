@@ -2,14 +2,17 @@
 
     python -m benchmarks.study_page
 
-unpacks the runs of each of PAGES into a temporary folder, and fills what stands in the page between a line such as
-`<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study.png -->` and `<!-- end -->`
-with what `pgtk compare` says, in tables; `<!-- runs -->` is filled with what was run, from the runs' own files, and
-`<!-- repeats SWEEP -->` with the evaluations of its runs.
+unpacks all packed runs into a temporary folder, and fills what stands in each of PAGES between a line such as
+`<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study_loss.png -->` and
+`<!-- end -->` with what `pgtk compare` says, in tables. `<!-- runs -->` is filled with what was run, from the runs' own
+files, `<!-- repeats SWEEP -->` with the evaluations of its runs, `<!-- curves SWEEP... -->` with their means,
+`<!-- summary -->` and `<!-- power -->` with the
+planned contrasts of both parts (study_summary.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tarfile
 import tempfile
@@ -19,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import study_predictions
+from benchmarks import study_predictions, study_summary
 from pgtoolkit.comparison import text_report
 from pgtoolkit.comparison.compared import Compared
 from pgtoolkit.comparison.groups import compare
@@ -31,41 +34,65 @@ from pgtoolkit.runs.records import TIME, known_provenance, read_evaluations
 from pgtoolkit.system.report import text
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "study.md"
-DATA = ROOT / "benchmarks" / "data" / "study"
+FROM_SCRATCH = ROOT / "docs" / "reports" / "from_scratch.md"
 PRETRAINED = ROOT / "docs" / "reports" / "pretrained.md"
-PAGES = {PAGE: DATA, PRETRAINED: DATA.with_name("pretrained")}
-"""The packed runs of each page."""
+PAGES = (README, PAGE, FROM_SCRATCH, PRETRAINED)
+
+DATA = (ROOT / "benchmarks" / "data" / "study", ROOT / "benchmarks" / "data" / "pretrained")
+"""Folders of packed runs."""
+
+PICTURE = ROOT / "docs" / "images" / "study.png"
+"""Both parts of the study."""
 
 SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_starts", "study_starts_controls", "study_repeats")
 SWEEPS += ("study_lag", "study_aggregation", "study_anchor")
-_PART = re.compile(r"(?s)(<!-- (compare|runs|repeats)([^>]*) -->\n).*?(<!-- end -->)")
+_PART = re.compile(r"(?s)(<!-- (compare|runs|repeats|curves|summary|power)([^>]*) -->\n).*?(<!-- end -->)")
 _NONE = "Not run.\n\n"
 
 
-def unpack(folder: Path, data: Path = DATA) -> Path:
-    """Unpack a page's runs below `folder`; return the folder of the sweeps' folders."""
-    for file in sorted(data.glob("*.tar.xz")):
-        with tarfile.open(file) as packed:
-            packed.extractall(folder, filter="data")
+def unpack(folder: Path) -> Path:
+    """Unpack all packed runs below `folder`; return the folder of the sweeps' folders."""
+    for data in DATA:
+        for file in sorted(data.glob("*.tar.xz")):
+            with tarfile.open(file) as packed:
+                packed.extractall(folder, filter="data")
     return folder / "outputs" / "sweeps"
 
 
-def filled(page: str, sweeps: Path, draw: bool = True) -> str:
-    """The page with all its tables; draw: whether to write its pictures, too."""
+def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
+    """Return the page with all its tables; draw: whether to write its pictures, too."""
 
-    def part(found: re.Match) -> str:
-        kind, words = found[2], found[3].split()
+    def part(match: re.Match) -> str:
+        kind = match[2]
+        words = match[3].split()
         if kind == "compare":
-            content = _compared(sweeps, words, draw)
+            content = _compared(page, sweeps, words, draw)
+        elif kind == "repeats":
+            content = _repeated(sweeps / words[0])
+        elif kind == "curves":
+            content = _curves([sweeps / word for word in words])
+        elif kind == "runs":
+            content = _ran(sweeps)
         else:
-            content = _repeated(sweeps / words[0]) if kind == "repeats" else _ran(sweeps)
-        return f"{found[1]}{content}{found[4]}"
+            content = _summarised(sweeps, kind, draw)
+        return f"{match[1]}{content}{match[4]}"
 
-    return _PART.sub(part, page)
+    return _PART.sub(part, page.read_text())
 
 
-def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
+def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
+    """Return the table of both parts' differences (kind summary), or of what could have been seen (power)."""
+    parts = {part.name: study_summary.contrasts(part, sweeps) for part in study_summary.PARTS}
+    if kind == "power":
+        return _table(study_summary.power_rows(parts))
+    if draw:
+        study_summary.draw(parts, PICTURE)
+    return _table(study_summary.table_rows(parts))
+
+
+def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
     """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE, or --by=KEY for a row a value."""
     names = [word for word in words if not word.startswith("--")]
     options = {
@@ -86,7 +113,9 @@ def _compared(sweeps: Path, words: list[str], draw: bool) -> str:
         return f"{compared.measured}, mean over {compared.blocks}s:\n\n{_table([(by, *names[1:]), *rows])}"
     if picture and draw:
         write(compared, "png", ROOT / picture, "")
-    shown = f"\n![{compared.measured}]({Path(picture).relative_to('docs')})\n" if picture else ""
+    shown = ""
+    if picture:
+        shown = f"\n![{compared.measured}]({os.path.relpath(ROOT / picture, page.parent)})\n"
     return "\n".join(_parts(compared, expected)) + shown
 
 
@@ -120,6 +149,21 @@ def _repeated(sweep: Path) -> str:
     return _table([["run", *(f"step {row['step']}" for row in runs[0])], *rows])
 
 
+def _curves(sweeps: list[Path]) -> str:
+    """Return held-out pass@1 at each evaluation, mean over the runs of each sweep."""
+    table = []
+    for sweep in sweeps:
+        at_steps: dict[int, list[float]] = {}
+        for run in sorted(sweep.iterdir()):
+            for row in read_evaluations(run):
+                at_steps.setdefault(row["step"], []).append(row["pass@1"])
+        if not table:
+            table.append(["", *(f"step {step}" for step in at_steps)])
+        means = [f"{np.mean(values):.3f}" for values in at_steps.values()]
+        table.append([f"`{sweep.name.removeprefix('pretrained_loss_')}`", *means])
+    return _table(table)
+
+
 def _ran(sweeps: Path) -> str:
     """A row per sweep, from the configurations, the evaluations and the times of its runs."""
     rows = [["sweep", "runs", "minutes", *_FACTS]]
@@ -131,7 +175,8 @@ def _ran(sweeps: Path) -> str:
         runs.sort(key=lambda run: _natural([run.config["model.path"], str(run.config["seed"])]))
         facts = [", ".join(dict.fromkeys(map(str, values))) for values in zip(*map(_facts, runs), strict=True)]
         rows.append([f"`{name}`", str(len(runs)), f"{_minutes(runs):.1f}", *facts])
-    if every := find_runs([str(sweeps)], {"reward"}) if sweeps.exists() else []:
+    present = [str(sweeps / name) for name in SWEEPS if (sweeps / name).exists()]
+    if every := find_runs(present, {"reward"}) if present else []:
         rows.append(["all", str(len({run.name for run in every})), f"{_minutes(every):.1f}", *[""] * len(_FACTS)])
     return _table(rows)
 
@@ -171,6 +216,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    for its_page, its_data in PAGES.items():
-        with tempfile.TemporaryDirectory() as unpacked:
-            its_page.write_text(filled(its_page.read_text(), unpack(Path(unpacked), its_data)))
+    with tempfile.TemporaryDirectory() as unpacked:
+        of_all = unpack(Path(unpacked))
+        for one_page in PAGES:
+            one_page.write_text(filled(one_page, of_all))

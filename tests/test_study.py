@@ -3,12 +3,14 @@
 import json
 import re
 import tarfile
+from datetime import datetime
 from math import sqrt
 
+import numpy as np
 import pytest
 from builders.studies import four_losses
 
-from benchmarks import study_page, study_predictions
+from benchmarks import study_page, study_predictions, study_summary
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
 from benchmarks.study_pretrained import write_problems
 from pgtoolkit.comparison.groups import compare
@@ -16,7 +18,7 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import refuse_another
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import find_runs
-from pgtoolkit.runs.records import read_resolved
+from pgtoolkit.runs.records import TIME, read_resolved
 
 PASS = "evaluation/held_out/pass@1"
 
@@ -83,26 +85,56 @@ def test_packed_runs_are_compared_as_before(sweep, monkeypatch):
     assert (there / "again.tar.xz").read_bytes() == (sweep / "all.tar.xz").read_bytes()
 
 
-def test_the_page_is_what_its_command_writes(tmp_path):
-    page = study_page.PAGE.read_text()
-    assert study_page.filled(page, study_page.unpack(tmp_path), draw=False) == page
-    assert page.count("<!-- end -->") == len(re.findall("<!-- (compare|runs|repeats) ", page)) == 18
-    for picture in re.findall(r"\]\((images/study\S+)\)", page):
-        assert (study_page.PAGE.parent / picture).stat().st_size > 10_000
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """The folder of all sweeps that are packed in this repository."""
+    return study_page.unpack(tmp_path_factory.mktemp("packed"))
 
 
-def test_the_page_of_the_pretrained_model_is_what_its_command_writes(tmp_path):
-    page = study_page.PRETRAINED.read_text()
-    sweeps = study_page.unpack(tmp_path, study_page.PAGES[study_page.PRETRAINED])
-    assert study_page.filled(page, sweeps, draw=False) == page
-    assert page.count("<!-- end -->") == page.count("<!-- compare ") == 4
-    assert "Not run." not in page
+@pytest.mark.parametrize(
+    ("page", "parts"),
+    [(study_page.README, 1), (study_page.PAGE, 2), (study_page.FROM_SCRATCH, 18), (study_page.PRETRAINED, 8)],
+)
+def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
+    content = page.read_text()
+    assert study_page.filled(page, unpacked, draw=False) == content
+    kinds = re.findall("<!-- (compare|runs|repeats|curves|summary|power)", content)
+    assert content.count("<!-- end -->") == len(kinds) == parts
+    for picture in re.findall(r"\]\((\S*images/study\S*)\)", content):
+        assert (page.parent / picture).stat().st_size > 10_000
+
+
+def test_both_parts_are_drawn(unpacked, tmp_path):
+    parts = {part.name: study_summary.contrasts(part, unpacked) for part in study_summary.PARTS}
+    study_summary.draw(parts, tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+
+
+def test_the_smallest_difference_is_found_with_power_by_simulation():
+    """Eight pairs of a spread of 1 whose mean is the smallest difference: four of five t-tests find it."""
+    smallest = study_summary.shift_found(7) / sqrt(8)
+    pairs = np.random.default_rng(0).normal(smallest, 1, (20_000, 8))
+    found = abs(pairs.mean(1)) / (pairs.std(1, ddof=1) / sqrt(8)) > 2.3646  # the t distribution's 0.975 at 7
+    assert found.mean() == pytest.approx(0.8, abs=0.01)
+
+
+def test_the_run_of_a_pretrained_model_is_the_packed_one(unpacked):
+    """What the README says of it: pass@1 before and after, and the seconds between its start and its end."""
+    run = unpacked.parent / "sums"
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    status = json.loads((run / "status.json").read_text())
+    started, ended = (datetime.strptime(status[name], TIME) for name in ("started", "updated"))
+    readme = study_page.README.read_text()
+    assert f"held_out     {rows[0]['pass@1']:.3f} -> {rows[-1]['pass@1']:.3f}" in readme
+    assert f"took {(ended - started).total_seconds():.0f} seconds" in readme
+    assert (study_page.README.parent / "docs" / "images" / "sums.png").stat().st_size > 10_000
+    assert len(readme.splitlines()) <= 140
 
 
 def test_packed_runs_take_little_space():
-    files = [file for data in study_page.PAGES.values() for file in data.glob("*.tar.xz")]
+    files = [file for data in study_page.DATA for file in data.glob("*.tar.xz")]
     assert sum(file.stat().st_size for file in files) < 5e6
-    of_the_first_part = {file.name.removesuffix(".tar.xz") for file in study_page.DATA.glob("*.tar.xz")}
+    of_the_first_part = {file.name.removesuffix(".tar.xz") for file in study_page.DATA[0].glob("*.tar.xz")}
     assert of_the_first_part <= {*study_page.SWEEPS}
 
 
@@ -125,18 +157,29 @@ def test_problems_of_the_pretrained_model(tmp_path):
     assert (lengths.count(2), lengths.count(3), lengths.count(4), sum(products)) == (128, 64, 64, 64)
 
 
-def test_what_is_said_of_the_study_are_numbers_of_its_tables():
-    page, readme = study_page.PAGE.read_text(), (study_page.ROOT / "README.md").read_text()
-    tables = " ".join(re.findall(r"(?s)<!-- compare .*?<!-- end -->", page))
-    said = page[page.index("## Results") : page.index("## Controls")]
-    said += readme[readme.index("[The study]") : readme.index("Three promises")]
-    numbers = re.findall(r"[-+]\d\.\d{3}\b", said)
-    assert len(numbers) == 51
-    assert [number for number in numbers if number not in tables] == []
+@pytest.mark.parametrize(
+    ("page", "start", "end", "numbers"),
+    [
+        (study_page.FROM_SCRATCH, "## Results", "## Controls", 30),
+        (study_page.PRETRAINED, "## What eight seeds show", "**After four", 19),
+        (study_page.PAGE, "## What was found", "## What it could have seen", 4),
+    ],
+)
+def test_what_is_said_of_the_study_are_numbers_of_its_tables(page, start, end, numbers):
+    """All numbers with three digits behind the point that stand outside of tables."""
+    tables = ""
+    for journal in (study_page.FROM_SCRATCH, study_page.PRETRAINED):
+        tables += " ".join(re.findall(r"(?s)<!-- (?:compare|curves|summary) .*?<!-- end -->", journal.read_text()))
+    content = page.read_text()
+    between = content[content.index(start) : content.index(end)]
+    sentences = re.sub(r"(?s)<!-- .*?<!-- end -->", "", between)
+    said = re.findall(r"\b\d\.\d{3}\b", sentences)
+    assert len(said) == numbers
+    assert [number for number in said if number not in tables] == []
 
 
 def test_the_largest_stable_rates_are_those_of_the_table():
-    page = study_page.PAGE.read_text()
+    page = study_page.FROM_SCRATCH.read_text()
     said = page[page.index("## Q3") : page.index("## Q2")]
     rates = re.search(r"\| loss \| rollout\.lag \| ([\d.e|\- ]+) \|\n", said)[1].split(" | ")
     tried = re.findall(r"(?m)^\| (\w+) \| (\d+) \| ((?:\d\.\d{3} \| ?)+)$", said)
