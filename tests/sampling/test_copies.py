@@ -95,6 +95,20 @@ def test_models_of_a_folder(tmp_path, chosen):
         assert runs[0] == runs[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", ["false", "true"])
+def test_a_copy_on_another_gpu_samples_what_this_one_would(tmp_path, compiles):
+    """Bit for bit, evaluations included, by CUDA graphs and Triton's kernels in bfloat16."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    folder = save_with_tokenizer(small_llama(3), tmp_path / "model")
+    base = with_model(folder, *EVALUATED, f"model.compile={compiles}")
+    ahead = [setting for setting in AHEAD if setting != "trainer.device=cpu"]
+    train(config_of(*base, *ahead, "rollout.lag=2"), tmp_path / "lag")
+    train(config_of(*base, *ahead, "rollout.max_staleness=3", "sampler.gpus=[1]"), tmp_path / "copy")
+    assert_same(tmp_path / "copy", tmp_path / "lag")
+
+
 @pytest.mark.slow
 def test_conversations_of_several_turns(tmp_path):
     kept = [setting for setting in SHORT if not setting.startswith("task.")]
