@@ -25,15 +25,20 @@ _OF_CUDA = 0.7e9
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one GPU by what they are for: all the time, in an update, and while completions are sampled."""
+    """Bytes of one GPU by what they are for: all the time, in an update, and while completions are sampled.
+
+    copies: of a GPU of `sampler.gpus`.
+    """
 
     always: dict[str, float]
     update: dict[str, float]
     sampling: dict[str, float]
+    copies: dict[str, float]
 
     @property
     def most(self) -> float:
-        return sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
+        of_training = sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
+        return max(of_training, sum(self.copies.values()))
 
 
 def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
@@ -52,14 +57,18 @@ def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
         teacher = None if c.kl.reference == "initial" else sizes_of(c.kl.reference)
         of_weight = number if c.kl.update_every is None else 4
         always["reference"] = of_weight * (teacher or shape).weights / ranks
-    samples_here = samples(c) and c.sampler.name == "transformers" and not copies_of(c)
-    sampling = _sampling(c, shape, number) if samples_here else {}
+    sampling: dict[str, float] = {}
+    copies: dict[str, float] = {}
+    if samples(c) and copies_of(c):
+        copies = _sampling(c, shape, number) | {"copy": number * shape.weights}
+    elif samples(c) and c.sampler.name == "transformers":
+        sampling = _sampling(c, shape, number)
     beside = samples_beside(c)
     if sampling and (ranks > 1 or number < 4 or rank is not None or beside):
         sampling["copy"] = number * shape.weights
     if beside:  # completions are sampled during updates
         always, sampling = always | sampling, {}
-    return Plan(always, _update(c, shape, number, gpu), sampling)
+    return Plan(always, _update(c, shape, number, gpu), sampling, copies)
 
 
 def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
@@ -69,7 +78,8 @@ def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
     else:  # evaluation alone samples
         rows, group = c.evaluation.prompts_per_set, c.evaluation.completions_per_prompt
     rows *= group
-    rows = min(math.ceil(rows / world_size(c.parallelism)), c.sampler.max_sequences or rows)
+    processes = len(copies_of(c)) or world_size(c.parallelism)
+    rows = min(math.ceil(rows / processes), c.sampler.max_sequences or rows)
     length = min(c.accumulation.max_tokens, prompt + completion)
     if getattr(c.task, "max_turns", 1) > 1:  # a short conversation may go on beside a long one
         length += completion
@@ -122,7 +132,9 @@ def refuse_overflow(c: Config, gpu: float) -> None:
     """ConfigError where a GPU of so many bytes has no room for what is certain, before anything is loaded."""
     if (found := memory_plan(c, gpu)) is None:
         return
-    least = sum(found.always.values()) + sum(found.sampling.get(name, 0) for name in ("copy", "keys and values"))
+    certain = ("copy", "keys and values")
+    least = sum(found.always.values()) + sum(found.sampling.get(name, 0) for name in certain)
+    least = max(least, sum(found.copies.get(name, 0) for name in certain))
     if least > gpu:
         needs, reason = f"{least / 1e9:.3g} GB of each GPU", "pgtk check lists what they hold."
         setting = f"model={c.model.name}"

@@ -17,10 +17,11 @@ from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated
+from pgtoolkit.config.ways import ways_in_words
 from pgtoolkit.errors import PgtoolkitError, first_line
 from pgtoolkit.launch.sweep import Job, Sweep
 from pgtoolkit.launch.sweep_report import summary
-from pgtoolkit.runs.provenance import gpu_memory
+from pgtoolkit.runs.provenance import gpu_memory, gpus
 from pgtoolkit.system.report import Report, key_of
 from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 
@@ -239,6 +240,8 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
         if first.config.model.name == "huggingface" and not first.report.problems:
             gpu = gpu_memory()
             sections.append(("Memory", [*memory.memory_lines(first.config, gpu)]))
+            if gpu is not None and first.config.trainer.device != "cpu":
+                sections.append(("Several GPUs", [*ways_in_words(first.config, len(gpus()), gpu)]))
             compiles, reason = compilation(first.config, gpu is not None and first.config.trainer.device != "cpu")
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         sections.append(("Run name", [first.name]))

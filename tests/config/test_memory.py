@@ -60,6 +60,21 @@ def test_what_does_not_fit_is_told_what_does(tmp_path):
     refuse_overflow(large, GPU)
 
 
+def test_a_copy_on_a_gpu_of_its_own_takes_nothing_of_the_one_that_trains(tmp_path):
+    """Two share the cache of a batch; each holds all weights."""
+    here, one, two = (
+        memory_plan(configuration(tmp_path, "0.5", *LONG, *more), GPU)
+        for more in ((), ("sampler.gpus=[1]",), ("sampler.gpus=[1,2]",))
+    )
+    assert (one.always, one.update, one.sampling) == (here.always, here.update, {})
+    assert one.copies == here.sampling
+    assert two.copies["copy"] == one.copies["copy"]
+    assert two.copies["keys and values"] == one.copies["keys and values"] / 2
+    large = configuration(tmp_path, "7.6", *LONG, "model.lora_rank=16", "sampler.gpus=[1]")  # whose copy takes 15.2
+    with pytest.raises(ConfigError, match=r"needs 22.8 GB of each GPU"):
+        refuse_overflow(large, 15e9)
+
+
 def test_the_estimate_of_a_tiny_model_is_near_what_was_measured():
     """Eight jobs of `benchmarks/sweep_throughput.py --gpu` on one H200: nearly 4 GiB in most of them."""
     overrides = [f"{key}={value}" for key, value in SMALL.items()]
