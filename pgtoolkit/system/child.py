@@ -51,7 +51,8 @@ class Child:
     """A process that this one starts, in a session of its own, so that Ctrl-C in a terminal is for this one alone.
 
     environment: None for that of this process. log: a file that takes what the process prints; None for the output of
-    this process. is_quiet: only its standard error is taken. channel: a stream for whatever the two have to say.
+    this process. is_quiet: only its standard error is taken. printed: an open file that takes both in place of a log.
+    channel: a stream for whatever the two have to say.
     """
 
     def __init__(
@@ -60,11 +61,12 @@ class Child:
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         is_quiet: bool = False,
+        printed: int | None = None,
     ):
         self.channel, other_end = socket.socketpair()
         with contextlib.ExitStack() as opened:
             opened.enter_context(other_end)
-            output = None if log is None else opened.enter_context(log.open("ab"))
+            output = printed if log is None else opened.enter_context(log.open("ab"))
             self._process = subprocess.Popen(
                 command,
                 env=environment,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from typing import TextIO
 
 from pgtoolkit.errors import StorageError
@@ -57,6 +60,29 @@ def write_line(line: str, stream: TextIO) -> None:
         print(line, file=stream, flush=True)
     except OSError as error:
         _give_up(stream, error)
+
+
+@contextlib.contextmanager
+def output_of_child() -> Iterator[int | None]:
+    """Yield the file that a child process is to print to while it is started; None for the streams of this process.
+
+    On a terminal it is a pipe, whose lines this process prints: a line that renews itself then stays below them.
+    """
+    if not sys.stdout.isatty():
+        yield None
+        return
+    read_end, write_end = os.pipe()
+    threading.Thread(target=_print_lines, args=(read_end,), name="output of a child", daemon=True).start()
+    try:
+        yield write_end
+    finally:
+        os.close(write_end)  # the child has its own
+
+
+def _print_lines(read_end: int) -> None:
+    with open(read_end, encoding="utf-8", errors="replace") as printed:
+        for line in printed:
+            write_line(line.rstrip("\n"), sys.stdout)
 
 
 def status_of_output(status: int) -> int:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.child import Child
 from pgtoolkit.system.report import refusal
+from pgtoolkit.system.terminal import output_of_child
 
 START_SECONDS = 120
 """For a process to import what it asks, and again for its first answer, at which code may import what it needs."""
@@ -146,7 +147,8 @@ class _Worker:
 
     def _start(self) -> None:
         command = [sys.executable, "-P", "-u", "-c", _PROGRAM, json.dumps(sys.path)]
-        self.process = Child(command)
+        with output_of_child() as printed:
+            self.process = Child(command, printed=printed)
         self._connection = self.process.connection()
         kind, value = self._ask(self._made, START_SECONDS)
         if kind == "error":

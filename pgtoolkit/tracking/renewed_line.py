@@ -53,7 +53,7 @@ class RenewedLine:
         self._bar = _Bar(total=total, initial=done, file=self._stream, disable=False, delay=_NEVER)
         self._bar.ncols = self._bar.nrows = None  # of the terminal as it was: it is asked each time
         self._fields: Sequence[str] = ()
-        self._drawn_at = 0.0
+        self._shown_at = 0.0
         self._wrapped = (sys.stdout, sys.stderr)
         sys.stdout = _AboveLine(sys.stdout, self)
         sys.stderr = _AboveLine(sys.stderr, self)
@@ -66,8 +66,9 @@ class RenewedLine:
         with self._lock:
             self._bar.n = done
             self._fields = fields
-            if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN:
+            if time.monotonic() - self._shown_at >= _SECONDS_BETWEEN:
                 self._draw()
+                self._shown_at = time.monotonic()
 
     def write_above(self, text: str, stream: TextIO) -> None:
         """Write whole lines to a stream. Raises OSError as the stream does."""
@@ -106,7 +107,6 @@ class RenewedLine:
         escaped = [field.replace("{", "{{").replace("}", "}}") for field in shown]
         self._bar.bar_format = " ".join([*escaped[:1], *bar, *escaped[1:]]) + _ERASE
         self._bar.refresh(nolock=True)
-        self._drawn_at = time.monotonic()
 
     def _columns(self) -> int:
         try:

@@ -10,7 +10,8 @@ from builders.terminals import on_terminal, screen
 
 SHOW = """
 import sys, threading, time, warnings
-from pgtoolkit.system.terminal import prepare_streams, write_line
+from pgtoolkit.system.child import Child
+from pgtoolkit.system.terminal import output_of_child, prepare_streams, write_line
 from pgtoolkit.tracking.renewed_line import RenewedLine, is_terminal
 prepare_streams()
 print("terminal", is_terminal(sys.stdout))
@@ -37,14 +38,14 @@ def shown(script, folder, columns=80, **environment):
     ],
 )
 def test_what_has_no_room_is_left_out(tmp_path, columns, line):
-    script = f"line._drawn_at = 0\nline.show(2, {FIELDS})\nline.close()\nprint('after')"
+    script = f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()\nprint('after')"
     lines, _ = shown(script, tmp_path, columns)
     assert lines[-3:-1] == [line, "after"]
 
 
 def test_a_terminal_without_such_letters_gets_ascii(tmp_path):
     environment = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0", "LC_ALL": "C"}
-    lines, _ = shown(f"line._drawn_at = 0\nline.show(2, {FIELDS})\nline.close()", tmp_path, 61, **environment)
+    lines, _ = shown(f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()", tmp_path, 61, **environment)
     assert lines[-2] == "step 2/8 |##5       | 0:09 left loss -1.23e-03 reward 0.51"
 
 
@@ -58,9 +59,13 @@ print("parts")
 warnings.warn("mind this")
 thread = threading.Thread(target=print, args=("of a thread",))
 thread.start(); thread.join()
+with output_of_child() as printed:
+    child = Child([sys.executable, "-c", "print('of a child')"], printed=printed)
+child.wait()
+time.sleep(0.5)
 print("\\r10%", "\\r20% of a bar", file=sys.stderr)
 print("unfinished", end="")
-line._drawn_at = 0
+line._shown_at = 0
 line.show(8, ["step 8/8"])
 line.close()
 print("after")
@@ -69,7 +74,15 @@ print("after")
     )
     assert lines[:4] == ["terminal True", "a line", "an error", "in parts"]
     assert "mind this" in lines[4]
-    assert lines[-6:] == ["of a thread", "20% of a bar", "unfinished", "step 8/8 |██████████|", "after", ""]
+    assert lines[-7:] == [
+        "of a thread",
+        "of a child",
+        "20% of a bar",
+        "unfinished",
+        "step 8/8 |██████████|",
+        "after",
+        "",
+    ]
 
 
 def test_quick_steps_do_not_wait_for_the_terminal(tmp_path):
