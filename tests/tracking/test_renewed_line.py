@@ -119,9 +119,8 @@ def test_a_run_that_is_stopped_on_a_terminal(tmp_path):
     assert labels == ["run", "model", "device", "sampler"]
     steps = [line for line in lines if line.startswith("step")]
     assert len(steps) == 1, steps
-    assert re.match(
-        r"step +\d+/900 \|.{10}\| \d+:\d\d left loss [ -]\d\.\d\de-\d\d reward 0\.\d\d exact +\d+% ", steps[0]
-    )
+    numbers = r"\S+ left loss [ -]\d\.\d\de[-+]\d\d reward 0\.\d\d exact +\d+% "
+    assert re.match(rf"step +\d+/900 \|.{{10}}\| {numbers}", steps[0])
     (stopped,) = [number for number, line in enumerate(lines) if line.startswith("SIGINT: finishing this step")]
     assert lines[stopped + 1] == steps[0]
     assert lines[stopped + 2].startswith("pgtk: stopped as asked (SIGINT) after step ")
