@@ -15,6 +15,9 @@ _NEEDS_LORA: Declared = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use
 _ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
 _WHOLE_MATRICES = "LoRA adds adapters to the undivided matrices of a pretrained model, and stores the adapters alone."
 _NEEDS_MLFLOW: Needs = {"only_if": "tracking.name=mlflow"}
+_NEEDS_PROJECT: Needs = {
+    "only_if": "tracking.name=mlflow or tracking.name=wandb or tracking.also!=[]",
+}
 _CUT: Declared = {"learns": False}
 """Rounding does not change which experiment a run is."""
 
@@ -280,6 +283,13 @@ class TrainerConfig:
 @dataclass(frozen=True)
 class TrackingConfig:
     name: str = key(option=True)
+    also: list[str] = key(
+        default=[],
+        help="Further trackers beside it, of wandb and tensorboard: tracking.also=[tensorboard].",
+        added=True,
+        only_if="tracking.name!=none",
+        use="tracking=tensorboard",
+    )
     uri: str | None = key(
         default=None,
         help="Address of the MLflow store: sqlite:///FILE, http://HOST:PORT or a database; null: "
@@ -288,8 +298,8 @@ class TrackingConfig:
     )
     experiment: str | None = key(
         default="pgtoolkit",
-        help="MLflow experiment that collects the runs.",
-        **_NEEDS_MLFLOW,
+        help="MLflow experiment, or project of Weights & Biases, that collects the runs.",
+        **_NEEDS_PROJECT,
     )
     run_name: str | None = key(
         default=None,
@@ -299,7 +309,7 @@ class TrackingConfig:
     system_metrics: bool = key(
         default=False,
         help="Measure CPU, memory, disk, network and GPUs every ten seconds (needs nvidia-ml-py for GPUs).",
-        **_NEEDS_MLFLOW,
+        **_NEEDS_PROJECT,
     )
 
 
@@ -331,6 +341,18 @@ OPTIONS = {
         "mlflow": Option(
             TrackingConfig,
             help="Metrics, parameters, configuration and plots also go to MLflow.",
+        ),
+        "wandb": Option(
+            TrackingConfig,
+            help="Metrics and parameters also go to Weights & Biases; WANDB_MODE=offline keeps them in RUN/wandb. "
+            'Needs pip install "pgtk[wandb]".',
+            base="mlflow",
+        ),
+        "tensorboard": Option(
+            TrackingConfig,
+            help="Metrics and parameters are also written to RUN/tensorboard, for `tensorboard --logdir`. "
+            'Needs pip install "pgtk[tensorboard]".',
+            base="mlflow",
         ),
         "none": Option(
             TrackingConfig,

@@ -445,7 +445,10 @@ def _names(theirs: Their, seed: str | None, run_name: str, trackers: str) -> Ite
         value = theirs[trackers]
         named = value if isinstance(value, list) else [value]
         known = [name for name in named if name in options()["tracking"]]
+        known.sort(key=lambda name: name != "mlflow")  # which tracking.also does not name
         if known:
             yield Setting("tracking", known[0], (trackers,))
+        if known[1:]:
+            yield Setting("tracking.also", known[1:], (trackers,))
         if len(known) < len([name for name in named if name != "console"]):
             theirs.used.discard(trackers)

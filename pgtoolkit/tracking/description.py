@@ -1,4 +1,4 @@
-"""What MLflow is told of a run, from its directory alone: texts, and rows as metrics."""
+"""What trackers are told of a run, from its directory alone: its settings, and rows as metrics."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.runs import records
 from pgtoolkit.runs.provenance import code_of, commit_text
@@ -29,9 +30,13 @@ _BEGIN = re.compile(rb'{"step": (\d+), "time": (\d+\.\d+),')
 
 
 class Description(NamedTuple):
-    """Of one run, as texts."""
+    """What trackers are told of one run, without secrets.
+
+    settings: the configuration by dotted keys, numbers as numbers. params: the same as MLflow takes it, as texts.
+    """
 
     run_name: str
+    settings: dict[str, str | float]
     params: dict[str, str]
     tags: dict[str, str]
 
@@ -58,16 +63,23 @@ def description_of(run_dir: Path) -> Description:
     folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
     return Description(
         run_name=settings.get("tracking.run_name") or folder,
+        settings=_typed_settings(config),
         params=flatten(config),
         tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
     )
 
 
+def _typed_settings(config: dict) -> dict[str, str | float]:
+    """Return what tells runs apart by its keys: numbers and truth values as they are, the rest as texts."""
+    pairs = ((key, value) for key, value in leaves(config) if changes_learning(key, config))
+    return {key: value if isinstance(value, int | float) else text_of(key, value) for key, value in pairs}
+
+
 class RowFile:
     """A file of rows, each with its step, and how far it has been delivered.
 
-    delivered: {set of prompts, None for metrics: the last step that the store has}. metrics_of: a row as MLflow's
-    metrics.
+    delivered: {set of prompts, None for metrics: the last step that the store has}. metrics_of: a row as what the
+    tracker takes.
     """
 
     def __init__(self, path: Path, delivered: dict[str | None, int], metrics_of: Callable[[dict], list]):
@@ -102,27 +114,38 @@ class RowFile:
 
 def metrics_of(row: dict) -> list:
     """A row of metrics.jsonl: all its metrics, and some of them once more over the documents seen."""
-    metrics = _as_metrics(row, "", row["step"], row)
+    metrics = _as_metrics(row, row["step"], values_of(row, row))
     if "documents_seen" in row:
-        metrics += _as_metrics(row, "by_documents/", row["documents_seen"], BY_DOCUMENTS)
+        metrics += _as_metrics(row, row["documents_seen"], values_of(row, BY_DOCUMENTS, "by_documents/"))
     return metrics
 
 
 def evaluation_metrics_of(row: dict) -> list:
-    """Of a row of evaluations.jsonl what it measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
+    """A row of evaluations.jsonl: see `evaluation_values_of`."""
+    return _as_metrics(row, row["step"], evaluation_values_of(row))
+
+
+def evaluation_values_of(row: dict) -> dict[str, float]:
+    """Return what a row of evaluations.jsonl measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
     measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
-    return _as_metrics(row | measured, EVALUATION.format(row["set"], ""), row["step"], measured)
+    return values_of(measured, measured, EVALUATION.format(row["set"], ""))
 
 
-def _as_metrics(row: dict, prefix: str, step: int, names: Iterable[str]) -> list:
-    """The finite values of these names, at the time of the row: a row that is sent again is the same row to MLflow."""
-    from mlflow.entities import Metric
-
-    return [
-        Metric(parameter_name(prefix + name), row[name], _milliseconds(row), step)
+def values_of(row: dict, names: Iterable[str], prefix: str = "") -> dict[str, float]:
+    """Return the finite values of these names, as far as the row has them, under their names with a prefix."""
+    return {
+        prefix + name: row[name]
         for name in names
         if name in row and name not in ("step", "time") and math.isfinite(row[name])
-    ]
+    }
+
+
+def _as_metrics(row: dict, step: int, measured: dict[str, float]) -> list:
+    """Return MLflow's metrics at the time of the row: a row that is sent again is the same row to MLflow."""
+    from mlflow.entities import Metric
+
+    time = _milliseconds(row)
+    return [Metric(parameter_name(name), value, time, step) for name, value in measured.items()]
 
 
 def _milliseconds(row):

@@ -214,9 +214,9 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     refuse_links(run_dir)
     config, status = read_config(run_dir)[0], read_status(run_dir)
     tracking = config.get("tracking", {})
-    if uri is None and tracking.get("name") == "none":
+    if uri is None and tracking.get("name", "mlflow") != "mlflow":
         raise ConfigError(
-            f"pgtk sync {run_dir} needs a store (got tracking=none). The run was made without MLflow. "
+            f"pgtk sync {run_dir} needs a store (got tracking={tracking['name']}). The run was made without MLflow. "
             "Use --uri=sqlite:///outputs/mlflow.db, or the address of a server."
         )
     # A relative address was meant from where the run was started; its status has the absolute one.

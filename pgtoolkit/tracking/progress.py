@@ -6,7 +6,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -160,10 +160,13 @@ def _with_error(name: str, row: dict) -> str:
     return f"{name} {row[name]:.3f}" + ("" if error is None else f"±{error:.3f}")
 
 
-def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> str:
+def summary(
+    recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None, records: Iterable[tuple[str, str]] = ()
+) -> str:
     """The end of a run in a few lines: what rose, on held-out prompts too, where everything lies, what to type next.
 
-    recorded: the columns of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
+    recorded: the columns of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow. records: other
+    trackers, with what shows their record.
     """
     rises = [_rise(name, recorded) for name in ("reward", "exact_match")]
     lines = [*filter(None, rises)] or [_rise("loss", recorded)]
@@ -176,6 +179,7 @@ def summary(recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None) -> 
         entries.append(entry("curves", shell_path(curves)))
     if mlflow:
         entries += mlflow_entries(mlflow)
+    entries += [entry(label, command) for label, command in records]
     more = [f"trainer.max_steps={2 * int(recorded['step'][-1])}"] if len(recorded["step"]) else []
     if "rollout.epochs=" in reached:
         more = [f"rollout.epochs={2 * read_resolved(run_dir)['rollout']['epochs']}"]

@@ -119,18 +119,36 @@ def _processes(c: Config, report: Report) -> None:
 
 
 def _places(c: Config, report: Report) -> None:
-    """Folders and an MLflow store that a run can write to."""
+    """Folders, an MLflow store and a server of Weights & Biases that a run can write to."""
     save_path = getattr(c.rollout, "save_path", None)
     if save_path and (why := cannot_hold_files(Path(save_path).expanduser())):
         reason = "It becomes a folder with one file per batch."
         use = "rollout.save_path=recorded_rollouts"
         report.refuse(f"rollout.save_path={save_path}", "a place where folders can be made", why, reason, use)
+    if "wandb" in (c.tracking.name, *c.tracking.also):
+        _wandb(report)
     if c.tracking.name != "mlflow":
         return
     assert c.tracking.experiment is not None
     store = sqlite_path(absolute_uri(c.tracking.uri))
     if store and (problem := problem_of_store(store, c.tracking.experiment)):
         report.problems.append(problem)
+
+
+def _wandb(report: Report) -> None:
+    """A mode in which wandb records, and a key for the server; wandb itself would ask for one on the terminal."""
+    import wandb  # pyright: ignore[reportMissingImports]  (an extra)
+    from requests.utils import get_netrc_auth
+
+    settings = wandb.setup(wandb.Settings(silent=True)).settings
+    if settings.mode == "disabled":
+        use = "WANDB_MODE=offline, or tracking=none"
+        report.refuse("wandb", "WANDB_MODE online or offline", "disabled", "It would record nothing.", use)
+    known = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or settings.api_key
+    if settings.mode == "online" and not known and get_netrc_auth(settings.base_url) is None:
+        reason = f"The run is sent to {settings.base_url}."
+        use = "`wandb login`, or WANDB_MODE=offline to keep the record in the run directory"
+        report.refuse("wandb", "an API key", "none", reason, use)
 
 
 def _servers(c: Config, report: Report) -> None:

@@ -36,6 +36,7 @@ from pgtoolkit.system.legible import legible
 from pgtoolkit.system.report import shell_path
 from pgtoolkit.system.terminal import LegibleFormatter, Terminal
 from pgtoolkit.tracking.curves import plot_curves
+from pgtoolkit.tracking.logger_records import LoggerRecord, TensorBoardRecord, WandbRecord
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 from pgtoolkit.tracking.next_commands import resume_command, sync_command
 from pgtoolkit.tracking.progress import entry, mlflow_entries, summary
@@ -54,6 +55,8 @@ from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")
 
+Tracker = MlflowTracker | LoggerRecord
+
 
 def train(
     config: Config,
@@ -69,7 +72,8 @@ def train(
     keeps the one it was started with. layout: of all processes, each of which calls this; rank 0 alone writes and logs.
     Raises a PgtoolkitError that carries the exit status; status.json in the run directory tells the same.
     """
-    run = checkpoint = tracker = None  # the run directory and MLflow are rank 0's
+    run = checkpoint = None  # the run directory and what tracks it are rank 0's
+    trackers: list[Tracker] = []
     outcome, reason = "failed", None
     with contextlib.ExitStack() as opened:
         with losing_ranks(layout, config.parallelism.timeout_seconds):
@@ -106,9 +110,11 @@ def train(
                         assert isinstance(loader.source, PolicyRollouts)
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
                         recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
-                    tracker = _start_tracker(config, run)
-                    if tracker is not None:
-                        log.info("\n".join(mlflow_entries(tracker.info)))
+                    _start_trackers(config, run, trackers)
+                    for tracker in trackers:
+                        is_mlflow = isinstance(tracker, MlflowTracker)
+                        where = mlflow_entries(tracker.info) if is_mlflow else [entry(tracker.title, tracker.where)]
+                        log.info("\n".join(where))
                 if recorder.step < config.trainer.max_steps or module.evaluator is not None:
                     fit(module, loader, config, recorder)
                 recorder.check_trained()
@@ -131,7 +137,7 @@ def train(
             if run is not None:
                 several = layout.world_size > 1  # once one has failed, a launcher such as torchrun ends all by SIGTERM
                 handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if several else None
-                _finish(run, recorder, tracker, outcome, reason)
+                _finish(run, recorder, trackers, outcome, reason)
                 if several:
                     signal.signal(signal.SIGTERM, handler)
         if outcome == "interrupted":
@@ -219,20 +225,31 @@ def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
         raise ConfigError("\n".join([*problems, way_out]))
 
 
-def _start_tracker(config: Config, run: RunDirectory) -> MlflowTracker | None:
-    if config.tracking.name == "none":
-        return None
-    assert config.tracking.experiment is not None
-    tracker = MlflowTracker(config.tracking.uri, config.tracking.experiment, config.tracking.system_metrics)
-    advice = "Start the server or mend tracking.uri, or use tracking=none to keep metrics in the run directory only."
-    tracker.start(run.path, f"Training has not started. {advice}")
-    run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
-    return tracker
+def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -> None:
+    """Start the trackers that are configured, and add each to `started`: if one fails, those before it are closed."""
+    settings = config.tracking
+    for name in (settings.name, *settings.also):
+        if name == "mlflow":
+            assert settings.experiment is not None
+            tracker = MlflowTracker(settings.uri, settings.experiment, settings.system_metrics)
+            advice = "Start the server or mend tracking.uri"
+        elif name == "wandb":
+            assert settings.experiment is not None
+            tracker = WandbRecord(settings.experiment, settings.system_metrics)
+            advice = "Use WANDB_MODE=offline"
+        elif name == "tensorboard":
+            tracker = TensorBoardRecord()
+            advice = "Mend that"
+        else:
+            return
+        without = "use tracking=none to keep metrics in the run directory only."
+        tracker.start(run.path, f"Training has not started. {advice}, or {without}")
+        started.append(tracker)
+        if isinstance(tracker, MlflowTracker):
+            run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
 
 
-def _finish(
-    run: RunDirectory, recorder: Recorder, tracker: MlflowTracker | None, outcome: str, reason: str | None
-) -> None:
+def _finish(run: RunDirectory, recorder: Recorder, trackers: list[Tracker], outcome: str, reason: str | None) -> None:
     """Write the final status, curves and summary; what fails here is logged and never hides the run's own error."""
     recorded: Columns = {"step": np.empty(0)}
     try:
@@ -244,12 +261,21 @@ def _finish(
             plot_curves(recorded, run.path / "curves.png", legible(run.path.name))
     except (StorageError, OSError) as error:
         log.warning(f"status, completions or curves of the run are missing: {error}")
-    if tracker is not None and (missing := tracker.finish(outcome)):
-        log.warning(
-            f"MLflow lacks {', '.join(missing)} of this run. Deliver them with: {sync_command(run.path, tracker.uri)}"
-        )
+    mlflow = None
+    records = []
+    for tracker in trackers:
+        missing = ", ".join(tracker.finish(outcome))
+        if isinstance(tracker, MlflowTracker):
+            mlflow = tracker.info
+            if missing:
+                command = sync_command(run.path, tracker.uri)
+                log.warning(f"MLflow lacks {missing} of this run. Deliver them with: {command}")
+        else:
+            records.append((tracker.title, tracker.where))
+            if missing:
+                log.warning(f"{tracker.title} lacks {missing} of this run, since it took too long.")
     if outcome == "done":
-        log.info(summary(recorded, run.path, tracker.info if tracker else None))
+        log.info(summary(recorded, run.path, mlflow, records))
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ VERL = {
     },
     "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
     "data": {"train_files": ["train.parquet"], "train_batch_size": 256, "max_response_length": 1024},
-    "trainer": {"total_training_steps": 100, "logger": ["console", "wandb"]},
+    "trainer": {"total_training_steps": 100, "logger": ["console", "wandb", "mlflow", "swanlab"]},
 }
 
 
@@ -219,7 +219,8 @@ def test_what_trl_means_by_a_value(tmp_path, capsys, values, overrides):
     settings(found)
 
 
-def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys):
+def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: True)
     overrides, page = translated(tmp_path, capsys, VERL)
     config = settings(overrides)
     expected = {
@@ -237,7 +238,8 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys):
     assert {"loss=gspo", "advantage=dr_grpo"} <= {*overrides}
     assert "aggregation=sample_mean" in overrides
     assert "ppo_epochs=2: each completion is trained on once" in page
-    assert "trainer.logger=[console,wandb]: tracking" in page
+    assert {"tracking=mlflow", "tracking.also=[wandb]"} <= {*overrides}
+    assert "trainer.logger=[console,wandb,mlflow,swanlab]: tracking" in page
 
 
 @pytest.mark.parametrize(

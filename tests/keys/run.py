@@ -25,7 +25,7 @@ from pgtoolkit.ranks.environment import Rank
 from pgtoolkit.ranks.layout import AXES, Layout
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.training.build import accelerator, begin
-from pgtoolkit.training.train import _start_tracker
+from pgtoolkit.training.train import _start_trackers
 
 
 def as_one_process(monkeypatch, *overrides):
@@ -128,6 +128,22 @@ def deterministic():
         assert seen == [expected]
 
 
+@key("tracking.also")
+def further_trackers(tmp_path, uri):
+    """What a run leaves in MLflow, and beside it in its directory."""
+    pytest.importorskip("tensorboard")
+    config = config_of(*settings("tracking=mlflow", f"tracking.uri={uri}", "tracking.also=[tensorboard]"))
+    with RunDirectory(tmp_path / "run") as run:
+        run.write_config(plain_config(config), [])
+        run.set_status("running", 0)
+        trackers = []
+        _start_trackers(config, run, trackers)
+        train(run, 1, 2)
+        assert [tracker.finish("done") for tracker in trackers] == [[], []]
+    assert history(uri, trackers[0].info["run_id"]) == [(1, 1 / 8), (2, 2 / 8)]
+    assert [*(tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")]
+
+
 @key("tracking.name", "tracking.uri", "tracking.experiment", "tracking.run_name", "tracking.system_metrics")
 def tracking(tmp_path, monkeypatch, uri):
     """What three runs leave in the store, and none in the default one."""
@@ -142,10 +158,11 @@ def tracking(tmp_path, monkeypatch, uri):
         with RunDirectory(tmp_path / name) as run:
             run.write_config(plain_config(config), [])
             run.set_status("running", 0)
-            tracker = _start_tracker(config, run)
+            trackers = []
+            _start_trackers(config, run, trackers)
             train(run, 1, 2)
-            assert (tracker is None) is (name == "untracked")
-            if tracker is not None:
+            assert len(trackers) == (0 if name == "untracked" else 1)
+            for tracker in trackers:
                 time.sleep(1)  # of which MLflow measures something
                 assert tracker.finish("done") == []
     client = MlflowClient(uri)

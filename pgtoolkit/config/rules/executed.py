@@ -92,6 +92,10 @@ def credentials(config: Config) -> list[str]:
     uri = config.tracking.uri
     if config.tracking.name != "none" and uri is not None and is_server(uri) and (names := mlflow_credentials()):
         lines.append(f"sends {names} to {redact(uri)} (tracking.uri)")
+    is_offline = os.environ.get("WANDB_MODE", "online") != "online"
+    if "wandb" in (config.tracking.name, *config.tracking.also) and _WANDB_KEY in os.environ and not is_offline:
+        address = redact(os.environ.get("WANDB_BASE_URL", "wandb's server"))
+        lines.append(f"sends {_WANDB_KEY} to {address} (wandb)")
     urls = getattr(config.sampler, "urls", None)
     if urls and samples(config) and _VLLM_KEY in os.environ:
         lines.append(f"sends {_VLLM_KEY} to {redact(', '.join(urls))} (sampler.urls)")
@@ -133,5 +137,6 @@ def mlflow_credentials() -> str:
 
 
 _MLFLOW_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+_WANDB_KEY = "WANDB_API_KEY"
 _VLLM_KEY = "VLLM_API_KEY"
 """The environment variable with the key that `sampling/vllm.py` sends."""

@@ -162,8 +162,27 @@ def tracking(c: Config, report: Report) -> None:
     if t.name == "mlflow" and not t.experiment:
         reason = "MLflow keeps runs in experiments."
         report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
+    if "wandb" in (t.name, *t.also) and not t.experiment:
+        reason = "Weights & Biases keeps runs in projects."
+        report.refuse("wandb", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
+    for name in t.also:
+        if name not in _FURTHER:
+            needs, reason = "wandb or tensorboard", "Other trackers are not known; MLflow goes first: tracking=mlflow."
+            report.refuse(f"tracking.also={text(t.also)}", needs, name, reason, "tracking.also=[tensorboard]")
+    if len({t.name, *t.also}) <= len(t.also):
+        reason = "A run has one record with each tracker."
+        report.refuse(f"tracking.also={text(t.also)}", "each tracker once", f"tracking={t.name}", reason, "another")
+    for name in _FURTHER:
+        if name == t.name:
+            installed(report, f"tracking={name}", name, name)
+        elif name in t.also:
+            installed(report, f"tracking.also={text(t.also)}", name, name)
     if t.name == "mlflow" and t.uri is not None:
         _uri(str(t.uri), report)
+
+
+_FURTHER = ("wandb", "tensorboard")
+"""Trackers that tracking.also may name; each is the package that it needs, and the extra of pgtk that installs it."""
 
 
 def _uri(uri: str, report: Report) -> None:

@@ -1,0 +1,257 @@
+"""Records of Weights & Biases and of TensorBoard, by Lightning's loggers: a thread tells them what a run appends."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import textwrap
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.runs.series import final, read_metrics, values
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import shell_path
+from pgtoolkit.tracking.description import (
+    BY_DOCUMENTS,
+    Description,
+    RowFile,
+    description_of,
+    evaluation_values_of,
+    values_of,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+TENSORBOARD_FOLDER = "tensorboard"
+"""Where in a run directory TensorBoard's files lie."""
+
+Point = tuple[int, dict[str, float]]
+"""A step, and the metrics at it."""
+
+_SECONDS_BETWEEN_DELIVERIES = 1.0
+_SECONDS_TO_FINISH = 30.0
+_EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}  # 255 is what wandb itself says of Ctrl-C
+_IN_THE_SUMMARY = ("reward", "exact_match", "loss")
+
+_log = logging.getLogger(__name__)
+
+
+class LoggerRecord:
+    """A record of one run by one of Lightning's loggers, which follows the run directory.
+
+    The directory is the only source, as for `MlflowTracker`: a thread reads what is appended to its metrics.jsonl
+    and evaluations.jsonl, about once a second. A record that lies in the run directory is written anew from the
+    first step when the run is resumed, so that it has each step once, whatever a kill has left of it. What a server
+    has is not sent again. A logger that raises ends its record, never the training; one note says so.
+    """
+
+    title: ClassVar[str]
+    """What the record is called in messages."""
+
+    where: str
+    """What to type, or to open, in order to see the record."""
+
+    _logger: Logger
+
+    def start(self, run_dir: Path, consequence: str = "") -> None:
+        """Open the record of a directory, which has its config.yaml and status.json, and begin to deliver.
+
+        On a resume call it after `drop_metrics_after`. Raises StorageError, ending with `consequence`, where the
+        logger cannot be opened.
+        """
+        self._run_dir = Path(run_dir)
+        try:
+            description = description_of(self._run_dir)
+            last_step = self._open(description)
+        except Exception as error:  # the libraries raise their own
+            raise StorageError(f"{self.title} failed: {_in_one_line(error)}. {consequence}") from error
+        delivered: dict[str | None, int] = {None: last_step}
+        # The evaluation of a step comes after its metrics: of the last one it is not known whether it arrived.
+        sets = {row["set"] for row in read_evaluations(self._run_dir)}
+        evaluated: dict[str | None, int] = dict.fromkeys(sets, last_step - 1)
+        self._files = (
+            RowFile(self._run_dir / "metrics.jsonl", delivered, self._points),
+            RowFile(self._run_dir / "evaluations.jsonl", evaluated, _evaluation_points),
+        )
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._deliver_until_ended, name=self.title, daemon=True)
+        self._thread.start()
+
+    def finish(self, state: str) -> list[str]:
+        """Deliver the rest and close the record; return what did not arrive in time, by name.
+
+        state: done, failed or interrupted.
+        """
+        self._state = state
+        self._ended.set()
+        self._thread.join(2 * _SECONDS_TO_FINISH)
+        return ["the end of the run"] if self._thread.is_alive() else []
+
+    def _open(self, description: Description) -> int:
+        """Make `_logger`, and return the last step that its record has."""
+        raise NotImplementedError
+
+    def _points(self, row: dict) -> list[Point]:
+        """Return what the record gets of a row of metrics.jsonl."""
+        return [(row["step"], values_of(row, row))]
+
+    def _log_points(self, points: Iterable[Point]) -> None:
+        for step, metrics in points:
+            self._logger.log_metrics(metrics, step)
+
+    def _flush(self) -> None:
+        """Put what was logged where others can read it."""
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    def _deliver_until_ended(self) -> None:
+        try:
+            while True:
+                is_last = self._ended.is_set()
+                for file in self._files:
+                    self._deliver(file)
+                self._flush()
+                if is_last:
+                    self._log_points(_summary(self._run_dir))
+                    self._close()
+                    return
+                self._ended.wait(_SECONDS_BETWEEN_DELIVERIES)
+        except Exception as error:  # whatever the library raises: training goes on
+            _log.warning(
+                f"note: {self.title} failed and gets nothing more of this run: {_in_one_line(error)}. Nothing is lost: "
+                f"metrics are kept in {shell_path(self._run_dir / 'metrics.jsonl')}, and a resumed run delivers them."
+            )
+
+    def _deliver(self, file: RowFile) -> None:
+        while True:
+            _, points, offset = file.next_batch()
+            self._log_points(points)
+            if offset == file.offset:
+                return
+            file.offset = offset
+
+
+class WandbRecord(LoggerRecord):
+    """A run of Weights & Biases, with the id of the run directory.
+
+    wandb's own settings count: WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and the rest. What it would gather by itself
+    is left out: the command with what secrets may be in it, code, the terminal; provenance.json has them, redacted.
+
+    project: where the run belongs. system_metrics: let wandb measure the machine.
+    """
+
+    title = "wandb"
+
+    def __init__(self, project: str, system_metrics: bool):
+        self._project = project
+        self._measures_system = system_metrics
+
+    def _open(self, description: Description) -> int:
+        import wandb  # pyright: ignore[reportMissingImports]  (an extra)
+        from lightning.pytorch.loggers import WandbLogger
+
+        settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_stats=not self._measures_system,
+            silent=True,
+            symlink=False,
+            finish_timeout=_SECONDS_TO_FINISH,
+        )
+        self._run = wandb.init(
+            project=self._project,
+            name=description.run_name,
+            id=description.tags["pgtk.id"],
+            group=description.tags.get("sweep"),
+            resume="allow",
+            dir=str(self._run_dir),
+            settings=settings,
+        )
+        # The axis of steps by which WandbLogger logs, as it defines it itself for a run that it opens.
+        self._run.define_metric("trainer/global_step")
+        self._run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+        self._logger = WandbLogger(experiment=self._run)
+        folder_of_run = {"run_directory": description.tags["run_directory"]}
+        self._logger.log_hyperparams(description.settings | folder_of_run)
+        folder = Path(self._run.dir).parent
+        # A run directory with links is refused, and this one leads to the log of wandb's process, in the user's cache.
+        (folder / "logs" / "debug-core.log").unlink(missing_ok=True)
+        if self._run.settings.mode != "offline":
+            self.where = self._run.url or ""
+            return int(self._run.summary.get("trainer/global_step") or 0)
+        for earlier in folder.parent.glob(f"offline-run-*-{self._run.id}"):
+            if earlier != folder:
+                shutil.rmtree(earlier)
+        self.where = f"wandb sync {shell_path(folder)}"
+        return 0
+
+    def _close(self) -> None:
+        self._run.finish(exit_code=_EXIT_CODES[self._state])
+
+
+class TensorBoardRecord(LoggerRecord):
+    """TensorBoard's files in the run directory."""
+
+    title = "TensorBoard"
+
+    def _open(self, description: Description) -> int:
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        folder = self._run_dir / TENSORBOARD_FOLDER
+        # TensorBoard forgets what an earlier process has written from the step `purge_step` on.
+        self._logger = TensorBoardLogger(
+            self._run_dir, name=None, version=TENSORBOARD_FOLDER, default_hp_metric=False, purge_step=0
+        )
+        self._settings = description.settings
+        self.where = f"tensorboard --logdir {shell_path(folder)}"
+        self._flush()
+        return 0
+
+    def _points(self, row: dict) -> list[Point]:
+        points = super()._points(row)
+        if "documents_seen" in row:
+            by_documents = values_of(row, BY_DOCUMENTS, "by_documents/")
+            points.append((row["documents_seen"], by_documents))
+        return points
+
+    def _log_points(self, points: Iterable[Point]) -> None:
+        for step, metrics in points:
+            if self._settings:
+                # TensorBoard shows hyperparameters beside the last values of the metrics that they come with.
+                self._logger.log_hyperparams(self._settings, metrics, step)
+                self._settings = {}
+            else:
+                self._logger.log_metrics(metrics, step)
+
+    def _flush(self) -> None:
+        self._logger.experiment.flush()
+
+    def _close(self) -> None:
+        self._logger.finalize("success" if self._state == "done" else "failed")
+
+
+def _evaluation_points(row: dict) -> list[Point]:
+    return [(row["step"], evaluation_values_of(row))]
+
+
+def _summary(run_dir: Path) -> list[Point]:
+    """Return the means over the last tenth of a run's steps, at its last step."""
+    recorded = read_metrics(run_dir / "metrics.jsonl", _IN_THE_SUMMARY)
+    if not len(recorded["step"]):
+        return []
+    series = {name: values(recorded, name) for name in _IN_THE_SUMMARY}
+    means = {f"final/{name}": final(column) for name, column in series.items() if column}
+    return [(int(recorded["step"][-1]), means)]
+
+
+def _in_one_line(error: Exception) -> str:
+    message = " ".join(redact(str(error)).split()) or type(error).__name__
+    return textwrap.shorten(message, 300, placeholder=" …").rstrip(".")

@@ -1,0 +1,281 @@
+"""Weights & Biases, offline, and TensorBoard with the real libraries: what their own files say of a run."""
+
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+from builders.stores import CONFIG, train
+
+from pgtoolkit.config.compose import compose
+from pgtoolkit.config.validate import validated
+from pgtoolkit.errors import StorageError
+from pgtoolkit.runs.records import read_status
+from pgtoolkit.system.report import Report
+from pgtoolkit.tracking.logger_records import TensorBoardRecord, WandbRecord
+from pgtoolkit.training.machine import _wandb
+
+SETTINGS = {
+    **CONFIG,
+    "task": {"path": "https://me:hunter2@example.org/prompts.jsonl", "shuffle": True},
+    "tracking": {"run_name": "a name"},
+}
+FLAT = {
+    "seed": 1,
+    "loss.name": "gspo",
+    "loss.epsilon_low": 3e-4,
+    "aggregation.mode": "sample_mean",
+    "task.path": "https://***@example.org/prompts.jsonl",
+    "task.shuffle": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture(params=["tensorboard", "wandb"])
+def kind(request):
+    pytest.importorskip(request.param)
+    return request.param
+
+
+def record_of(kind):
+    return WandbRecord("a project", False) if kind == "wandb" else TensorBoardRecord()
+
+
+def python(code, *arguments):
+    """A process of its own, which does not take the service of wandb's that this one has started."""
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def begin(kind, run, **keywords):
+    run.write_config(SETTINGS, [])
+    run.set_status("running", 0, **keywords)
+    record = record_of(kind)
+    record.start(run.path, "Training has not started.")
+    return record
+
+
+def evaluated(step, share):
+    return {"step": step, "time": 5.0, "documents": 64 * step, "set": "held_out", "prompts": 8, "pass@1": share}
+
+
+def history(kind, run, name):
+    """(step, value) of a metric in the order in which the record got them."""
+    if kind == "tensorboard":
+        return [(event.step, event.value) for event in events(run).Scalars(name)]
+    rows = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(run)
+        if record.HasField("history")
+    ]
+    return [(row["trainer/global_step"], row[name]) for row in rows if name in row]
+
+
+def events(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run.path / "tensorboard"), {"scalars": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def wandb_records(run):
+    """The records of the one file of wandb's in a run directory, once its process has written the last of them."""
+    (path,) = run.path.glob("wandb/*/*.wandb")
+    for _ in range(300):
+        records = read_wandb_file(path.read_bytes())
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end")
+
+
+def read_wandb_file(data):
+    """The records of a file in the format of LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records, position, whole = [], 7, b""
+    while position + 7 <= len(data):
+        left_in_block = 32768 - position % 32768
+        if left_in_block < 7:
+            position += left_in_block
+            continue
+        _, length, part = struct.unpack("<IHB", data[position : position + 7])
+        if position + 7 + length > len(data):
+            break  # still being written
+        whole += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if part in (1, 4):  # all of a record, or its last part
+            records.append(Record.FromString(whole))
+            whole = b""
+    return records
+
+
+def test_a_run_arrives_complete(kind, run):
+    record = begin(kind, run, sweep="a sweep")
+    run.append_evaluations([evaluated(0, 0.25)])
+    train(run, 1, 40)
+    run.append_evaluations([evaluated(40, 0.75)])
+    assert record.finish("done") == []
+
+    assert history(kind, run, "loss") == [(step, step / 8) for step in range(1, 41)]
+    assert history(kind, run, "evaluation/held_out/pass_at_1") == [(0, 0.25), (40, 0.75)]
+    assert history(kind, run, "final/loss") == [(40, (37 + 38 + 39 + 40) / 4 / 8)]
+    if kind == "tensorboard":
+        assert history(kind, run, "by_documents/loss") == [(64 * step, step / 8) for step in range(1, 41)]
+        assert record.where == f"tensorboard --logdir {run.path}/tensorboard"
+        assert hyperparameters_of_tensorboard(run) == FLAT
+    else:
+        assert history(kind, run, "documents_seen") == [(step, 64 * step) for step in range(1, 41)]
+        kept = wandb_records(run)
+        (opened,) = [record.run for record in kept if record.HasField("run")]
+        assert (opened.project, opened.run_group, opened.display_name) == ("a project", "a sweep", "a name")
+        assert opened.run_id == read_status(run.path)["id"]
+        config = {
+            update.key: json.loads(update.value_json)
+            for record in kept
+            if record.HasField("config")
+            for update in record.config.update
+        }
+        assert {name: value for name, value in config.items() if name != "_wandb"} == {
+            **FLAT,
+            "run_directory": str(run.path),
+        }
+        assert [record.exit.exit_code for record in kept if record.HasField("exit")] == [0]
+        (folder,) = run.path.glob("wandb/offline-run-*")
+        assert record.where == f"wandb sync {folder}"
+
+
+def hyperparameters_of_tensorboard(run):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = events(run).summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
+
+
+def test_no_secret_and_no_link_is_left_in_the_run_directory(kind, run):
+    record = begin(kind, run)
+    train(run, 1, 3)
+    record.finish("failed")
+    folder = run.path / ("wandb" if kind == "wandb" else "tensorboard")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert not path.is_symlink()
+        assert b"hunter2" not in path.read_bytes()
+        assert os.environ["WANDB_API_KEY"].encode() not in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_steps_that_are_trained_again_after_a_kill_are_there_once(kind, run):
+    begin_and_die = (
+        "import os, sys, time; sys.path.insert(0, 'tests'); from builders.stores import train\n"
+        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import RunDirectory\n"
+        "run = RunDirectory(sys.argv[2]); begin(sys.argv[1], run)\n"
+        "train(run, 1, 9); time.sleep(2.5); os.kill(os.getpid(), 9)"
+    )
+    run.close()
+    assert python(begin_and_die, kind, str(run.path)).returncode == -signal.SIGKILL
+
+    run.drop_metrics_after(6)
+    record = record_of(kind)
+    record.start(run.path)
+    for step in range(7, 13):
+        run.append_metrics(step, {"loss": 100.0 + step})
+    assert record.finish("interrupted") == []
+    first_six = [(step, step / 8) for step in range(1, 7)]
+    assert history(kind, run, "loss") == first_six + [(step, 100.0 + step) for step in range(7, 13)]
+    if kind == "wandb":
+        kept = wandb_records(run)
+        assert {record.run.run_id for record in kept if record.HasField("run")} == {read_status(run.path)["id"]}
+        assert [record.exit.exit_code for record in kept if record.HasField("exit")] == [255]
+
+
+def test_a_record_that_cannot_be_opened_is_refused_before_the_first_step(run):
+    pytest.importorskip("tensorboard")
+    (run.path / "tensorboard").write_text("no folder")
+    with pytest.raises(StorageError, match=r"^TensorBoard failed: .*\. Training has not started\.$"):
+        begin("tensorboard", run)
+
+
+@pytest.mark.slow
+def test_a_tracker_that_breaks_ends_with_one_note_and_training_goes_on(run):
+    pytest.importorskip("wandb")
+    break_it = (
+        "import logging, sys, time, psutil; sys.path.insert(0, 'tests'); from builders.stores import train\n"
+        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import RunDirectory\n"
+        "logging.basicConfig(format='%(levelname)s %(message)s')\n"
+        "run = RunDirectory(sys.argv[1]); record = begin('wandb', run); train(run, 1, 3); time.sleep(1.5)\n"
+        "for child in psutil.Process().children(recursive=True): child.kill()\n"
+        "time.sleep(0.5); train(run, 4, 9); time.sleep(2.5); train(run, 10, 12); print(record.finish('done'))"
+    )
+    run.close()
+    done = python(break_it, str(run.path))
+    assert done.stdout == "[]\n"
+    assert done.stderr.count("WARNING note: wandb failed and gets nothing more of this run") == 1
+    assert len(run.metrics_path.read_text().splitlines()) == 12
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["tracking=wandb"], r'needs the package wandb \(got not installed\). .* Use pip install "pgtk\[wandb\]"'),
+        (
+            ["tracking.also=[tensorboard]"],
+            r"also=\[tensorboard\] needs the package .* Use pip install",
+        ),
+        (["tracking.also=[comet]"], r"tracking\.also=\[comet\] needs wandb or tensorboard"),
+        (["tracking.also=[mlflow]"], r"tracking\.also=\[mlflow\] needs wandb or tensorboard"),
+        (["tracking=none", "tracking.also=[wandb]"], "tracking.also=.* Use tracking=tensorboard or tracking.also="),
+        (["tracking=tensorboard", "tracking.experiment=x"], "tracking.experiment=x needs .*tracking=wandb"),
+        (["tracking=wandb", "tracking.uri=http://h:1"], "tracking.uri=http://h:1 needs tracking=mlflow"),
+    ],
+)
+def test_a_tracker_that_cannot_record_is_refused_before_the_run(overrides, problem, monkeypatch):
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: False)
+    _, report = validated(compose(overrides))
+    assert any(re.search(problem, text) for text in report.problems), report.problems
+
+
+def test_a_tracker_is_named_once(monkeypatch):
+    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: True)
+    for overrides in (["tracking=wandb", "tracking.also=[wandb]"], ["tracking.also=[wandb,wandb]"]):
+        (problem,) = validated(compose(overrides))[1].problems
+        assert "needs each tracker once" in problem
+    assert validated(compose(["tracking=wandb", "tracking.also=[tensorboard]"]))[1].problems == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"WANDB_MODE": "offline"}, None),
+        ({"WANDB_MODE": "online", "WANDB_API_KEY": "0123456789" * 4}, None),
+        ({"WANDB_MODE": "online"}, "wandb needs an API key (got none). The run is sent to https://wandb.example.org."),
+        ({"WANDB_MODE": "disabled"}, "wandb needs WANDB_MODE online or offline (got disabled)."),
+    ],
+)
+def test_wandb_is_asked_before_the_run_whether_it_can_record(environment, problem, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_API_KEY")
+    for name, value in {"WANDB_BASE_URL": "https://wandb.example.org", **environment}.items():
+        monkeypatch.setenv(name, value)
+    wandb.teardown()  # it reads the environment once
+    report = Report()
+    _wandb(report)
+    wandb.teardown()
+    assert len(report.problems) == (problem is not None)
+    if problem is not None:
+        assert report.problems[0].startswith(problem)
