@@ -15,6 +15,9 @@ OPTIONAL_VECTORS = ("old_log_probs", "sampling_log_probs", "ref_log_probs")
 """Numbers of each trained token that not every source knows. A step has those that all its documents have, but for old
 log-probs, which each micro-batch has that is not on_policy."""
 
+CRITIC_VECTORS = ("values", "returns")
+"""Numbers of each trained token that the documents of a run with a critic have."""
+
 
 @dataclass(frozen=True)
 class Document:
@@ -37,6 +40,8 @@ class Document:
     reward, exact_match, truncated, model_version: what the source knows, or None.
     score_failed: whether nobody could score it. Without a reward it is then left out: see `is_excluded`.
     task_reward: the reward before anything was taken off for the completion's length, or None where nothing could be.
+    values, returns: (N,) float32 or None, the critic's value of the state in which each trained token was drawn, when
+        training on the document's batch begins, and what the critic learns in its place.
     kl_reward: what the distance from the reference adds to the reward before advantages are made of it, 0 or less in
         the mean; None where it adds nothing, or nobody could score the document.
     dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None where none could be.
@@ -74,10 +79,12 @@ class Document:
     left_out: bool = False
     retired_prompts: int | None = None
     kl_reward: float | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())
-        vectors = "advantages", *known_vectors(self)
+        vectors = "advantages", *known_vectors(self), *vectors_of_critic([self])
         lengths = {name: len(getattr(self, name)) for name in ("loss_mask", *vectors)}
         if lengths != {"loss_mask": len(self.tokens)} | dict.fromkeys(vectors, trained):
             raise ValueError(f"{self.name} has {len(self.tokens)} tokens, {trained} of them trained, and {lengths}")
@@ -169,6 +176,7 @@ class MicroBatch(Tokens):
     names, document_lengths: of each document; its tokens are counted whole, also where this is a rank's piece.
     for_reference: the same documents as the reference reads them, where it reads other prompts. places: (T,) int64,
         the position in it at which the same token is predicted, where one is trained.
+    values, returns: (T,) float32, aligned with labels, where there is a critic; see `Document`.
     """
 
     tokens: Tensor
@@ -177,6 +185,8 @@ class MicroBatch(Tokens):
     document_lengths: tuple[int, ...]
     for_reference: MicroBatch | None = None
     places: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -237,6 +247,11 @@ def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:
     return tuple(name for name in OPTIONAL_VECTORS if holders and all(getattr(x, name) is not None for x in holders))
 
 
+def vectors_of_critic(documents: list[Document]) -> tuple[str, ...]:
+    """Which of CRITIC_VECTORS the documents of a step have: all or none."""
+    return CRITIC_VECTORS if documents and documents[0].values is not None else ()
+
+
 def have_old_log_probs(documents: list[Document]) -> bool:
     """Whether a step of these documents has ratios: each knows its old log-probs, or is on_policy."""
     return all(document.old_log_probs is not None or document.on_policy for document in documents)
@@ -274,7 +289,7 @@ def pack(documents: list[Document], known: tuple[str, ...] | None = None, has_tr
         old = [torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs for d in documents]
         vectors["old_log_probs"] = labelled(_concatenate(old, torch.float32), 0.0)
     others = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
-    for name in ("advantages", *others):
+    for name in ("advantages", *others, *vectors_of_critic(documents)):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
         vectors[name] = labelled(values, 0.0)
     excluded = None

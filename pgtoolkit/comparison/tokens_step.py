@@ -107,8 +107,10 @@ def _recorded_documents(config: Config) -> Path | None:
     folder = getattr(config.rollout, "save_path", None)
     if folder is None or not Path(folder).is_dir():
         return None
-    # Recorded documents lack the prompts that the reference model has read in the place of the policy's.
-    return Path(folder) if config.kl.reference_prompt is None else None
+    # Recorded documents lack the prompts that the reference model has read in the place of the policy's, and what a
+    # critic has said of their tokens.
+    is_complete = config.kl.reference_prompt is None and config.advantage.estimator != "gae"
+    return Path(folder) if is_complete else None
 
 
 def _in_this_process(config: Config) -> Config:

@@ -57,6 +57,11 @@ def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
         teacher = None if c.kl.reference == "initial" else sizes_of(c.kl.reference)
         of_weight = number if c.kl.update_every is None else 4
         always["reference"] = of_weight * (teacher or shape).weights / ranks
+    if c.advantage.estimator == "gae":
+        body = sizes_of(c.critic.path) if c.critic.path else None
+        body = body or shape
+        tables = body.table * (body.tables - 1)  # of a head of its own, which one value takes the place of
+        always["critic"] = sum(_TRAINED.values()) * (body.weights - tables) / ranks
     sampling: dict[str, float] = {}
     copies: dict[str, float] = {}
     if samples(c) and copies_of(c):

@@ -99,7 +99,7 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
             value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
         if key in OWN_CODE:
             value = ",".join(map(_own_name, value.split(",")))
-        if leaf == "coefficient":  # of which penalty
+        if leaf == "coefficient" or key.startswith("critic."):  # of which penalty, of which model
             leaf = key.replace(".", "-")
         parts[key] = _letters(value if key == "experiment" or leaf == "path" else f"{leaf}-{value}")
     return {key: part for key, part in parts.items() if part}

@@ -62,7 +62,7 @@ def _schema_of(group: str, values: dict) -> type:
 def _completed(values: dict, file: str) -> dict:
     """Return the values with the defaults of keys that were added since; raises KeyError for another that lacks."""
     groups = dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS)
-    complete = values | {group: dict(values[group]) for group in groups}
+    complete = values | {group: dict(values.get(group, {})) for group in groups}
     lacking = []
     for group in groups:
         lacking += [

@@ -23,6 +23,7 @@ from pgtoolkit.config.schema_loss import (
     AdvantageConfig,
     AggregationConfig,
     CorrectionConfig,
+    CriticConfig,
     EntropyConfig,
     KLConfig,
     LossConfig,
@@ -98,6 +99,7 @@ class Config:
     entropy: EntropyConfig = group(default="bonus", help="A bonus on the entropy, once entropy.coefficient is above 0.")
     metrics: MetricsConfig = group(default="basic", help="What is measured at every step.")
     advantage: AdvantageConfig = group(default="dr_grpo", help="How rewards become advantages.")
+    critic: CriticConfig = group(default="default", help="The value model, where advantage=gae.")
     kernel: KernelConfig = group(default="auto", help="What computes the log-probs.")
     parallelism: ParallelismConfig = group(default="single", help="How the work is spread over processes.")
     accumulation: AccumulationConfig = group(

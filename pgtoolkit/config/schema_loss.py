@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from pgtoolkit.config.defaults import REQUIRED, SameAs
-from pgtoolkit.config.key import Needs, Option, Refusal, key
+from pgtoolkit.config.defaults import REQUIRED, ByWeights, SameAs
+from pgtoolkit.config.key import Declared, Needs, Option, Refusal, key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
 
@@ -18,6 +18,8 @@ _NEEDS_REFERENCE_MODEL: Refusal = {
     "use": "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1",
     "why": "A reference reads it before completions that are sampled, on the ranks of the policy's tokens.",
 }
+
+_ONLY_GAE: Declared = {"learns": "advantage.estimator=gae", "only_if": "advantage.estimator=gae"}
 
 
 class AggregationMode(StrEnum):
@@ -53,6 +55,7 @@ class AdvantageEstimator(StrEnum):
     gdpo = "gdpo"
     reinforce_plus_plus = "reinforce_plus_plus"
     reinforce_plus_plus_baseline = "reinforce_plus_plus_baseline"
+    gae = "gae"
     none = "none"
     given = "given"
     custom = "custom"
@@ -211,6 +214,67 @@ class AdvantageConfig:
         example="my_module.my_advantages",
         stands_for="custom",
     )
+    gamma: float = key(
+        default=1.0,
+        help="Discount of what later tokens earn (0 to 1), by token.",
+        least=0,
+        most=1,
+        added=True,
+        **_ONLY_GAE,
+    )
+    gae_lambda: float = key(
+        default=0.95,
+        help="How far an advantage looks beyond the critic (0 to 1): 0: to the next token's value, 1: to "
+        "the end of the completion, with the value as a baseline.",
+        least=0,
+        most=1,
+        added=True,
+        **_ONLY_GAE,
+    )
+    whiten: bool = key(
+        default=True,
+        help="Whether the advantages of a batch's trained tokens get mean 0 and standard deviation 1.",
+        added=True,
+        **_ONLY_GAE,
+    )
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    path: str | None = key(
+        default=None,
+        help="The model whose body the critic starts from, a folder or a name on the Hugging Face hub, of "
+        "the policy's vocabulary; null: the weights that the policy starts from. Its head starts at 0.",
+        reads="reference",
+        fixed="the checkpoint holds the critic's weights",
+        added=True,
+        **_ONLY_GAE,
+    )
+    learning_rate: float = key(
+        default=ByWeights(random=1e-3, trained=1e-5),
+        help="Learning rate of the critic after the warm-up (> 0); all else of its optimizer is as optimizer says.",
+        least=1e-12,
+        most=1e5,
+        added=True,
+        **_ONLY_GAE,
+    )
+    clip: float | None = key(
+        default=0.5,
+        help="How far a value may move from what it was when training on the batch began before its loss "
+        "gives no further gradient (> 0); null: any distance.",
+        least=1e-9,
+        most=1e12,
+        added=True,
+        **_ONLY_GAE,
+    )
+    steps_before_policy: int = key(
+        default=0,
+        help="Steps at the start that train the critic alone (>= 0, fewer than trainer.max_steps).",
+        least=0,
+        most=10**9,
+        added=True,
+        **_ONLY_GAE,
+    )
 
 
 def _schema_of(kind: type, base: type) -> type:
@@ -321,6 +385,12 @@ OPTIONS = {
             help="A bonus on the entropy of the policy at each trained token. The loss has minus its weighted sum.",
         ),
     },
+    "critic": {
+        "default": Option(
+            CriticConfig,
+            help="The value model of advantage=gae.",
+        ),
+    },
     "advantage": {
         "grpo": Option(
             AdvantageConfig,
@@ -380,6 +450,12 @@ OPTIONS = {
             AdvantageConfig,
             help="reward - mean of the group, whitened over the batch (REINFORCE++ with a "
             "group's baseline, arXiv 2501.03262). Recorded rollouts are one batch.",
+            base="dr_grpo",
+        ),
+        "gae": Option(
+            AdvantageConfig,
+            help="For each token by the values of a critic: generalised advantage estimation (arXiv "
+            "1506.02438), PPO's. The group critic has the keys of the critic.",
             base="dr_grpo",
         ),
         "none": Option(

@@ -57,7 +57,9 @@ class Their:
         raise ConfigError(refusal(f"{name}={text(value)}", "a number", value, reason, f"{name}=NUMBER"))
 
     def _key(self, name: str) -> str | None:
-        return next((key for key in self.values if key == name or key.endswith(f".{name}")), None)
+        # A critic has keys of the same names as the policy.
+        named = [key for key in self.values if key == name or key.endswith(f".{name}")]
+        return next((key for key in named if "critic" in name or not key.startswith("critic.")), None)
 
 
 @dataclass(frozen=True)
@@ -343,7 +345,9 @@ def _of_verl(theirs: Their) -> Iterator[Setting]:
     estimators = {"grpo": "grpo" if theirs["norm_adv_by_std_in_grpo"] else "dr_grpo"}
     names = ("rloo", "opo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
     estimators |= {name: name for name in names} | {"grpo_passk": "pass_at_k"}
-    if advantage := estimators.get(str(theirs["adv_estimator"])):
+    if theirs["adv_estimator"] == "gae":
+        yield from _critic_of_verl(theirs)
+    elif advantage := estimators.get(str(theirs["adv_estimator"])):
         yield Setting("advantage", advantage, ("adv_estimator", "norm_adv_by_std_in_grpo"))
     else:
         theirs.used -= {key for key in theirs.used if key.endswith("adv_estimator")}
@@ -406,6 +410,20 @@ def _of_verl(theirs: Their) -> Iterator[Setting]:
         yield Setting("correction", correction[str(theirs["rollout_is"])], ("rollout_is",))
         yield Setting("correction.high", theirs["rollout_is_threshold"], ("rollout_is_threshold",))
     yield from _names(theirs, seed=None, run_name="trainer.experiment_name", trackers="trainer.logger")
+
+
+def _critic_of_verl(theirs: Their) -> Iterator[Setting]:
+    """Yield the keys of PPO's advantages and critic."""
+    yield Setting("advantage", "gae", ("adv_estimator",))
+    yield Setting("advantage.gamma", theirs["gamma"], ("gamma",))
+    yield Setting("advantage.gae_lambda", theirs["lam"], ("lam",))
+    yield Setting("critic.learning_rate", theirs.number("critic.optim.lr"), ("critic.optim.lr",))
+    yield Setting("critic.clip", theirs.number("cliprange_value"), ("cliprange_value",))
+    if path := theirs["critic.model.path"]:
+        yield Setting("critic.path", path, ("critic.model.path",))
+    if batches := int(theirs.number("critic_warmup")):
+        updates = theirs.number("data.train_batch_size") / theirs.number("ppo_mini_batch_size")
+        yield Setting("critic.steps_before_policy", int(batches * updates), ("critic_warmup",))
 
 
 def _model_and_prompts(theirs: Their, models: tuple[str, ...], prompts: tuple[str, ...]) -> Iterator[Setting]:

@@ -1,4 +1,4 @@
-"""The specification of corrections and of penalties against a reference, as plain as `reference.py`.
+"""The specification of corrections, of penalties against a reference, and of a critic, as plain as `reference.py`.
 
 Of a token a penalty is (value, its derivative by p) of log-probs p (new), o (old) and f (of the reference); of a whole
 row of the vocabulary (value, its derivatives by the log-probs' logits) of log-probs p_v and f_v.
@@ -112,6 +112,34 @@ def _full_reverse(p, f):
 def _full_forward(p, f):
     value = math.fsum(math.exp(y) * (y - x) for x, y in zip(p, f, strict=True) if y > -math.inf)
     return value, [math.exp(x) - math.exp(y) for x, y in zip(p, f, strict=True)]
+
+
+def gae(rewards, values, trained, gamma, gae_lambda):
+    """(advantage, return) by place of each trained token of a document (arXiv 1506.02438, equations 12 and 16).
+
+    rewards, values: one for each place; places that are not trained are passed over.
+    """
+    places = [place for place, is_trained in enumerate(trained) if is_trained]
+    differences = []
+    for number, place in enumerate(places):
+        following = values[places[number + 1]] if number + 1 < len(places) else 0.0
+        differences.append(rewards[place] + gamma * following - values[place])
+    found = {}
+    for number, place in enumerate(places):
+        terms = ((gamma * gae_lambda) ** later * x for later, x in enumerate(differences[number:]))
+        advantage = math.fsum(terms)
+        found[place] = advantage, advantage + values[place]
+    return found
+
+
+def value_loss(value, old_value, target, clip):
+    """(loss, its derivative by the value), half the squared distance to the target, clipped as PPO's critic is."""
+    free = (value - target) ** 2 / 2
+    if clip is None or abs(value - old_value) <= clip:
+        return free, value - target
+    bounded = old_value + math.copysign(clip, value - old_value)
+    held = (bounded - target) ** 2 / 2
+    return (free, value - target) if free > held else (held, 0.0)
 
 
 OF_ROW = {"full_reverse": _full_reverse, "full_forward": _full_forward}

@@ -20,7 +20,7 @@ from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.config.plan import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_loss import KLPlace
+from pgtoolkit.config.schema_loss import AdvantageEstimator, KLPlace
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative
 from pgtoolkit.config.schema_step import LastStep
 from pgtoolkit.losses.corrections import CORRECTIONS
@@ -28,6 +28,7 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.advantages import Estimator, with_advantages
+from pgtoolkit.rollouts.gae import with_gae
 from pgtoolkit.rollouts.group_rollouts import (
     check_scores,
     completed,
@@ -92,6 +93,8 @@ _DOCUMENT = {
     "left_out?": bool,
     "retired_prompts?": _may_be(is_count),
     "kl_reward?": _may_be(is_number),
+    "values?": _may_be(_are_numbers),
+    "returns?": _may_be(_are_numbers),
 }
 _STATE = {
     "number": lambda value: type(value) is int and value >= -1,
@@ -131,6 +134,7 @@ class PolicyRollouts(Source):
         if kl.place == KLPlace.reward:
             assert kl.coefficient is not None
             self._reward_penalty = KL(kl.kind.value, kl.coefficient)
+        self._has_critic = self.config.advantage.estimator == AdvantageEstimator.gae
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._number = -1
         self._next_prompt = 0
@@ -234,10 +238,8 @@ class PolicyRollouts(Source):
         if self._ahead > 0 and self._rollout.old_log_probs == OldLogProbs.proximal:
             anchored = self._with_old_log_probs(in_groups(batches[number], self._rollout.group_size))
             batches[number] = [document for group in anchored for document in group]
-        if self._reward_penalty is not None:
-            documents = self._with_kl_reward(batches[number], self._reward_penalty)
-            groups = in_groups(documents, self._rollout.group_size)
-            batches[number] = with_advantages(groups, self._estimator, self.prompt)
+        if self._makes_advantages_late:
+            batches[number] = self._with_late_advantages(batches[number])
         self._batches, self._number = batches, number
         if self.folder is not None:
             write_batch(self.folder, number, self._batches[number])
@@ -321,7 +323,7 @@ class PolicyRollouts(Source):
 
         check_scores(groups)
         documents = [document for group in groups for document in group]
-        if self._reward_penalty is None:  # else once training on the batch begins
+        if not self._makes_advantages_late:
             documents = with_advantages(groups, self._estimator, self.prompt)
         if self._rollout.uninformative == Uninformative.drop:
             documents = without_uninformative(in_groups(documents, self._rollout.group_size))
@@ -369,6 +371,20 @@ class PolicyRollouts(Source):
             starts = [i // size * self._rollout.group_size for i in range(len(groups))]
             groups = [shares[i % size][start:][: self._rollout.group_size] for i, start in enumerate(starts)]
         return [[replace(d, old_log_probs=None) if d.on_policy else d for d in group] for group in groups]
+
+    @property
+    def _makes_advantages_late(self) -> bool:
+        """Whether advantages are made when training on a batch begins, and not when it has been sampled."""
+        return self._reward_penalty is not None or self._has_critic
+
+    def _with_late_advantages(self, documents: list[Document]) -> list[Document]:
+        """Return the documents of a batch, on which training begins, with their advantages."""
+        if self._reward_penalty is not None:
+            documents = self._with_kl_reward(documents, self._reward_penalty)
+        if self._has_critic:
+            values = self._measured(documents, self.trained.values, "old_log_probs")
+            return with_gae(documents, values, self.config.advantage, self._reward_penalty)
+        return with_advantages(in_groups(documents, self._rollout.group_size), self._estimator, self.prompt)
 
     def _with_kl_reward(self, documents: list[Document], penalty: KL) -> list[Document]:
         """Return the documents with the reference's log-probs, and what the distance from it adds to their rewards."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from pgtoolkit.batch import Document, Step, StepTotals, cut, known_vectors, pack, trajectories_of
+from pgtoolkit.batch import Document, Step, StepTotals, cut, known_vectors, pack, trajectories_of, vectors_of_critic
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
@@ -232,7 +232,7 @@ def _digest(documents: list[Document]) -> int:
         if isinstance(document, Outline):
             digest = zlib.crc32(repr((document.group, document.trajectory, document.checksum)).encode(), digest)
             continue
-        known = known_vectors(document)
+        known = *known_vectors(document), *vectors_of_critic([document])
         for name in ("tokens", "loss_mask", "advantages", *known):
             digest = zlib.crc32(getattr(document, name).numpy().tobytes(), digest)
         digest = zlib.crc32(repr((document.group, document.trajectory, known)).encode(), digest)

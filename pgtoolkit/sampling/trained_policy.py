@@ -31,3 +31,7 @@ class TrainedPolicy(Protocol):
     def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
         """Return the (T,) log-prob of each label under the reference, which is a model. Called by every rank."""
         ...
+
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the critic's (T,) value of each position, where there is a critic. Called by every rank."""
+        ...

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import TypedDict, cast
 
 import torch
@@ -24,6 +25,8 @@ from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.training.frameworks import lightning
 
 log = logging.getLogger("pgtoolkit")
+
+_MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
 
 
 class StepOutput(TypedDict):
@@ -74,6 +77,14 @@ class DynamicAccumulation(lightning.LightningModule):
         if self.layout.loss_group is None:
             return []
         return [(self.layout.loss_group, [p for p in self.parameters() if p.requires_grad])]
+
+    def parameters_to_clip(self) -> Iterable[nn.Parameter]:
+        """Those whose gradient has the norm that is measured and bounded."""
+        return self.parameters()
+
+    def is_finite(self, metrics: dict[str, float]) -> bool:
+        """Whether a step may be made: its losses and the norms of its gradients are numbers."""
+        return all(math.isfinite(metrics[name]) for name in _MUST_BE_FINITE if name in metrics)
 
     def backward_of_all(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
         """Forward and backward of each micro-batch; gradients add up in the parameters."""
@@ -133,7 +144,7 @@ class DynamicAccumulation(lightning.LightningModule):
             sum_gradients(parameters, group)
         metrics = self._step_metrics(outputs, step)
         metrics |= {"num_micro_batches": len(micro_batches)} | self.before_update()
-        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
+        if self.is_finite(metrics):
             optimizer = cast("lightning.pytorch.core.optimizer.LightningOptimizer", self.optimizers())
             optimizer.step()  # Lightning's, which counts it in trainer.global_step
             self.num_updates += 1
@@ -146,7 +157,7 @@ class DynamicAccumulation(lightning.LightningModule):
         """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""
         loss, sums = self._over_ranks(outputs)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        metrics = {"loss": loss, "grad_norm": clip_gradients(self.parameters(), self.layout, limit)}
+        metrics = {"loss": loss, "grad_norm": clip_gradients(self.parameters_to_clip(), self.layout, limit)}
         metrics |= sums.finalize(step.totals, have_old_log_probs(step.documents))
         values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}
@@ -174,7 +185,8 @@ class DynamicAccumulation(lightning.LightningModule):
             where = "Every log-prob is finite; the step's documents are"
             names = [document.name for document in step.documents]
         message = (
-            f"loss={metrics['loss']:g}, grad_norm={metrics['grad_norm']:g}: no update was made. {where}: "
+            f"{', '.join(f'{name}={metrics[name]:g}' for name in _MUST_BE_FINITE if name in metrics)}: no update was "
+            f"made. {where}: "
             f"{'; '.join(names[:8])}{f'; and {len(names) - 8} more' if len(names) > 8 else ''}."
         )
         if self._bad_steps_in_a_row >= self.max_bad_steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pgtoolkit.config.plan import compilation, samples_beside
 from pgtoolkit.config.rules.run import unknown_parts
 from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_loss import AdvantageEstimator
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.losses.aggregation import AGGREGATIONS
@@ -33,6 +35,7 @@ from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.steps import Source, StepLoader
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.from_config import make_task
+from pgtoolkit.training.critic import with_value_head
 from pgtoolkit.training.frameworks import LightningEnvironment, lightning
 from pgtoolkit.training.machine import lacking_devices
 from pgtoolkit.training.module import PolicyGradientModule
@@ -63,8 +66,11 @@ def build(
     reference = reference_of(config, policy, layout)
     if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
+    critic = critic_of(config, policy, layout)
     spread = parallelize(policy, layout, config)
     module = PolicyGradientModule(config, spread, layout, spread if reference is policy else reference)
+    if critic is not None:
+        module.add_critic(parallelize(critic, layout, config))
     room = min(policy.max_positions, config.accumulation.max_tokens)
     source = source_of(config, task, module, room, resume, run_dir)
     if is_on(config):
@@ -148,29 +154,68 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
     own = config.kl.reference in NO_FOLDER
     if own and adapted_layers(policy.model):
         return policy  # the frozen weights under the adapters are those that the run starts from
-    loaded = replace(policy, model=copy.deepcopy(policy.model)) if own else _loaded(config, policy, layout)
+    if own:
+        loaded = replace(policy, model=copy.deepcopy(policy.model))
+    else:
+        assert config.kl.reference is not None
+        dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
+        loaded = _loaded("kl.reference", config.kl.reference, policy, layout, dtype, partial(other_vocabulary, config))
     model = loaded.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32 and config.kl.update_every is None:
         _narrow(model, policy.compute_dtype)
     return loaded
 
 
-def _loaded(config: Config, policy: Policy, layout: Layout) -> Policy:
-    dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
-    assert config.kl.reference is not None
-    off = {"random_weights": False, "gradient_checkpointing": False, "fp32_lm_head": False, "compile": False}
+def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
+    """Return the critic whole, as a run starts with it; None where none is needed.
+
+    policy: as the run starts with it. Raises ConfigError as `reference_of` does.
+    """
+    if config.advantage.estimator != AdvantageEstimator.gae:
+        return None
+    path = config.critic.path
+    if path is None:
+        return with_value_head(policy)
+    assert isinstance(config.model, HuggingFaceModelConfig)
+    checkpointing = config.model.gradient_checkpointing
+    dtype = NumberType.float32  # which is that of trained weights; it computes in the policy's
+
+    def refused(needs: str, got: str) -> str:
+        reason = "It reads the policy's tokens."
+        return refusal(f"critic.path={path}", needs, got, reason, "a model of the same family, or critic.path=null")
+
+    loaded = _loaded("critic.path", path, policy, layout, dtype, refused, checkpointing)
+    return with_value_head(replace(loaded, compute_dtype=policy.compute_dtype))
+
+
+def _loaded(
+    key: str,
+    path: str,
+    policy: Policy,
+    layout: Layout,
+    dtype: NumberType,
+    refused: Callable[[str, str], str],
+    gradient_checkpointing: bool = False,
+) -> Policy:
+    """Return another model with the policy's tokens.
+
+    key: that names it. dtype: of its weights. refused: (needs, got) -> what is said of one whose tokens are others.
+    """
+    off = {"random_weights": False, "fp32_lm_head": False, "compile": False}
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
-    chosen = HuggingFaceModelConfig(name="huggingface", path=config.kl.reference, dtype=dtype, **off, **no_lora)
+    chosen = HuggingFaceModelConfig(
+        name="huggingface", path=path, dtype=dtype, gradient_checkpointing=gradient_checkpointing, **off, **no_lora
+    )
     try:
         loaded = build_policy(chosen, None, policy.by_document, layout, policy.compiled)  # as the policy was built
     except ConfigError as error:
-        raise ConfigError(str(error).replace("model.path=", "kl.reference=")) from error
+        raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
     if loaded.tokenizer.get_vocab() != tokens or sizes[0] != sizes[1]:
         own = len(set(tokens.items()) & set(loaded.tokenizer.get_vocab().items()))
         needs = f"the vocabulary of the policy, {sizes[0]} rows of the head and {len(tokens)} tokens"
         got = f"{sizes[1]} rows, and {own} of these tokens under the same number"
-        raise ConfigError(other_vocabulary(config, needs, got))
+        raise ConfigError(refused(needs, got))
     return loaded
 
 

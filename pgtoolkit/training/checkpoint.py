@@ -2,7 +2,8 @@
 
 `step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of LoRA's adapters, which
 name their model. Its subfolder `training/` holds what else the next step depends on: the optimizer's moments by the
-names of their parameters, a reference that moves, and state.json, whose tensors are in state.safetensors.
+names of their parameters, a reference that moves, a critic with its moments, and state.json, whose tensors are in
+state.safetensors.
 manifest.json names the format, and the size and CRC-32 of each file, and of the rows that the run had recorded by
 then. Nothing is pickled: reading a checkpoint runs no code.
 """
@@ -34,6 +35,7 @@ from pgtoolkit.system.plain_files import remove, sync_folder
 log = logging.getLogger("pgtoolkit")
 
 WEIGHTS, ADAPTERS, MOMENTS, REFERENCE = "model", "adapter_model", "training/optimizer", "training/reference"
+CRITIC, CRITIC_MOMENTS = "training/critic", "training/moments_of_critic"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
@@ -41,6 +43,7 @@ _IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen",
 _STATE_SHAPE = dict.fromkeys(("step", "num_updates", "num_skipped_steps", "documents_seen"), is_count)
 _STATE_SHAPE |= {"data": {"position": is_count, "num_steps": is_count, "source": dict}}
 _STATE_SHAPE |= {"config": str, "without_moments?": [str], "base_digest?": str | None}
+_STATE_SHAPE |= {"critic_updates?": is_count, "critic_without_moments?": [str]}
 _SHARD_BYTES = 2**30
 """A rank writes its tensors as soon as it holds so many bytes of them."""
 
@@ -58,8 +61,9 @@ def save_checkpoint(
     """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step `best`; by every rank.
 
     state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS or
-    ADAPTERS, of MOMENTS, and of a REFERENCE that moves, by name; DTensors are written whole. write_settings: puts the
-    other files into a folder; called by rank 0. rows: checksums of the rows that the run has recorded, of rank 0.
+    ADAPTERS, of MOMENTS, of a REFERENCE that moves, and of a critic, by name; DTensors are written whole.
+    write_settings: puts the other files into a folder; called by rank 0. rows: checksums of the rows that the run has
+    recorded, of rank 0.
     All is written under a temporary name, flushed to disk, and renamed: killed at any moment, `folder` holds only whole
     checkpoints beside at most one `.tmp`. Raises StorageError on all ranks if the disk refuses any of them.
     """

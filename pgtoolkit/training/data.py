@@ -83,6 +83,8 @@ def digests(config: Config) -> dict[str, dict[str, dict]]:
     models = {"model.path": config.model.path} if isinstance(config.model, HuggingFaceModelConfig) else {}
     if config.kl.reference is not None and config.kl.reference not in NO_FOLDER:
         models["kl.reference"] = config.kl.reference
+    if config.critic.path is not None:
+        models["critic.path"] = config.critic.path
     for key, path in models.items():
         if (folder := Path(path)).is_dir():
             inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]

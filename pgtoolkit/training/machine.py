@@ -213,6 +213,8 @@ def _models(c: Config, report: Report) -> None:
     paths = {"model.path": c.model.path} if isinstance(c.model, HuggingFaceModelConfig) else {}
     if c.kl.needs_model and c.kl.reference is not None and c.kl.reference not in NO_FOLDER:
         paths["kl.reference"] = c.kl.reference
+    if c.critic.path is not None:
+        paths["critic.path"] = c.critic.path
     for key, path in paths.items():
         if error := _error_of_model(os.getcwd(), path):
             report.problems.append(error.replace("model.path=", f"{key}="))

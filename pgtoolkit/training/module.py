@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import KLPlace
-from pgtoolkit.config.schema_run import OptimizerConfig, Schedule
 from pgtoolkit.errors import DataError
 from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
 from pgtoolkit.losses.exchange import Ranks
@@ -26,7 +24,9 @@ from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.rollouts.data_metrics import sampling_note
 from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
+from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss import loss_of
+from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 
 if TYPE_CHECKING:
     from pgtoolkit.model.spread import ParallelPolicy
@@ -42,10 +42,12 @@ class PolicyGradientModule(DynamicAccumulation):
     reference: without gradient, spread like the policy; None where the documents bring their ref_log_probs or none are
     needed; the policy itself where it is what the policy is without its adapters.
     evaluator: measures the policy on held-out prompts, where the configuration asks for it.
+    critic: gives the advantages of single tokens, where the configuration asks for it; see `add_critic`.
     """
 
     reference: Policy | None = None
     evaluator: Evaluator | None = None
+    critic: Critic | None = None
 
     def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
@@ -61,7 +63,14 @@ class PolicyGradientModule(DynamicAccumulation):
         self.computation = Computation(impl, False, config.loss.num_splits, memory)
         self._noted_no_signal = self._noted_mismatch = False
 
+    def add_critic(self, body: Policy) -> None:
+        """Train a critic beside the policy. body: see `Critic`."""
+        self.critic = Critic(self.config, body, self.layout, self.loss)
+        self.critic_model = body.model  # registered here, so that Lightning moves it
+
     def configure_optimizers(self):
+        if self.critic is not None:
+            self.critic.make_optimizer()
         return make_optimizer(self.model, self.config.optimizer)
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
@@ -115,6 +124,33 @@ class PolicyGradientModule(DynamicAccumulation):
     def gradient_groups(self):
         return self.policy.gradient_groups()
 
+    def parameters_to_clip(self):
+        return self.model.parameters()
+
+    def _update(self, step: Step) -> dict[str, float]:
+        if self.critic is None:
+            return super()._update(step)
+        if self.critic.trains_alone:
+            return self._update_critic_alone(self.critic, step)
+        updates = self.num_updates
+        metrics = super()._update(step)
+        return metrics if self.num_updates == updates else metrics | self.critic.update()
+
+    def _update_critic_alone(self, critic: Critic, step: Step) -> dict[str, float]:
+        metrics = self._critics_gradient(critic, step)
+        if self.is_finite(metrics):
+            self._bad_steps_in_a_row = 0
+            return metrics | critic.update()
+        self._skip_bad_step(step, [], metrics)
+        return metrics
+
+    def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
+        metrics = super()._step_metrics(outputs, step)
+        return metrics if self.critic is None else metrics | self._critics_gradient(self.critic, step)
+
+    def _critics_gradient(self, critic: Critic, step: Step) -> dict[str, float]:
+        return critic.gradient(step.micro_batches, step.totals, self.max_grad_norm)
+
     def before_update(self) -> dict[str, float]:
         rate = learning_rate(self.config.optimizer, self.num_updates, self.config.trainer.max_steps)
         for group in self.optimizer.param_groups:
@@ -142,6 +178,14 @@ class PolicyGradientModule(DynamicAccumulation):
         count = len(micro_batch.tokens)
         micro_batch = local_tokens(micro_batch, self.layout).counted().to(self.device)
         return self.policy.all_tokens(self._by_reference(micro_batch))[:count]
+
+    @torch.no_grad()
+    def values(self, micro_batch: MicroBatch) -> Tensor:
+        """(T,) value of each position by the critic."""
+        assert self.critic is not None
+        values = self.critic.values(micro_batch.to(self.device))
+        self.critic.body.put_away()
+        return values
 
     @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
@@ -233,40 +277,3 @@ class PolicyGradientModule(DynamicAccumulation):
 def _here(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     """What the reference gives for each position, where the policy predicts the same token."""
     return values if micro_batch.places is None else values[micro_batch.places]
-
-
-class LocalAdamW(torch.optim.AdamW):
-    """AdamW that takes of each sharded parameter this rank's part, as a plain tensor.
-
-    The update is elementwise, so that it comes to the same; but it takes many plain tensors at once, and DTensors only
-    one by one. The state keeps the parameters' kind.
-    """
-
-    def _init_group(self, group, *lists):
-        has_complex = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
-        return has_complex
-
-
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW; parameters with fewer than two dimensions (norms, biases) are not decayed."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas, fused = (config.beta1, config.beta2), parameters[0].is_cuda  # one kernel instead of a dozen
-    return LocalAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)
-
-
-def learning_rate(config: OptimizerConfig, num_updates: int, max_steps: int) -> float:
-    """The rate of update number `num_updates` (from 0): linear warm-up, then constant, or decay to 0 at max_steps."""
-    if num_updates < config.warmup_steps:
-        return config.learning_rate * (num_updates + 1) / config.warmup_steps
-    progress = min(1.0, (num_updates - config.warmup_steps) / max(1, max_steps - config.warmup_steps))
-    if config.schedule == Schedule.linear:
-        return config.learning_rate * (1.0 - progress)
-    if config.schedule == Schedule.cosine:
-        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.learning_rate

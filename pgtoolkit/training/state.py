@@ -19,9 +19,19 @@ from pgtoolkit.model import lora
 from pgtoolkit.model.policy import Policy, named_weights
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.collectives import local
+from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.sampling_settings import sampling_settings
 from pgtoolkit.system.model_folder import load_config
-from pgtoolkit.training.checkpoint import ADAPTERS, MOMENTS, REFERENCE, WEIGHTS, damaged, open_tensors
+from pgtoolkit.training.checkpoint import (
+    ADAPTERS,
+    CRITIC,
+    CRITIC_MOMENTS,
+    MOMENTS,
+    REFERENCE,
+    WEIGHTS,
+    damaged,
+    open_tensors,
+)
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was never stopped."""
@@ -43,15 +53,27 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
     kind, weights = stored(module.policy)
-    of_each = {name: module.optimizer.state.get(weight, {}) for name, weight in weights.items()}
-    moments = {f"{name}.{field}": value for name, fields in of_each.items() for field, value in fields.items()}
-    without = [name for name, fields in of_each.items() if not fields]  # no step had a gradient of them
-    without = set().union(*gather_objects(without, module.layout.world_group))
-    state["without_moments"] = sorted(without)
+    moments, without = _moments(module.optimizer, weights, module.layout)
+    state["without_moments"] = without
     tensors = {kind: weights, MOMENTS: moments}
     if module.config.kl.update_every is not None:
         tensors[REFERENCE] = named_weights(module.reference.model)
+    if module.critic is not None:
+        tensors[CRITIC] = named_weights(module.critic.body.model)
+        moments, without = _moments(module.critic.optimizer, tensors[CRITIC], module.layout)
+        tensors[CRITIC_MOMENTS] = moments
+        state |= {"critic_updates": module.critic.num_updates, "critic_without_moments": without}
     return state, tensors
+
+
+def _moments(
+    optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], layout: Layout
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return the moments of weights, and the names of those of which no step had a gradient, on any rank."""
+    of_each = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
+    moments = {f"{name}.{field}": value for name, fields in of_each.items() for field, value in fields.items()}
+    without = [name for name, fields in of_each.items() if not fields]
+    return moments, sorted(set().union(*gather_objects(without, layout.world_group)))
 
 
 def write_settings(module, folder: Path, merged: bool = False) -> None:
@@ -93,6 +115,8 @@ def restore(module, state: dict) -> None:
         module.num_updates = state["num_updates"]
         module.num_skipped_steps = state["num_skipped_steps"]
         module.documents_seen = state["documents_seen"]
+        if module.critic is not None:
+            module.critic.num_updates = state["critic_updates"]
 
 
 @torch.no_grad()
@@ -103,39 +127,66 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
         with open_tensors(state["path"], REFERENCE) as files:
             for name, weight in named_weights(module.reference.model).items():
                 fill(weight, name, files)
-    with open_tensors(state["path"], MOMENTS) as files:
-        if state["num_updates"] and not files:
-            raise StorageError(damaged(state["path"], "the optimizer's moments are missing"))
-        _check_moments(files.keys(), names, state)
-        for name, parameter in stored(module.policy)[1].items():
+    weights = stored(module.policy)[1]
+    without = state.get("without_moments")
+    _restore_moments(state["path"], MOMENTS, module.optimizer, weights, names, state["num_updates"], without)
+    if module.critic is None:
+        return
+    if "critic_updates" not in state:
+        raise ValueError("it holds no critic")
+    weights = named_weights(module.critic.body.model)
+    with open_tensors(state["path"], CRITIC) as files:
+        for name, weight in weights.items():
+            fill(weight, name, files)
+    updates, without = state["critic_updates"], state["critic_without_moments"]
+    optimizer = module.critic.optimizer
+    _restore_moments(state["path"], CRITIC_MOMENTS, optimizer, weights, set(weights), updates, without)
+
+
+def _restore_moments(
+    path: Path,
+    kind: str,
+    optimizer: torch.optim.Optimizer,
+    weights: Mapping[str, Tensor],
+    names: set[str],
+    updates: int,
+    without: list[str] | None,
+) -> None:
+    """This rank's part of the moments of weights. names, without: see `_check_moments`."""
+    with open_tensors(path, kind) as files:
+        if updates and not files:
+            raise StorageError(damaged(path, "the optimizer's moments are missing"))
+        _check_moments(files.keys(), names, path, updates, without)
+        for name, parameter in weights.items():
             if f"{name}.step" in files:
                 count = torch.zeros((), device=parameter.device)  # beside the parameter, as fused AdamW has it
                 rooms = {field: count if field == "step" else torch.zeros_like(parameter) for field in _MOMENTS}
-                module.optimizer.state[parameter] = rooms
+                optimizer.state[parameter] = rooms
                 for field, room in rooms.items():
                     fill(room, f"{name}.{field}", files)
                     part = local(room)
                     if not part.isfinite().all() or (field != "exp_avg" and (part < 0).any()):
                         problem = f"{name}.{field} of the optimizer holds negative numbers or NaN"
-                        raise StorageError(damaged(state["path"], problem))
+                        raise StorageError(damaged(path, problem))
 
 
-def _check_moments(stored_names: Collection[str], names: set[str], state: dict) -> None:
+def _check_moments(
+    stored_names: Collection[str], names: set[str], path: Path, updates: int, without: list[str] | None
+) -> None:
     """Raise an error where moments are missing, or are of no weight.
 
-    names: of the whole model's weights. A checkpoint says which of them have no moments; one that
-    does not say so may lack all moments of a weight, but not some of them.
+    names: of the whole model's weights. updates: that were made of them. without: which of them have no moments, as the
+    checkpoint says; one that does not say so may lack all moments of a weight, but not some of them.
     """
     for name in sorted({*stored_names} - {f"{name}.{field}" for name in names for field in _MOMENTS}):
         raise ValueError(f"{name} is none of the optimizer's moments")
-    if not state["num_updates"]:
+    if not updates:
         return
-    without = state.get("without_moments")
     for name in sorted(names):
         missing = [field for field in _MOMENTS if f"{name}.{field}" not in stored_names]
         may_lack_all = without is None or name in without
         if missing and not (may_lack_all and len(missing) == len(_MOMENTS)):
-            raise StorageError(damaged(state["path"], f"{name}.{missing[0]} of the optimizer is missing"))
+            raise StorageError(damaged(path, f"{name}.{missing[0]} of the optimizer is missing"))
 
 
 def stored(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:

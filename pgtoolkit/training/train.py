@@ -50,7 +50,7 @@ from pgtoolkit.training.checkpoint import (
 )
 from pgtoolkit.training.data import record_data
 from pgtoolkit.training.frameworks import transformers
-from pgtoolkit.training.module import learning_rate
+from pgtoolkit.training.optimizer import learning_rate
 from pgtoolkit.training.recorder import Recorder
 
 log = logging.getLogger("pgtoolkit")

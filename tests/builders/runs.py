@@ -19,6 +19,8 @@ from pgtoolkit.sampling.samplers import TransformersSampler
 from pgtoolkit.training.build import build
 from pgtoolkit.training.checkpoint import (
     ADAPTERS,
+    CRITIC,
+    CRITIC_MOMENTS,
     MOMENTS,
     WEIGHTS,
     list_checkpoints,
@@ -125,10 +127,14 @@ def checkpoint_of(folder: Path, step: int) -> dict:
 
 
 def contents_of(path: Path) -> dict:
-    """All that a checkpoint holds; weights or adapters, and moments, by name, under `model` and `optimizer`."""
-    state = read_checkpoint(path) | {"model": {}, "optimizer": {}}
+    """All that a checkpoint holds.
+
+    Weights or adapters, and moments, are by name under `model` and `optimizer`; both of a critic under `critic`.
+    """
+    state = read_checkpoint(path) | {"model": {}, "optimizer": {}, "critic": {}}
     del state["path"], state["config"]  # evaluations, for one, are in the latter
-    for key, kind in (("model", WEIGHTS), ("model", ADAPTERS), ("optimizer", MOMENTS)):
+    of_critic = ("critic", CRITIC), ("critic", CRITIC_MOMENTS)
+    for key, kind in (("model", WEIGHTS), ("model", ADAPTERS), ("optimizer", MOMENTS), *of_critic):
         with open_tensors(path, kind) as files:
             state[key] |= {name: file.get_tensor(name).clone() for name, file in files.items()}
     return state

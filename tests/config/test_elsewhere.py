@@ -93,7 +93,7 @@ def test_a_key_of_theirs_is_ours_where_its_value_is(name, keys):
         ("ppo_epochs", "here: there is none each completion is trained on once"),
         ("norm_adv_by_std_in_grpo", "here: `advantage` = `grpo`, false: `dr_grpo`"),
         ("total_epochs", "trainer.total_epochs: a key of verl"),
-        ("lam", "here: there is none a completion has one reward, at its end"),
+        ("lam", "here: `advantage.gae_lambda`"),
     ],
 )
 def test_explain_knows_their_words(word, says):
@@ -246,6 +246,10 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch
     ("algorithm", "overrides"),
     [
         ({"use_kl_in_reward": True}, ["kl=k1", "kl.coefficient=0.001", "kl.place=reward"]),
+        (
+            {"adv_estimator": "gae", "lam": 0.9},
+            ["advantage=gae", "advantage.gae_lambda=0.9", "advantage.gamma=1", "critic.clip=0.5"],
+        ),
         (
             {"use_kl_in_reward": True, "kl_penalty": "low_var_kl", "kl_ctrl": {"kl_coef": 0.05}},
             ["kl=k3", "kl.coefficient=0.05", "kl.place=reward"],

@@ -31,6 +31,7 @@ CHOSEN = {
     "guess": ("grpo", "sample_mean"),
     "icepop": ("grpo", "sample_mean"),
     "luspo": ("gspo", "constant"),
+    "ppo": ("grpo", "token_mean"),
     "prompt_mean": ("grpo", "prompt_mean"),
     "rloo": ("grpo", "constant"),
     "scalerl": ("cispo", "prompt_mean"),

@@ -23,7 +23,8 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.model.spread import parallelize
 from pgtoolkit.ranks.layout import AXES, ONE_PROCESS, Layout
 from pgtoolkit.training.accumulation import DynamicAccumulation
-from pgtoolkit.training.module import LocalAdamW, PolicyGradientModule
+from pgtoolkit.training.module import PolicyGradientModule
+from pgtoolkit.training.optimizer import LocalAdamW
 
 LENGTHS = (9, 1, 4, 21, 2, 6, 3, 11)
 GROUPS = (0, 0, 1, 0, 2, 2, 2, 1)

@@ -30,6 +30,8 @@ OVERLAP = ("rollout.max_staleness=5", "rollout.old_log_probs=sampling")
         (("kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.5"), (3,)),
         (("kl=k1", "kl.coefficient=0.3", "kl.place=reward", "kl.update_every=1", "rollout.lag=3"), (3, 4)),
         (("rollout.uninformative=drop",), (2, 3)),
+        (("advantage=gae", "loss=grpo", "critic.steps_before_policy=1"), (1, 2, 3)),
+        (("advantage=gae", "loss=grpo", "rollout.lag=5", "kl=k2", "kl.place=reward", *SHORTER), (1, 4, 7)),
         (("rollout.lag=5", *SHORTER), (1, 4, 7)),
         ((*OVERLAP, *SHORTER), (1, 4, 7)),
         (("rollout.lag=5", *PROXIMAL, *SHORTER), (1, 4, 7)),

@@ -115,9 +115,66 @@ def advantage(c: Config, report: Report) -> None:
         reason = "It takes off the reward, which no advantage reads."
         use = "rollout.overlong_buffer=null or advantage=dr_grpo"
         report.refuse(f"advantage={estimator}", "rollout.overlong_buffer=null", buffer, reason, use)
-    if estimator not in ("none", "given", "custom", "reinforce_plus_plus") and size == 1:
+    if estimator == "gae":
+        _critic(c, report)
+    if estimator not in ("none", "given", "custom", "reinforce_plus_plus", "gae") and size == 1:
         reason = "With one completion there is nothing to compare it with: the advantage is 0 or undefined."
         report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
+
+
+def _critic(c: Config, report: Report) -> None:
+    """Refuse what has no critic: recorded rollouts, adapters, a model that ranks share, and too few steps."""
+    setting = "advantage=gae"
+    if c.rollout.name != "policy":
+        report.refuse(
+            setting=setting,
+            needs="rollout=policy",
+            got=f"rollout={c.rollout.name}",
+            reason="The critic learns from completions as they are sampled and scored.",
+            use="advantage=dr_grpo",
+        )
+    if c.model.lora_rank is not None:
+        report.refuse(
+            setting=setting,
+            needs="model.lora_rank=null",
+            got=c.model.lora_rank,
+            reason="All weights of the critic are trained, which takes the memory that adapters save.",
+            use="model.lora_rank=null or advantage=dr_grpo",
+        )
+    for name in ("tensor_parallel", "pipeline_parallel", "sequence_data_parallel"):
+        size = getattr(c.parallelism, name)
+        if size > 1:
+            report.refuse(
+                setting=setting,
+                needs=f"parallelism.{name}=1",
+                got=size,
+                reason="The critic's head gives one value, and no row of it can be shared.",
+                use="parallelism=ddp or parallelism=fsdp",
+            )
+    if c.critic.steps_before_policy >= c.trainer.max_steps:
+        report.refuse_value(
+            "critic.steps_before_policy",
+            c.critic.steps_before_policy,
+            f"fewer than trainer.max_steps={c.trainer.max_steps}",
+            "The policy would never be trained.",
+            0,
+        )
+    if c.critic.path is not None and c.model.name != "huggingface":
+        report.refuse(
+            setting=f"critic.path={c.critic.path}",
+            needs="model=huggingface",
+            got=f"model={c.model.name}",
+            reason="No folder holds a model with the tokens of the tiny one.",
+            use="critic.path=null",
+        )
+    else:
+        existing(report, "critic.path", c.critic.path, hub=True)
+    family = family_of_config(c)
+    if family is not None and family.by_document:
+        report.note(
+            f"loss={c.loss.name} takes the mean of the advantages of a document's tokens, which advantage=gae tells "
+            "apart: loss=grpo, PPO's, takes each."
+        )
 
 
 def penalties(c: Config, report: Report) -> Config:
