@@ -43,6 +43,7 @@ def plan_sections(config: Config, defaults: Config, overrides: list[str]) -> lis
     return [
         ("Loss", equation(config)),
         ("Reference", [*reference(config)] if config.kl.kind != "none" else []),
+        ("Critic", [*critic(config)] if config.advantage.estimator == "gae" else []),
         ("Step", list(arithmetic(config))),
         ("Logits", [logits_memory(config)]),
         ("Evaluation", [*evaluations(config)] if is_on(config) else []),
@@ -124,6 +125,18 @@ def reference(config: Config) -> Iterator[str]:
     else:
         halved = "matrices in bfloat16 take half" if every is None else "in float32"
         yield f"memory: that of a second model, which ranks that share a model share; {halved}"
+
+
+def critic(config: Config) -> Iterator[str]:
+    """What the critic starts from, what it learns, and what it costs."""
+    chosen = config.critic
+    start = "the weights that the policy starts from" if chosen.path is None else chosen.path
+    yield f"{start}, with a head of one number V_t that starts at 0"
+    loss = "(V_t - return_t)^2"
+    if chosen.clip is not None:
+        loss = f"max({loss}, (clip(V_t, V_old - {chosen.clip:g}, V_old + {chosen.clip:g}) - return_t)^2)"
+    yield f"loss: sum over trained tokens of w_t {loss} / 2"
+    yield "time: what an update of the policy takes, and a forward pass of each batch; memory: 16 bytes a weight"
 
 
 def arithmetic(config: Config) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ("step", "penalties", "model", "rollouts", "servers", "tasks", "run", "evaluation")
+MODULES = ("step", "penalties", "critic", "model", "rollouts", "servers", "tasks", "run", "evaluation")
 pytest.register_assert_rewrite("keys", *(f"keys.{name}" for name in MODULES))
 
 for name in MODULES:

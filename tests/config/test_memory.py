@@ -51,6 +51,15 @@ def test_the_estimate_is_near_what_was_measured(tmp_path, size, more, measured):
     assert memory_plan(configuration(tmp_path, size, *more), GPU).most / 1e9 == pytest.approx(measured, rel=0.15)
 
 
+def test_a_critic_takes_what_a_second_policy_in_training_would(tmp_path):
+    """But for the LM head of its own, in whose place there is one row."""
+    plan = memory_plan(configuration(tmp_path, "0.55", *LONG, "advantage=gae", "loss=grpo"), GPU)
+    trained = plan.always["weights"] + plan.always["gradients"] + plan.always["moments"]
+    assert plan.always["critic"] == trained - 16 * 151936 * 1024
+    plan = memory_plan(configuration(tmp_path, "0.5", *LONG, "advantage=gae", "loss=grpo"), GPU)
+    assert plan.always["critic"] == plan.always["weights"] + plan.always["gradients"] + plan.always["moments"]
+
+
 def test_what_does_not_fit_is_told_what_does(tmp_path):
     large = configuration(tmp_path, "7.6", *LONG)
     assert list(memory_lines(large, GPU))[-1].startswith("use accumulation.max_tokens=32768, which takes 147")

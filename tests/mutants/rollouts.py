@@ -52,6 +52,26 @@ def gdpo_adds_up_before_it_normalises(right, scores, weights):
     return right([total], [1.0])
 
 
+@mutant("rollouts.gae:gae")
+def gae_forgets_its_lambda(right, rewards, values, gamma, gae_lambda):
+    return right(rewards, values, gamma, 1.0)
+
+
+@mutant("rollouts.gae:whitened")
+def advantages_of_tokens_are_whitened_in_each_document(right, advantages):
+    return [right([of_document])[0] for of_document in advantages]
+
+
+@mutant("losses.kl:KL.of_samples")
+def the_penalty_of_the_reward_is_of_the_reference_against_the_policy(right, self, old_log_probs, ref_log_probs):
+    return right(self, ref_log_probs, old_log_probs)
+
+
+@mutant("training.critic:value_losses")
+def values_are_not_clipped(right, values, old_values, returns, clip):
+    return right(values, old_values, returns, None)
+
+
 @mutant("batch:pack")
 def what_was_cut_off_is_trained(right, *arguments, **keywords):
     return replace(right(*arguments, **keywords), truncated=torch.zeros(len(arguments[0]), dtype=torch.bool))
