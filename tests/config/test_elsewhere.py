@@ -247,8 +247,8 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch
     [
         ({"use_kl_in_reward": True}, ["kl=k1", "kl.coefficient=0.001", "kl.place=reward"]),
         (
-            {"adv_estimator": "gae", "lam": 0.9},
-            ["advantage=gae", "advantage.gae_lambda=0.9", "advantage.gamma=1", "critic.clip=0.5"],
+            {"adv_estimator": "gae", "gamma": 0.99},
+            ["advantage=gae", "advantage.gae_lambda=1", "advantage.gamma=0.99"],
         ),
         (
             {"use_kl_in_reward": True, "kl_penalty": "low_var_kl", "kl_ctrl": {"kl_coef": 0.05}},
