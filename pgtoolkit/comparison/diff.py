@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.runs.directory import config_drift
 from pgtoolkit.runs.provenance import code_of, commit_text, last_start
-from pgtoolkit.runs.records import known_provenance, read_resolved
+from pgtoolkit.runs.records import known_provenance, leaves, read_resolved
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import shell_path, text
 
 
 def render_diff(first: Path, second: Path) -> str:
     """Return the differences for the terminal; sections without any are named in the last line."""
-    sections = {"configuration": config_drift(read_resolved(first), read_resolved(second))}
+    before, after = (as_typed(dict(leaves(read_resolved(path)))) for path in (first, second))
+    sections = {"configuration": config_drift(before, after)}
     known = {path: known_provenance(path) for path in (first, second)}
     notes = []
     if all(known.values()):

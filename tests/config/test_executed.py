@@ -294,7 +294,7 @@ def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(thei
     assert resume_command(theirs).endswith("resume run")
     capsys.readouterr()
     said = notes_of(capsys, "resume", "run", "trainer.max_steps=2")
-    assert said == ["note: imports evil.weights (aggregation), evil.score (task.verifier)"]
+    assert said == ["note: imports evil.weights (aggregation.reducer), evil.score (task.verifier)"]
     assert imported()
     assert len(notes_of(capsys, "tokens", "run", "--step=2")) == 1
     assert imported()

@@ -159,6 +159,11 @@ def test_runs_of_either_spelling_are_one_configuration_with_the_name_of_the_clas
     compared = compare(find_runs(["runs"]), "reward", labels=["loss=mine.Squared=ours"])
     values = {group.label: (len(group.counted), group.values["loss"]) for group in compared.groups}
     assert values == {"ours": (2, "mine.Squared"), "grpo": (1, "grpo")}
+    capsys.readouterr()
+    assert main(["compare", "runs/0", "runs/2"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["loss.name", "mine.Squared", "->", "grpo"] in lines
+    assert ["loss.tau", "0.3", "->", "null"] in lines
     described = description_of(mine / "runs" / "0")
     assert described.params["loss.name"] == described.tags["family"] == "mine.Squared"
     assert described.params["loss.tau"] == "0.3"
