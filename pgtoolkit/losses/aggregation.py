@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Reducer = Callable[..., "Tensor"]
 """A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,).
 
-It is given trajectory_index= as well where documents are parts of trajectories, which it must then count by itself.
+Where documents are parts of trajectories it is called with trajectory_index= too, and must count them by itself.
 """
 
 _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
@@ -29,13 +29,12 @@ _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
 
 @dataclass(frozen=True)
 class Aggregation:
-    """w_t = 1 / (a denominator of the token's document), which `denominators(totals, counts, group_index)` gives.
+    """The base class of aggregations: w_t is 1 over a denominator, which is the same for all tokens of a document.
 
-    It returns (documents,) numbers; counts: N_d, (documents,) int64, group_index: (documents,) int64 or None. D and N_d
-    count trajectories, each of which is one document where the data names none.
-    name: as in `aggregation=`. equation, where, total: what `pgtk check` prints, the last of the sum over a step.
-    needs_groups: whether group_index is needed.
-    equal_within_documents: whether the tokens of a document have the same weight; False only for a custom reducer.
+    D and N_d count trajectories; where the data names none, each document is one.
+    name: as in `aggregation=`. equation, where: w_t and its symbols, and total: the sum of w_t over a step, all for
+    `pgtk check`. needs_groups: True if group_index is needed. equal_within_documents: True if the tokens of a document
+    have the same weight, which only a custom reducer's may not have.
     """
 
     name: ClassVar[str]
@@ -46,9 +45,9 @@ class Aggregation:
     equal_within_documents: ClassVar[bool] = True
 
     def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None) -> Tensor:
-        """w_t: (T,) float64, 0 where mask is False.
+        """Return w_t, (T,) float64, 0 where mask is False.
 
-        indices: of groups and of trajectories, (documents,) each as the totals number them, or None.
+        indices: group_index and trajectory_index, each (documents,) with the numbers of the totals, or None.
         """
         group_index, trajectory_index = indices
         counts = documents.counts
@@ -59,11 +58,11 @@ class Aggregation:
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
 
     def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
-        """See the class."""
+        """Return (documents,) denominators. counts: N_d, (documents,) int64; group_index: the same, or None."""
         raise NotImplementedError
 
     def weight_sum(self, totals: StepTotals) -> float | None:
-        """The sum of the weights of a step with a trained token, whose counts are ints; None for a custom reducer."""
+        """Return the sum of w_t over a step with a trained token; None for a custom reducer. totals: with ints."""
         return None
 
 
@@ -172,9 +171,10 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
 
 
 def aggregation_of(mode: str, divisor: float | None = None, reducer: Reducer | None = None) -> Aggregation:
-    """The aggregation of a name, or the reducer in its place.
+    """Return the aggregation of this name, or the reducer in its place.
 
-    Raises ValueError for an unknown mode, or a divisor that is not finite and positive (constant) or has no effect.
+    Raises ValueError for an unknown name, a divisor that is not finite and positive (of constant), and one without
+    effect (of the others).
     """
     check_name("aggregation", mode, AGGREGATIONS)
     if reducer is not None and not callable(reducer):

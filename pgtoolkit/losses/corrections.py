@@ -1,4 +1,4 @@
-"""The corrections for the gap between who sampled a completion and who trains on it: each a factor without gradient.
+"""Corrections for the gap between the policy that sampled and the one that is trained: factors without gradient.
 
     l_t becomes rho_t l_t,  and c_t becomes rho_t c_t; the weights w_t keep counting every token
 
@@ -44,15 +44,15 @@ _TOKEN = "v_t = exp(old - sampling log-prob of token t)"
 
 @dataclass(frozen=True)
 class Correction(ABC):
-    """The base class of a correction; its dataclass fields are its parameters.
+    """The base class of corrections; the dataclass fields of a subclass are its parameters.
 
-    scope: as of a family: whether v_t is looked at by itself, or its geometric mean ("document") or product
+    scope: the ratio that is bounded: v_t itself ("token"), or its geometric mean ("document") or product
         ("document_sum") over the document.
-    of_policy: True if the ratio is of the new log-probs to those of the policy that sampled (the sampling log-probs
-        where they are known, else the old ones), and not of the old to the sampling ones. It is then known only after
-        the forward pass, together with all tokens of the document.
-    by_worst: whether a token beyond the bounds takes all tokens of its document out with it.
-    equal_within_documents: whether the tokens of a document have the same factor.
+    of_policy: True if v_t compares the new log-probs, and not the old ones, with those of the policy that sampled (the
+        sampling log-probs where they are known, else the old ones). The factor is then known only after the forward
+        pass, and only with all tokens of the document.
+    by_worst: True if a token beyond the bounds takes all tokens of its document out with it.
+    equal_within_documents: True if the tokens of a document have the same factor.
     """
 
     scope: ClassVar[str] = "token"
@@ -65,12 +65,12 @@ class Correction(ABC):
 
     @property
     def name(self) -> str:
-        """As `correction=` has it."""
+        """The name in `correction=`."""
         return next(name for name, kind in CORRECTIONS.items() if kind is type(self))
 
     @property
     def by_document(self) -> bool:
-        """Whether a token's factor depends on the other tokens of its document."""
+        """True if a token's factor depends on the other tokens of its document."""
         return self.by_worst or self.scope != "token"
 
     @property
@@ -80,19 +80,19 @@ class Correction(ABC):
 
     @abstractmethod
     def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(rho, what lies outside of the bounds), (T,) each.
+        """Return (rho, True where the ratio is outside of the bounds), (T,) each.
 
         log_ratio: over the scope. token_log_ratio: of each token alone. Both are clamped to plus or minus 20.
-        advantages: over the scope; only for what is `of_policy`.
+        advantages: over the scope; read only where the correction is `of_policy`.
         """
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What a correction makes of each token, (T,) each, without gradient.
+    """The factors of a correction, (T,) each, without gradient.
 
-    values: rho. outside: bool, True beyond the correction's bounds. clamped: bool, True where the clamp acted on the
-    log-ratio that it looks at.
+    values: rho. outside: bool, True beyond the correction's bounds. clamped: bool, True where the log-ratio over the
+    scope was clamped.
     """
 
     values: Tensor
@@ -101,24 +101,28 @@ class Factors:
 
     @classmethod
     def of(cls, correction: Correction, log_ratio: Tensor, advantages: Tensor, documents: DocumentSums) -> Factors:
-        """log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: over the scope."""
+        """Return the factors of these tokens.
+
+        log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: (T,), over the scope.
+        """
         over = over_scope(correction.scope, log_ratio, documents)
-        limited, distance = clamped(over), over.abs()
+        limited = clamped(over)
+        distance = over.abs()
         of_tokens = limited if over is log_ratio else clamped(log_ratio)
         values, outside = correction.factors(limited, of_tokens, advantages)
         if correction.by_worst:
             outside = documents.broadcast(documents.sum(outside.to(values.dtype))) > 0
             values = values.where(~outside, 0.0)
-        # The clamp makes a number of an infinite log-ratio, and a mask of NaN. Over a document that has a token of such
-        # a log-ratio there is no finite one.
+        # The clamp turns an infinite log-ratio into a number, and a comparison turns NaN into False. Both must show as
+        # NaN. A document with such a token has no finite log-ratio either.
         return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
 class _Bounded(Correction):
-    """A ratio that is cut beyond two bounds or, where it `masks`, left out there; low: None for no lower bound.
+    """A factor with two bounds, beyond which it is cut, or, with `masks`, 0. low: None for no lower bound.
 
-    What is kept within the bounds, themselves included, is v_t, V_d or 1, as `kept` names it.
+    kept: with `masks` the factor within the bounds, which they belong to: "v_t", "V_d" or "1".
     """
 
     if TYPE_CHECKING:  # each subclass declares them, with its own default and meaning
@@ -148,13 +152,19 @@ class _Bounded(Correction):
         return f"{cut},  {where}"
 
     def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        ratio, (low, high) = log_ratio.exp(), self.bounds
+        ratio = log_ratio.exp()
+        low, high = self.bounds
         within = ratio.clamp(low, high)
         outside = ratio != within
         if not self.masks:
             return within, outside
-        kept = {"v_t": token_log_ratio.exp, "V_d": lambda: ratio, "1": lambda: ratio.new_ones(len(ratio))}[self.kept]
-        return kept().where(~outside, 0.0), outside
+        if self.kept == "v_t":
+            kept = token_log_ratio.exp()
+        elif self.kept == "V_d":
+            kept = ratio
+        else:
+            kept = ratio.new_ones(len(ratio))
+        return kept.where(~outside, 0.0), outside
 
 
 @dataclass(frozen=True)
@@ -349,7 +359,10 @@ CORRECTIONS: dict[str, type[Correction]] = {
 
 
 def correction_of(correction: str | Correction | None) -> Correction | None:
-    """The correction of a name with its defaults, or the object that was given; ValueError for anything else."""
+    """Return the correction of this name with its defaults, or the object itself.
+
+    Raises ValueError for an unknown name.
+    """
     if correction is None or isinstance(correction, Correction):
         return correction
     check_name("correction", correction, CORRECTIONS)

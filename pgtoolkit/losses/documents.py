@@ -1,4 +1,4 @@
-"""Sums over documents that come out the same on every run and device, and the totals of a step."""
+"""Sums over documents, bitwise reproducible, and the totals of a step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DocumentSums:
     index: (T,) int64, the document of each token, or D where a token is not trained.
     lengths: (D + 1,) int64, the number of tokens of each index; (D,) if all are trained.
     group: ranks that hold other tokens of the same documents, under the same numbers; sums go over all of them.
-    known_counts: (D,) int64, trained tokens over all ranks of the group, where they are known.
-    is_sorted: whether the documents lie one after the other, every token of them trained.
+    known_counts: (D,) int64, trained tokens over all ranks of the group; None until they are known.
+    is_sorted: True if the documents lie one after the other and every token is trained.
 
     Sums gather each document's tokens in order and reduce them one document at a time: no float atomics, hence
-    bitwise reproducible on a GPU. `sum` and `broadcast` are each other's transpose, which is their backward: over a
-    group, gradients of what belongs to a document are complete on each rank.
+    bitwise reproducible on a GPU. `sum` and `broadcast` are each other's transpose, so each is the other's backward;
+    over a group, the gradient by a document's number is complete on each rank.
     """
 
     index: Tensor
@@ -40,41 +40,44 @@ class DocumentSums:
     def of_tokens(
         cls, document_index: Tensor, mask: Tensor, num_documents: int, group: ProcessGroup | None = None
     ) -> DocumentSums:
-        """document_index: (T,) int64, which may hold any number where mask, (T,) bool, is False."""
+        """Return the sums of these tokens.
+
+        document_index: (T,) int64, which may hold any number where mask, (T,) bool, is False.
+        """
         index = torch.where(mask, document_index, num_documents)
         lengths = torch.zeros(num_documents + 1, dtype=torch.int64, device=mask.device)
         return cls(index, lengths.index_add_(0, index, torch.ones_like(index)), num_documents, group)
 
     @cached_property
     def token_order(self) -> Tensor | None:
-        """(T,) positions by document, untrained ones last; None where they lie in that order."""
-        # In a small type, since the sort's passes are one for each byte. Made when a sum is first asked for.
+        """(T,) positions ordered by document, untrained ones last; None where they already lie so."""
+        # A small type, since the sort makes a pass for each byte.
         small = torch.int16 if self.num_documents < 2**15 else torch.int32
         return None if self.is_sorted else torch.sort(self.index.to(small), stable=True).indices
 
     @property
     def counts(self) -> Tensor:
-        """(D,) int64: trained tokens of each document, N_d. With a group, an exchange unless a sum came before."""
+        """(D,) int64: trained tokens of each document, N_d. With a group a collective, unless a sum came before."""
         if self.known_counts is None:
             self.known_counts = all_sum(self.counts_here, self.group)
         return self.known_counts
 
     @property
     def counts_here(self) -> Tensor:
-        """(D,) int64: those of them on this rank."""
+        """(D,) int64: trained tokens of each document on this rank."""
         return self.lengths[: self.num_documents]
 
     def sum(self, values: Tensor) -> Tensor:
-        """(T,) -> (D,): sum over each document's trained tokens. Values elsewhere are not looked at."""
+        """Return (D,) sums of (T,) values over each document's trained tokens. Other values are not read."""
         return LinearMap.apply(values, self._sum, self._broadcast)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """(D,) -> (T,): each document's value at its trained tokens, 0 elsewhere."""
+        """Return (T,): each document's value, of (D,), at its trained tokens, and 0 elsewhere."""
         return LinearMap.apply(values, self._broadcast, self._sum)
 
     def mean(self, values: Tensor) -> Tensor:
-        """(T,) -> (D,): mean over each document's trained tokens, 0 for a document without any."""
-        sums = self.sum(values)  # first: the counts may travel with it
+        """Return (D,) means of (T,) values over each document's trained tokens, 0 for a document without any."""
+        sums = self.sum(values)  # before the counts, which may travel with it
         return sums / self.counts.clamp(min=1)
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -100,9 +103,10 @@ def whole_step_totals(
     trajectory_index: Tensor | None,
     data_group: ProcessGroup | None = None,
 ) -> tuple[StepTotals, Tensor | None, Tensor | None]:
-    """The totals of these documents as a whole step, their groups and trajectories renumbered from 0, (documents,).
+    """Return (totals of these documents as a whole step, group_index, trajectory_index).
 
-    data_group: ranks with other documents of the step, which have the same numbers for the same of either.
+    The indices are (documents,), renumbered from 0. data_group: ranks with other documents of the step; a group or a
+    trajectory must have the same number on all of them.
     """
     counts = documents.counts
     numbers = torch.stack([torch.full_like(counts.sum(), len(counts)), counts.sum(), (counts == 0).sum()])
@@ -119,7 +123,7 @@ def whole_step_totals(
 def _renumbered(
     index: Tensor | None, counts: Tensor, group: ProcessGroup | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(what each document belongs to, numbered from 0 over all ranks; the trained tokens of each of these)."""
+    """Return (index numbered from 0 over all ranks, trained tokens of each number); (None, None) without an index."""
     if index is None:
         return None, None
     numbers = index.unique()

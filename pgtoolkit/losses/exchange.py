@@ -1,7 +1,6 @@
-"""Everything that the loss exchanges between ranks. Without a group, each function is what a single rank needs.
+"""Everything that the loss exchanges between ranks. Without a group each function returns what a single rank needs.
 
-Each call is one collective of the same size on every rank of the group, whatever the rank holds: also one without a
-row takes part.
+Each call is one collective of the same size on every rank of the group; a rank without a row takes part too.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from torch.distributed import ProcessGroup
 class Ranks:
     """The groups of ranks that share a loss; None where one rank has it all.
 
-    vocabulary: its ranks hold the columns of the logits (rows of the head) from vocabulary_start on; None: rank times
-    columns, all ranks having as many. sequence: they hold other tokens of the same documents. data: they hold other
-    documents of the step; only asked for its totals where these are not given.
+    vocabulary: its ranks hold the columns of the logits (rows of the head) from vocabulary_start on; None: from rank
+        times columns on, where all ranks have as many columns.
+    sequence: its ranks hold other tokens of the same documents.
+    data: its ranks hold other documents of the step; used only to count the step's totals where these are not given.
     """
 
     vocabulary: ProcessGroup | None = None
@@ -30,7 +30,7 @@ class Ranks:
     data: ProcessGroup | None = None
 
     def shard(self, columns: int) -> tuple[ProcessGroup, int] | None:
-        """(group, first column) where the vocabulary is spread, columns of it here; else None."""
+        """Return (group, first column) where the vocabulary is spread over ranks, else None. columns: of this rank."""
         if self.vocabulary is None:
             return None
         start = self.vocabulary_start
@@ -38,24 +38,24 @@ class Ranks:
 
 
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The sum over the ranks, the same bits on each. Not differentiable."""
+    """Return the sum over the ranks, the same bits on each. Not differentiable."""
     return values if group is None else all_reduce_(values.clone(), group)
 
 
 def all_reduce_(values: Tensor, group: ProcessGroup | None, operation=dist.ReduceOp.SUM) -> Tensor:
-    """The sum, or another reduction, in the place of the values, which are contiguous."""
+    """Replace contiguous values by their sum, or another reduction, over the ranks."""
     if group is not None:
         dist.all_reduce(values, operation, group=group)
     return values
 
 
 def all_max(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The maximum over the ranks."""
+    """Return the maximum over the ranks."""
     return values if group is None else all_reduce_(values.clone(), group, dist.ReduceOp.MAX)
 
 
 def gather_stacked(values: Tensor, group: ProcessGroup | None) -> Tensor:
-    """(ranks, *shape): every rank's values, which have the same shape."""
+    """Return (ranks, *shape): every rank's values, which have the same shape."""
     if group is None:
         return values.unsqueeze(0)
     gathered = values.new_empty(group.size(), *values.shape)
@@ -64,12 +64,15 @@ def gather_stacked(values: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def largest(number: int, group: ProcessGroup | None, device: torch.device) -> int:
-    """The largest of the ranks' numbers, read on the host."""
+    """Return the largest of the ranks' numbers, read on the host."""
     return number if group is None else int(all_max(torch.tensor(number, device=device), group))
 
 
 def copy(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The values, the same on all ranks, for work that each does a part of; backward sums the ranks' gradients."""
+    """Return the values, which are the same on all ranks, for work that is divided among them.
+
+    Backward sums the ranks' gradients.
+    """
     return LinearMap.apply(values, lambda x: x.view_as(x), lambda gradient: all_sum(gradient.contiguous(), group))
 
 

@@ -1,6 +1,6 @@
-"""What a loss family is: what a token contributes, whether its document is averaged, and the surrogate of the result.
+"""The base class of loss families: the term of a token, its mean or sum over the document, and the surrogate of that.
 
-    x_t = token(log_ratio_t, A_t)                        what a token contributes
+    x_t = token(log_ratio_t, A_t)                        the term of a token
     s_t = x_t, or the mean or sum of x over its document scope "token", "document" or "document_sum"
     l_t = surrogate(s_t, A_t, log_prob_t)                with its slope
 
@@ -28,7 +28,7 @@ reach the gradient as 0 * inf through the branch that the clip did not select.""
 
 
 def clamped(log_ratio: Tensor) -> Tensor:
-    """The log-ratio between plus and minus the limit."""
+    """Return the log-ratio clamped to plus or minus the limit."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -37,8 +37,8 @@ def parameter(
 ) -> Any:
     """Declare a parameter of a family or a correction: a field of its dataclass, a key of its option.
 
-    help: what it means, in sentences. least, most: the range of a number, both ends included. declared: more that is
-    true of the key, see `config.key.Key`.
+    help: its meaning, in sentences. least, most: the range of a number, both ends included. declared: other
+    attributes of the key, see `config.key.Key`.
     """
     declared |= {"default": default, "help": help}
     if least is not None:
@@ -47,7 +47,7 @@ def parameter(
 
 
 def check_parameters(of: Any) -> None:
-    """ValueError unless the fields of a family or a correction have values of their range, or of their names."""
+    """Raise ValueError unless each field of a family or a correction is in its range, or among its names."""
     for attribute in fields(of):
         value = getattr(of, attribute.name)
         if isinstance(attribute.default, StrEnum):
@@ -60,13 +60,15 @@ def check_parameters(of: Any) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """The base class of a loss family. A subclass defines `surrogate` and overrides what is different; its dataclass
-    fields are its parameters.
+    """The base class of a loss family.
+
+    A subclass defines `surrogate` and overrides what differs from the defaults; its dataclass fields are its
+    parameters.
 
     scope: "token" if s_t is the token's own, "document" or "document_sum" if it is the mean or the sum over the
         document; the advantage is then the document's mean, and all tokens of the document must be in the same call.
-    slope_of: what the slope of `surrogate` is a derivative by: the "log_ratio" s_t; the "log_prob" p_t where s_t is
-        only a factor without gradient; "both" where s_t is the token's own log-ratio and the loss has both.
+    slope_of: the variable of the slope that `surrogate` returns: "log_ratio", by s_t; "log_prob", by p_t, where s_t is
+        only a factor without gradient; "both", where the loss has s_t and p_t and s_t is the token's own log-ratio.
     silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
         part in the backward products.
     reads_old_log_probs: False if neither loss nor slope depends on the log-ratio, so that documents without old
@@ -91,7 +93,7 @@ class Family:
 
     @property
     def by_document(self) -> bool:
-        """Whether a token's coefficient depends on the other tokens of its document."""
+        """True if a token's coefficient depends on the other tokens of its document."""
         return self.scope != "token"
 
     @property
@@ -109,33 +111,37 @@ class Family:
         return []
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(x, dx by log_ratio), each (T,); None stands for a derivative of 1."""
+        """Return (x, its derivative by the log-ratio), each (T,); None stands for a derivative of 1."""
         return log_ratio, None
 
     def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(l, slope), each (T,), of s clamped to plus or minus 20, the advantages over the scope, and new log-probs.
+        """Return (l, slope), each (T,).
 
-        All are 0 where nothing is trained. The slope is compared with what autograd makes of l, so l needs `detach`
-        where the paper has a stop-gradient.
+        log_ratio: s, clamped to plus or minus 20. advantages: over the scope. log_probs: the new ones. All are 0 where
+        nothing is trained. `check_family` compares the slope with autograd's of l, so l needs `detach` where the paper
+        has a stop-gradient.
         """
         raise TypeError(f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)")
 
     def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) bool each: what lies below the lower and above the upper bound.
+        """Return (T,) bool each: below the lower bound, and above the upper one.
 
         ratio: exp(s). token_log_ratio: of each token alone, before `token`.
         """
         return ratio < self.bounds[0], ratio > self.bounds[1]
 
     def cuts(self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(T,) bool each: where the lower and the upper bound change the coefficient. low, high: as of `outside`."""
+        """Return (T,) bool each: where the lower and the upper bound change the coefficient.
+
+        low, high: the results of `outside`.
+        """
         if self.clips_by_sign:
             return low & (advantages < 0), high & (advantages > 0)
         return low & (advantages != 0), high & (advantages != 0)
 
 
 def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """Return (T,) the values themselves for scope "token", else the mean of each one's document."""
+    """Return (T,) the values themselves for scope "token", else the mean over the document of each."""
     if scope == "token":
         return values
     assert documents is not None
@@ -143,7 +149,7 @@ def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
 
 
 def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """Return (T,) the values themselves, or the mean or the sum of each one's document, as the scope says."""
+    """Return (T,) the values themselves, or their mean or sum over the document of each, by the scope."""
     if scope == "document_sum":
         assert documents is not None
         return documents.broadcast(documents.sum(values))
@@ -151,6 +157,6 @@ def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
 
 
 def configured(group: Any, kinds: dict[str, type]) -> Any:
-    """The family or the correction that the keys of a group describe, one of `kinds`; None for `none`."""
+    """Return the family or correction, one of `kinds`, that the keys of a group describe; None for `none`."""
     kind = kinds.get(group.name)
     return kind and kind(**{field.name: getattr(group, field.name) for field in fields(kind)})

@@ -29,14 +29,15 @@ _EQUATIONS = {
 }
 FULL_KINDS = ("full_reverse", "full_forward")
 KINDS = tuple(kind for kind in _EQUATIONS if kind not in FULL_KINDS)
-"""Those that know of the reference only the log-prob of the label."""
+"""Kinds that need only the log-prob of the label under the reference."""
+
 REWARD_KINDS = ("k1", "k2", "k3")
-"""Those that can be taken off a reward: they know nothing of the new log-probs."""
+"""Kinds that can be taken off a reward, since they do not depend on the new log-probs."""
 
 
 @dataclass(frozen=True)
 class KL:
-    """coefficient times the term of its kind, weighted like the surrogate by w_t."""
+    """A penalty: coefficient times the term of its kind, weighted like the surrogate by w_t."""
 
     kind: str
     coefficient: float
@@ -47,17 +48,17 @@ class KL:
 
     @property
     def equation(self) -> str:
-        """What is added to l_t, with this object's numbers, for `pgtk check`."""
+        """The term that is added to l_t, with this object's numbers, for `pgtk check`."""
         return f"{self.coefficient:g} ({_EQUATIONS[self.kind]})"
 
     @property
     def full(self) -> bool:
-        """Whether the term is of the whole vocabulary: its gradient is not one of a log-prob."""
+        """True if the term is over the whole vocabulary, so that its gradient is not that of a log-prob."""
         return self.kind in FULL_KINDS
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """Whether the term has the ratio of the new to the old log-probs."""
+        """True if the term has the ratio of the new to the old probability."""
         return self.kind == "k3_ratio"
 
     def of_samples(self, old_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -69,37 +70,39 @@ class KL:
         return self.coefficient * self.terms(distance, distance * 0)[0]
 
     def terms(self, distance: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
-        """(values, their derivatives by p), (T,) each, without the coefficient.
+        """Return (values, their derivatives by p), (T,) each, without the coefficient.
 
-        distance: p - f. log_ratio: p - o. Both are clamped before exp, and there the
-        derivative through them is 0. NaN where the distance is NaN.
+        distance: p - f. log_ratio: p - o. Both are clamped before exp, and where the clamp acts their derivative is 0.
+        NaN where the distance is NaN.
         """
         if self.kind == "k1":
             return distance, distance * 0 + 1
         if self.kind == "k2":
             return distance**2 / 2, distance
-        moves = distance.abs() <= LOG_RATIO_LIMIT
-        values, slopes = k3(distance), (-(-distance).expm1()).where(moves, 0.0)
+        values = k3(distance)
+        slopes = (-(-distance).expm1()).where(distance.abs() <= LOG_RATIO_LIMIT, 0.0)
         if self.kind == "k3":
             return values, slopes
         ratio = clamped(log_ratio).exp()
-        # Of both factors: together exp(p - o) (p - f).
+        # The product rule. Where no clamp acts the slope is exp(p - o) (p - f).
         return values * ratio, ratio * (slopes + values.where(log_ratio.abs() <= LOG_RATIO_LIMIT, 0.0))
 
 
 def k3(distance: Tensor) -> Tensor:
-    """exp(-distance) + distance - 1 of the clamped distance: at least 0, and in the mean over samples the KL."""
+    """Return exp(-d) + d - 1 of the clamped distance d: at least 0, and in the mean over samples the KL."""
     distance = clamped(distance)
     return (-distance).expm1() + distance
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """What the penalties add to a piece of a step: the terms of a reference and of the entropy, on vectors.
+    """The penalties of a piece of a step, on vectors: the terms of the reference and of the entropy.
 
-    mask: (T,) bool. weights: (T,) w_t, without the factor of a correction. old_log_probs, ref_log_probs: (T,), in the
-    dtype of the log-probs; None where they are the new ones, and where no reference is known. divergence: (T,) the full
-    KL of each row, 0 where masked: zeros, which the pass over the vocabulary fills in; None where the loss has none.
+    mask: (T,) bool. weights: (T,) w_t, without the factor of a correction.
+    old_log_probs: (T,), in the dtype of the log-probs; None where they are the new ones. ref_log_probs: the same of the
+        reference; None where it is not known.
+    divergence: (T,) full KL of each row, 0 where masked. It begins as zeros, which the pass over the vocabulary fills
+        in; None where the loss has no full KL.
     """
 
     kl: KL | None
@@ -112,22 +115,22 @@ class Penalties:
 
     @property
     def active(self) -> bool:
-        """Whether the loss has any."""
+        """True if the loss has any penalty or bonus."""
         return self.kl is not None or self.bonus
 
     @property
     def bonus(self) -> bool:
-        """Whether the loss has the entropies of the softmax."""
+        """True if the loss has an entropy bonus."""
         return self.entropy_coefficient != 0
 
     @property
     def by_entropy(self) -> Tensor:
-        """(T,) the derivative of the loss by the entropy of each row's softmax."""
+        """(T,) derivative of the loss by the entropy of each row's softmax."""
         return -self.entropy_coefficient * self.weights
 
     @property
     def of_rows(self) -> list[Tensor]:
-        """(T,) each: the derivatives of the loss by what of a row is not its log-prob, its entropy and its full KL."""
+        """(T,) derivatives of the loss by the entropy and by the full KL of each row, of those that the loss has."""
         by_divergence = []
         if self.divergence is not None:
             assert self.kl is not None
@@ -135,7 +138,7 @@ class Penalties:
         return [self.by_entropy, *by_divergence] if self.bonus else by_divergence
 
     def with_rows(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
-        """The loss with what the entropies (T,) and the full KL of the rows add to it."""
+        """Return the loss with the terms of the entropies (T,) and of the full KL of the rows added to it."""
         if self.bonus:
             assert entropy is not None
             loss = loss + (self.by_entropy * entropy).sum()
@@ -144,7 +147,7 @@ class Penalties:
         return loss
 
     def with_kl(self, log_probs: Tensor, losses: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """(losses, their derivatives by each log-prob) of the surrogate, (T,) each, with those of the penalty added."""
+        """Return (losses, coefficients) of the surrogate, (T,) each, with those of the penalty by token added."""
         if self.kl is None or self.kl.full:
             return losses, coefficients
         assert self.old_log_probs is not None
@@ -154,18 +157,22 @@ class Penalties:
         return losses + weights * values, coefficients + weights * slopes
 
     def distance(self, log_probs: Tensor) -> Tensor:
-        """(T,) the full KL, or k3 of the new log-probs against the reference's: the metric kl_ref is its mean."""
+        """Return (T,) the full KL, or k3 of the new log-probs against the reference's; kl_ref is its mean."""
         if self.divergence is not None:
             return self.divergence.double()
         return k3(self._distance(log_probs).double())
 
     def take(self, rows: Tensor | slice) -> Penalties:
-        """The share of some rows."""
-        names = "mask", "weights", "old_log_probs", "ref_log_probs", "divergence"
-        return replace(self, **{name: x[rows] for name in names if (x := getattr(self, name)) is not None})
+        """Return the penalties of some rows."""
+        names = ("mask", "weights", "old_log_probs", "ref_log_probs", "divergence")
+        vectors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: vector[rows] for name, vector in vectors.items() if vector is not None})
 
     def _distance(self, log_probs: Tensor) -> Tensor:
-        """New log-prob less the reference's, 0 where masked; NaN for infinity, of which a clamp makes a number."""
+        """Return the new log-prob less the reference's, 0 where masked, NaN where it is infinite.
+
+        A clamp would turn an infinity into a finite number.
+        """
         assert self.ref_log_probs is not None
         distance = (log_probs - self.ref_log_probs).where(self.mask, 0.0)
         return distance.where(distance.isfinite(), math.nan)

@@ -1,4 +1,4 @@
-"""What a piece of a step adds to the metrics, from its objective and its log-probs."""
+"""Computes a piece's part of the step's metrics from its objective and its log-probs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ def evaluate_objective(
 
 @torch.no_grad()
 def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-    """The metrics of the level, and of whatever else is known. log_probs: (T,); entropy: (T,), if it is measured."""
+    """Return the metric sums of the level, and of a sampler, a reference and a correction, where there are any.
+
+    log_probs: (T,). entropy: (T,), if it is measured.
+    """
     if level == "none":
         sums = _sums(objective, [log_probs])
         return MetricSums(level, sums, sums.new_empty(0))
 
-    family, terms = objective.family, objective.token_terms(log_probs)
-    ratio, log_ratio = terms.ratio.double(), terms.log_ratio.double()
+    terms = objective.token_terms(log_probs)
+    ratio = terms.ratio.double()
+    log_ratio = terms.log_ratio.double()
     low, high, *cuts = clips(objective, log_probs)
     assert objective.old_log_probs is not None
     values = [
@@ -48,16 +52,20 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
     if level == "with_entropy":
         assert entropy is not None
         values.append(entropy)
-    v = objective.shares if family.by_document else objective.mask.double()
-    weighted = v * ratio
-    sums = _sums(objective, values, [weighted, weighted * ratio, v])
+    # For the effective sample size, a ratio of a document counts once, and not once for each token.
+    shares = objective.shares if objective.family.by_document else objective.mask.double()
+    weighted = shares * ratio
+    sums = _sums(objective, values, [weighted, weighted * ratio, shares])
     advantages = objective.advantages.double()
     maxima = _maxima(objective, [advantages, ratio, -advantages, -ratio])
     return _with_more(objective, MetricSums(level, sums, maxima), log_probs)
 
 
 def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(T,) bool each: below and above the family's bounds; where the lower and the upper change the coefficient."""
+    """Return (below, above, cut below, cut above), (T,) bool each.
+
+    The first two are True outside of the family's bounds, the others where that bound changes the coefficient.
+    """
     terms = objective.token_terms(log_probs)
     low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
     return low, high, *objective.family.cuts(low, high, terms.ratio, objective.scope_advantages)
@@ -65,42 +73,51 @@ def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
     """Return the sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
-    kinds, means, of_size, maxima = [], [], [], []
-    if (log_ratio := objective.sampling_log_ratio) is not None:
+    kinds = []
+    means = []
+    of_sample_size = []
+    maxima = []
+    log_ratio = objective.sampling_log_ratio
+    if log_ratio is not None:
         kinds.append("sampling")
-        limited, distance = clamped(log_ratio), log_ratio.abs().double()
+        limited = clamped(log_ratio)
+        distance = log_ratio.abs().double()
         means += [limited.expm1() - limited, distance, _outside(objective, log_ratio)]
         maxima += [distance]
     if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
         kinds.append("reference")
         means += [objective.penalties.distance(log_probs)]
     factors = objective.factors if objective.off_policy is None else objective.token_terms(log_probs).factors
-    if factors is not None:  # the last of them, since the sums of its sample size follow all means
+    if factors is not None:  # the last kind, since the sums of its sample size follow all means
         kinds.append("correction")
         rho = factors.values.double()
         means += [rho, factors.outside, factors.clamped]
-        of_size += [rho, rho * rho, torch.ones_like(rho)]
+        of_sample_size += [rho, rho * rho, torch.ones_like(rho)]
         maxima += [rho, -rho]
     if not kinds:
         return sums
     largest = [_maxima(objective, maxima)] if maxima else []
-    joined = torch.cat([sums.sums, _sums(objective, means, of_size)]), torch.cat([sums.maxima, *largest])
-    return MetricSums(sums.level, *joined, tuple(kinds))
+    all_sums = torch.cat([sums.sums, _sums(objective, means, of_sample_size)])
+    all_maxima = torch.cat([sums.maxima, *largest])
+    return MetricSums(sums.level, all_sums, all_maxima, tuple(kinds))
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
-    """(T,) bool: where the difference of old and sampling log-probs alone would make the family's clip act."""
+    """Return (T,) bool, True where the ratio of old to sampling log-probs alone lies outside of the family's bounds."""
     family = objective.family
-    own, _ = family.token(log_ratio, objective.scope_advantages)
-    ratio = clamped(over_scope(family.scope, own, objective.documents)).exp()
+    of_tokens, _ = family.token(log_ratio, objective.scope_advantages)
+    ratio = clamped(over_scope(family.scope, of_tokens, objective.documents)).exp()
     assert objective.old_log_probs is not None
     low, high = family.outside(ratio, log_ratio, objective.old_log_probs)
     return low | high
 
 
 def _sums(objective: Objective, means: list[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
-    """The sum of each over trained tokens, of means times the tokens' shares of their documents."""
-    # All at once: on a GPU each operation on a vector costs the same, however little it does.
+    """Return the sum of each vector over trained tokens; those of `means` are multiplied by `objective.shares` before.
+
+    Divided by the number of documents, the latter are means over documents of means over tokens.
+    """
+    # Stacked, since on a GPU an operation costs about the same for one vector as for all of them.
     values = torch.where(objective.mask, torch.stack([x.double() for x in (*means, *others)]), 0.0)
     values[: len(means)] *= objective.shares
     return values.sum(1)

@@ -1,4 +1,4 @@
-"""Loss and coefficients of a piece of a step, from its log-probs: all on vectors of one number per token."""
+"""Loss and coefficients of a piece of a step from its log-probs, on vectors of one number per token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from pgtoolkit.losses.metrics import LEVELS
 
 @dataclass(frozen=True)
 class Loss:
-    """What the loss of a step is, and what is measured of it: the sum over its tokens of w_t l_t, or of w_t rho_t l_t.
+    """The loss of a step, the sum over its tokens of w_t l_t or, with a correction, of w_t rho_t l_t, and its metrics.
 
     temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
-    entropy_coefficient: of the entropy bonus, minus so much times the sum of w_t times the entropy of the softmax.
-    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither.
-    masks_truncated: each w_t is 0 in documents that were cut off, though everything else counts their tokens.
+    entropy_coefficient: of the entropy bonus, which adds -entropy_coefficient times the sum over tokens of w_t times
+        the entropy of the softmax.
+    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither penalty nor bonus.
+    masks_truncated: w_t is 0 in documents that were cut off, though the totals count their tokens.
     """
 
     family: Family
@@ -41,28 +42,29 @@ class Loss:
     def __post_init__(self):
         check_name("metrics", self.metrics, LEVELS)
         check_positive("temperature", self.temperature)
-        if not is_finite(entropy := self.entropy_coefficient) or entropy < 0:
-            raise ValueError(f"entropy_coefficient needs a finite number >= 0 (got {shown(entropy)})")
+        if not is_finite(self.entropy_coefficient) or self.entropy_coefficient < 0:
+            raise ValueError(f"entropy_coefficient needs a finite number >= 0 (got {shown(self.entropy_coefficient)})")
 
     @property
     def reads_old_log_probs(self) -> bool:
         """False if neither loss nor gradient depends on them, so that documents without any can be trained on."""
-        asked = self.family.reads_old_log_probs or self.correction is not None
-        return asked or (self.kl is not None and self.kl.reads_old_log_probs)
+        if self.family.reads_old_log_probs or self.correction is not None:
+            return True
+        return self.kl is not None and self.kl.reads_old_log_probs
 
     @property
     def needs_sampling_log_probs(self) -> bool:
-        """Whether there is no loss without them."""
+        """True if the loss cannot be computed without sampling log-probs."""
         return self.correction is not None and not self.correction.of_policy
 
     @property
     def full_kl(self) -> bool:
-        """Whether it needs the logits of a reference."""
+        """True if the penalty is over the whole vocabulary, and so needs the logits of a reference."""
         return self.kl is not None and self.kl.full
 
     @property
     def level(self) -> str:
-        """The level of the metrics: the entropy is among them where the bonus measures it anyway."""
+        """The level of the metrics. The entropy is among them where the bonus computes it anyway."""
         return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics
 
 
@@ -70,10 +72,11 @@ class Loss:
 class TokenTerms:
     """The terms of each token, (T,) each; 0 (ratio: 1) where nothing is trained.
 
-    losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the token's own derivative.
-        Both are multiplied by the factors of a correction `of_policy`.
+    losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the derivative of `token`.
+        Both are multiplied by the factors of a correction that is `of_policy`.
     ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the clamp acted.
-    token_log_ratio: of the token alone, before the family's `token` and the clamp. factors: of such a correction.
+    token_log_ratio: of the token alone, before the family's `token` and the clamp.
+    factors: of a correction that is `of_policy`.
     """
 
     losses: Tensor
@@ -87,16 +90,19 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of one piece of a step: log-probs in, loss, coefficients and metrics out.
+    """The objective of one piece of a step, which turns its log-probs into loss, coefficients and metrics.
 
+    Vectors are (T,), in the dtype of the log-probs; mask is bool, True where a token is trained.
     old_log_probs: None where they are the new ones; `at` then fills them in before anything else is computed.
-    mask: (T,) bool. The others of (T,) are in the dtype the log-probs come in. weights: w_t, times the factor of a
-    correction that is known before the forward pass. gradient_weights: what a token's slope is weighted by: the same,
-    or its mean or sum over the document where the family's slope is the document's.
-    known_scope_advantages: see `scope_advantages`. Where documents are spread over ranks, `documents` knows the group.
-    off_policy: a correction `of_policy`, and document_advantages the mean advantage that it looks at. It compares the
-    new log-probs with sampling_log_probs, where they are known.
-    sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained. factors: of another correction.
+    weights: w_t, times the factor of a correction that is known before the forward pass.
+    gradient_weights: the weight of a token's slope: w_t, or, where the family's slope is the document's, its mean or
+        sum over the document.
+    documents: knows the group of ranks where documents are spread over several.
+    known_scope_advantages: see `scope_advantages`.
+    off_policy: a correction that is `of_policy`. It compares the new log-probs with sampling_log_probs, or with the
+        old ones where those are not known. document_advantages: the mean advantages that it looks at.
+    sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained.
+    factors: of any other correction.
     """
 
     family: Family
@@ -117,63 +123,69 @@ class Objective:
     _last_terms: list = field(default_factory=list, compare=False, repr=False)
 
     def at(self, log_probs: Tensor) -> Objective:
-        """The same with old log-probs: where none were given these, detached ones of the policy in training."""
+        """Return the objective with these as its old log-probs, if it has none.
+
+        log_probs: (T,), detached, of the policy in training.
+        """
         if self.old_log_probs is not None:
             return self
-        ratio = self.sampling_log_probs
-        if ratio is not None:
-            ratio = torch.where(self.mask, log_probs - ratio, 0.0)
+        log_ratio = None
+        if self.sampling_log_probs is not None:
+            log_ratio = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
         penalties = replace(self.penalties, old_log_probs=log_probs)
-        return replace(self, old_log_probs=log_probs, penalties=penalties, sampling_log_ratio=ratio, _last_terms=[])
+        return replace(self, old_log_probs=log_probs, penalties=penalties, sampling_log_ratio=log_ratio, _last_terms=[])
 
     @property
     def by_document(self) -> bool:
-        """Whether a token's coefficient depends on the log-probs of the other tokens of its document."""
+        """True if a token's coefficient depends on the log-probs of the other tokens of its document."""
         return self.family.by_document or self.off_policy is not None
 
     @cached_property
     def scope_advantages(self) -> Tensor:
-        """(T,) advantages of the tokens or of their documents, as the family has it; 0 where nothing is trained."""
+        """(T,) advantages of the tokens or of their documents, by the family's scope; 0 where nothing is trained."""
         if self.known_scope_advantages is not None:
             return self.known_scope_advantages
         return scope_mean(self.family.scope, torch.where(self.mask, self.advantages, 0.0), self.documents)
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """(w_t times the surrogate, c_t), each (T,): c_t is the derivative of their sum by each log-prob.
+        """Return (losses, coefficients), each (T,), 0 where nothing is trained.
 
-        Both are 0 where nothing is trained. c_t is what autograd would find, by formula, since it is wanted without a
-        graph: a slope by the document's mean is the same for all its tokens.
+        losses: w_t times the surrogate, with the penalty of the token. coefficients: c_t, the derivative of their sum
+        by each log-prob. It is what autograd would give, but by formula, since no graph is kept.
         """
         terms = self.token_terms(log_probs)
         return self.penalties.with_kl(log_probs, self.weights * terms.losses, self.gradient_weights * terms.slope)
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
-        """(T,) c_t alone."""
+        """Return (T,) c_t alone."""
         return self.losses_and_coefficients(log_probs)[1]
 
     @cached_property
     def shares(self) -> Tensor:
-        """(T,) u: one over the document's length at its trained tokens, so that each document sums to one."""
+        """(T,) float64: one over the number of trained tokens of the document, so that each document sums to one."""
         return self.documents.broadcast(self.documents.counts.clamp(min=1).double().reciprocal())
 
     @property
     def silent_without_advantage(self) -> bool:
-        """Whether a token of advantage 0 has no gradient."""
+        """True if a token of advantage 0 has no gradient."""
         return self.family.silent_without_advantage and not self.penalties.active
 
     def informative(self) -> Tensor:
-        """(T,) bool: False where the gradient is 0 whatever the log-probs turn out to be."""
+        """Return (T,) bool, False where the gradient is 0 whatever the log-probs will be."""
         return self.mask & (self.scope_advantages != 0) if self.silent_without_advantage else self.mask
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
-        """The share of some rows, in that order; documents that the family needs whole must be whole in it.
+        """Return the objective of some rows, in that order, without metrics.
 
-        documents: those of the same rows; None only where nothing is `by_document`. The share has no metrics.
+        documents: of the same rows; None only if the objective is not `by_document`. Otherwise each document must have
+        all or none of its tokens among the rows.
         """
-        names = "mask", "advantages", "weights", "gradient_weights", "document_advantages", "old_log_probs"
+        names = ("mask", "advantages", "weights", "gradient_weights", "document_advantages")
+        names += ("old_log_probs", "sampling_log_probs")
+        vectors = {name: getattr(self, name) for name in names}
         return replace(
             self,
-            **{name: x[rows] for name in (*names, "sampling_log_probs") if (x := getattr(self, name)) is not None},
+            **{name: vector[rows] for name, vector in vectors.items() if vector is not None},
             documents=documents,
             penalties=self.penalties.take(rows),
             known_scope_advantages=self.scope_advantages[rows],
@@ -183,79 +195,95 @@ class Objective:
         )
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
-        """(T,) bool: trained positions whose weight, any log-prob that is known or advantage is not finite."""
-        return self.mask & ~torch.isfinite(self._data(log_probs) + self.weights)
+        """Return (T,) bool, True at trained positions where the weight, the advantage or a log-prob is not finite."""
+        return self.mask & ~torch.isfinite(self._sum_of_data(log_probs) + self.weights)
 
     def refused(self, log_probs: Tensor | None = None) -> Tensor:
-        """(T,) bool: what `check_finite` refuses. Also log-probs above 0, and all of a piece with too many tokens."""
+        """Return (T,) bool, True where `check_finite` refuses the data; everywhere if the totals are too small."""
         bad = self.not_finite(log_probs) | (self.documents.counts_here.sum() > self.totals.num_tokens)
-        for values in self._given_log_probs().values():
+        for values in self._log_probs_of_data().values():
             bad |= self.mask & (values > MAX_LOG_PROB)
         return bad
 
-    def _given_log_probs(self) -> dict[str, Tensor]:
-        known = {"old_log_probs": self.old_log_probs, "sampling_log_probs": self.sampling_log_probs}
-        known["ref_log_probs"] = self.penalties.ref_log_probs
-        return {name: values for name, values in known.items() if values is not None}
+    def _log_probs_of_data(self) -> dict[str, Tensor]:
+        vectors = {
+            "old_log_probs": self.old_log_probs,
+            "sampling_log_probs": self.sampling_log_probs,
+            "ref_log_probs": self.penalties.ref_log_probs,
+        }
+        return {name: values for name, values in vectors.items() if values is not None}
 
-    def _data(self, log_probs: Tensor | None) -> Tensor:
-        """(T,) not finite where something that was given is not."""
-        of_reference = self.penalties.ref_log_probs, self.penalties.divergence
-        given = self.old_log_probs, self.advantages, self.sampling_log_ratio, *of_reference, log_probs
-        first, *others = (x for x in given if x is not None)
+    def _sum_of_data(self, log_probs: Tensor | None) -> Tensor:
+        """Return the (T,) sum of all numbers from outside, NaN or infinite wherever one of them is."""
+        reference = (self.penalties.ref_log_probs, self.penalties.divergence)
+        vectors = (self.old_log_probs, self.advantages, self.sampling_log_ratio, *reference, log_probs)
+        first, *others = (vector for vector in vectors if vector is not None)
         return sum(others, first)
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
-        """Raise DataError naming the first documents that hold a non-finite number at a trained position.
+        """Refuse data from which there is no loss. Reads one result on the host: one synchronisation on a GPU.
 
-        So for log-probs above 0; and ValueError for totals of fewer tokens than are here.
-        Reads the result on the host: one synchronisation on a GPU.
+        Raises DataError, which names the first documents, for numbers that are not finite and log-probs above 0, both
+        at trained positions; ValueError for totals that count fewer tokens than there are here, a document_index out
+        of range, and weights that are not finite.
         """
         if not self.refused(log_probs).any():
             return
-        trained, all_trained = int(self.documents.counts_here.sum()), int(self.totals.num_tokens)
-        if trained > all_trained:
+        tokens_here = int(self.documents.counts_here.sum())
+        tokens_of_step = int(self.totals.num_tokens)
+        if tokens_here > tokens_of_step:
             raise ValueError(
-                f"totals.num_tokens needs to count at least the {trained} trained tokens of this piece (got "
-                f"{all_trained}). Totals are those of the whole step."
+                f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of this piece (got "
+                f"{tokens_of_step}). Totals are those of the whole step."
             )
-        if not (bad := self.not_finite(log_probs)).any():  # but a log-prob above 0
-            for name, values in self._given_log_probs().items():
-                if (wrong := self.mask & (values > MAX_LOG_PROB)).any():
-                    document, worst = int(self.documents.index[wrong][0]), float(values[wrong].max())
-                    raise DataError(
-                        f"{name} needs log-probs, which are at most 0, at trained positions (got {worst:.6g} in "
-                        f"document {document}). Probabilities are given as their logarithms, and logits as their "
-                        "log_softmax."
-                    )
+        bad = self.not_finite(log_probs)
+        if not bad.any():
+            self._refuse_positive_log_probs()
         documents = self.documents.index[bad].unique().tolist()
         if documents[-1] == self.documents.num_documents:
             reason = f"negative or not below num_documents={documents[-1]}"
             raise ValueError(f"document_index at a trained position is {reason}")
-        if not torch.isfinite(self.weights).all() and torch.isfinite(self._data(log_probs)[self.mask]).all():
-            reason = "a reducer's, a factor, or the totals count none"
-            raise ValueError(f"the weight of a trained token is not finite: {reason}")
-        named = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
-        given = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
-        given += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
+        if not torch.isfinite(self.weights).all() and torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all():
+            raise ValueError(
+                "the weight of a trained token is not finite: it comes from a reducer, a factor, or totals that count "
+                "none"
+            )
+        listing = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
+        inputs = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
+        inputs += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
         if self.penalties.divergence is not None:
-            given += ", a full KL (where the reference rules out what the policy does not)"
+            inputs += ", a full KL (where the reference rules out what the policy does not)"
         raise DataError(
-            f"non-finite logits, {given} or advantages at a trained position of document {named}, or a label "
+            f"non-finite logits, {inputs} or advantages at a trained position of document {listing}, or a label "
             "outside the vocabulary; mask the position (label -1) or drop the document"
         )
 
+    def _refuse_positive_log_probs(self) -> None:
+        """Raise DataError for log-probs above 0 at trained positions."""
+        for name, values in self._log_probs_of_data().items():
+            wrong = self.mask & (values > MAX_LOG_PROB)
+            if wrong.any():
+                document = int(self.documents.index[wrong][0])
+                highest = float(values[wrong].max())
+                raise DataError(
+                    f"{name} needs log-probs, which are at most 0, at trained positions (got {highest:.6g} in "
+                    f"document {document}). Probabilities are given as their logarithms, and logits as their "
+                    "log_softmax."
+                )
+
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
-        """The terms of each token, kept for the same log-probs, since loss and metrics both ask for them."""
-        kept = not log_probs.requires_grad
-        if kept and self._last_terms and self._last_terms[0] is log_probs:
+        """Return the terms of each token; kept for the same log-probs, since loss and metrics both ask for them."""
+        can_keep = not log_probs.requires_grad
+        if can_keep and self._last_terms and self._last_terms[0] is log_probs:
             return self._last_terms[1]
-        family, advantages = self.family, self.scope_advantages
+        family = self.family
+        advantages = self.scope_advantages
         assert self.old_log_probs is not None
-        # Dropped by selection before any arithmetic: what is not trained may hold NaN or infinity.
+        # Select before any arithmetic, since positions that are not trained may hold NaN or infinity.
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
         terms, derivative = family.token(token_log_ratio, advantages)
-        if derivative is not None:  # a clip, like the clamp below, would make a number of an infinite log-ratio
+        if derivative is not None:
+            # A clip, like the clamp below, would make a finite number of an infinite log-ratio.
             terms = torch.where(torch.isfinite(token_log_ratio), terms, torch.nan)
         unclamped = over_scope(family.scope, terms, self.documents)
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
@@ -267,14 +295,15 @@ class Objective:
             slope = torch.where(was_clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
         factors = None
-        if (correction := self.off_policy) is not None:
-            moved = token_log_ratio.detach()
-            if self.sampling_log_probs is not None:  # else o stands for it
-                moved = torch.where(self.mask, log_probs.detach() - self.sampling_log_probs, 0.0)
+        if self.off_policy is not None:
+            since_sampling = token_log_ratio.detach()
+            if self.sampling_log_probs is not None:  # without them the old log-probs stand for those of the sampler
+                since_sampling = torch.where(self.mask, log_probs.detach() - self.sampling_log_probs, 0.0)
             assert self.document_advantages is not None
-            factors = Factors.of(correction, moved, self.document_advantages, self.documents)
-            losses, slope = factors.values * losses, factors.values * slope
+            factors = Factors.of(self.off_policy, since_sampling, self.document_advantages, self.documents)
+            losses = factors.values * losses
+            slope = factors.values * slope
         terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)
-        if kept:
+        if can_keep:
             self._last_terms[:] = log_probs, terms
         return terms

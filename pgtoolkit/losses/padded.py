@@ -1,4 +1,4 @@
-"""The way into the library from tensors with a row per document, (B, T), padded to one length."""
+"""Makes the library's arguments of padded tensors, (B, T), with a row per document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def from_padded(
     sampling_log_probs: Any = None,
     ref_log_probs: Any = None,
 ) -> dict[str, Any]:
-    """Keywords of `policy_loss`, `linear_policy_loss` or `log_prob_loss`: whichever takes what was given.
+    """Return keywords of `policy_loss` (for logits), `linear_policy_loss` (hidden) or `log_prob_loss` (log_probs).
 
         out = pgtoolkit.policy_loss(**pgtoolkit.from_padded(logits=logits, labels=labels, ...), loss="grpo")
 
@@ -34,15 +34,16 @@ def from_padded(
 
     Each row is a document, also one without a trained token. Raises ValueError where shapes do not fit together.
     """
-    given = {"logits": logits, "hidden": hidden, "log_probs": log_probs}
-    given = {name: torch.as_tensor(x) for name, x in given.items() if x is not None}
-    if len(given) != 1:
-        raise ValueError(f"from_padded needs one of logits, hidden and log_probs (got {', '.join(given) or 'none'})")
-    ((name, rows),) = given.items()
-    if rows.dim() != (2 if name == "log_probs" else 3):
-        needed = "(B, T)" if name == "log_probs" else "(B, T, V)" if name == "logits" else "(B, T, H)"
-        raise ValueError(f"from_padded needs {name} of shape {needed} (got {shown(rows)})")
-    size = documents, length = rows.shape[:2]
+    outputs = {"logits": logits, "hidden": hidden, "log_probs": log_probs}
+    outputs = {name: torch.as_tensor(output) for name, output in outputs.items() if output is not None}
+    if len(outputs) != 1:
+        raise ValueError(f"from_padded needs one of logits, hidden and log_probs (got {', '.join(outputs) or 'none'})")
+    ((name, rows),) = outputs.items()
+    shape = {"log_probs": "(B, T)", "logits": "(B, T, V)", "hidden": "(B, T, H)"}[name]
+    if rows.dim() != shape.count(",") + 1:
+        raise ValueError(f"from_padded needs {name} of shape {shape} (got {shown(rows)})")
+    documents, length = rows.shape[:2]
+    size = (documents, length)
 
     def flat(key: str, value: Any) -> Tensor:
         value = torch.as_tensor(value).to(rows.device)

@@ -1,6 +1,11 @@
 """The specification: the same loss, metrics and gradient in plain float64 loops that share no code with the rest.
 
 Slow on purpose. Where an implementation disagrees with this file, the implementation is wrong.
+
+Names are those of the equations. Of a token t: z logits over temperature, y its label, p, o, b and f its log-probs
+under the new, the old, the sampling and the reference policy; lam the clamped log-ratio over the scope, rho its
+exponential, A the advantage. Of the step: D documents, N trained tokens, G groups; N_g and N_a trained tokens of a
+group g and of an attempt (trajectory) a.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from pgtoolkit.losses.reference_terms import metrics as metrics_of_sampling
 
 @dataclass(frozen=True)
 class Reference:
-    """loss: float. log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of loss by logits.
+    """A step's loss, metrics and gradient.
+
+    log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of the loss by the logits.
 
     divergence: T floats, the full KL of each row; 0 where not trained, and where the loss has none.
     """
@@ -55,13 +62,15 @@ def policy_loss(
     ref_logits: Tensor | None = None,
     **parameters: float | None,
 ) -> Reference:
-    """A whole step, by the equations: sum over t of w_t rho_t l_t. Arguments as in `pgtoolkit.policy_loss`.
+    """Compute a whole step by the equations: the sum over t of w_t rho_t l_t. Arguments as in `pgtoolkit.policy_loss`.
 
     kl: the kind of the penalty; ref_logits: (T, V), for one over the whole vocabulary.
     parameters, correction_settings: all those of the loss family, of the correction.
     """
     z = [[float(x) / temperature for x in row] for row in logits.double().tolist()]
-    y, o, advantage = labels.tolist(), old_log_probs.double().tolist(), advantages.double().tolist()
+    y = labels.tolist()
+    o = old_log_probs.double().tolist()
+    advantage = advantages.double().tolist()
     b = None if sampling_log_probs is None else sampling_log_probs.double().tolist()
     f = None if ref_log_probs is None else ref_log_probs.double().tolist()
     belongs_to = document_index.tolist()
@@ -74,7 +83,9 @@ def policy_loss(
     attempts = list(range(D)) if trajectory_index is None else trajectory_index.tolist()
     N_a = {a: sum(len(trained[d]) for d in range(D) if attempts[d] == a) for a in attempts}
 
-    p, entropy, probs = [0.0] * len(y), [0.0] * len(y), {}
+    p = [0.0] * len(y)
+    entropy = [0.0] * len(y)
+    probs = {}
     for d in range(D):
         for t in trained[d]:
             largest = max(z[t])
@@ -83,9 +94,11 @@ def policy_loss(
             p[t] = z[t][y[t]] - log_z
             entropy[t] = log_z - math.fsum(q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0)
 
-    total, gradient = [], torch.zeros(logits.shape, dtype=torch.float64)
+    total = []
+    gradient = torch.zeros(logits.shape, dtype=torch.float64)
     lam, rho, was_clamped, clips, corrected, measured = {}, {}, {}, {}, {}, {}
-    divergence, by_logit = [0.0] * len(y), {}
+    divergence = [0.0] * len(y)
+    by_logit = {}
     for d in range(D):
         tokens = trained[d]
         if not tokens:
@@ -98,8 +111,10 @@ def policy_loss(
         over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / n
         weight = {t: _weight(aggregation, len(N_a), N_a[attempts[d]], G, N_g[groups[d]], N, divisor) for t in tokens}
         corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
-        plain, weight = weight, {t: weight[t] * corrected.get(t, (1.0,))[0] for t in tokens}
-        slopes, penalty = {}, dict.fromkeys(tokens, 0.0)
+        plain = weight
+        weight = {t: plain[t] * corrected.get(t, (1.0,))[0] for t in tokens}
+        slopes = {}
+        penalty = dict.fromkeys(tokens, 0.0)
         for t in tokens:
             raw = over_document if loss in BY_DOCUMENT else own[t]
             A = mean_advantage if loss in BY_DOCUMENT else advantage[t]
@@ -166,10 +181,14 @@ def policy_loss(
 
 
 def names(family, aggregation) -> dict:
-    """The keywords above of a family and an aggregation as objects; ValueError for what is not specified here."""
-    loss, mode = type(family).__name__.lower(), aggregation.name
-    own = not type(family).__module__.startswith("pgtoolkit.")
-    if own or loss not in _SURROGATES or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant"):
+    """Return the keywords above for a family and an aggregation as objects.
+
+    Raises ValueError for those that are not specified here.
+    """
+    loss = type(family).__name__.lower()
+    mode = aggregation.name
+    is_custom = not type(family).__module__.startswith("pgtoolkit.")
+    if is_custom or loss not in _SURROGATES or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant"):
         raise ValueError(
             "impl='reference' computes whole steps under the four aggregations and the families of pgtoolkit, no others"
         )
@@ -226,7 +245,8 @@ def _dppo(r, x, A, p, delta_low, delta_high, ratio_cap, divergence):
 
 def _moved(x, p, divergence):
     """dppo: how far a token's probability has moved from exp(o) to exp(p), below 0 where it has fallen; x = p - o."""
-    new, old = math.exp(p), math.exp(p - x)
+    new = math.exp(p)
+    old = math.exp(p - x)
     if divergence == "total_variation":
         return new - old
     kl = -old * x + (1 - old) * math.log((max(0.0, 1 - old) + 1e-8) / (max(0.0, 1 - new) + 1e-8))

@@ -10,7 +10,7 @@ import math
 
 
 def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple[float, bool, bool]]:
-    """For each trained token of a document (rho, whether it lies beyond the bounds, whether the clamp acted)."""
+    """Return {trained token of a document: (rho, whether it lies beyond the bounds, whether the clamp acted)}."""
     if correction is None:
         return {}
     n = len(tokens)
@@ -19,9 +19,10 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
         behind = math.fsum(sampled[t] - p[t] for t in tokens) / n
         masked = math.fsum(advantage[t] for t in tokens) / n < 0 and _clamp(behind) > settings["threshold"]
         return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
-    low, high = settings["low"] or 0.0, settings["high"]
+    low = settings["low"] or 0.0
+    high = settings["high"]
     mean = settings.get("mean")
-    found = {}
+    results = {}
     for t in tokens:
         x = o[t] - b[t]
         v = math.exp(_clamp(x))
@@ -38,18 +39,18 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
         else:
             kept = {"document": ratio, "token": v, "one": 1.0}[settings.get("factor", "token")]
             rho = 0.0 if outside else kept
-        found[t] = rho, outside, abs(over) > 20
-    return found
+        results[t] = rho, outside, abs(over) > 20
+    return results
 
 
 def mismatch(tokens, o, b, beyond) -> dict[int, tuple[float, float, bool]]:
-    """For each trained token of a document: k3 of o against b, |o - b|, and whether the family's clip would act."""
+    """Return {trained token of a document: (k3 of o against b, |o - b|, whether the family's clip would act)}."""
     differences = {t: o[t] - b[t] for t in tokens}
     return {t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()}
 
 
-def metrics(found: dict, measured: dict, document_mean, tokens: list[int]) -> dict[str, float]:
-    """found: of `factors`, measured: of `mismatch`, of the tokens of all documents; {} where there is none."""
+def metrics(corrected: dict, measured: dict, document_mean, tokens: list[int]) -> dict[str, float]:
+    """Return the metrics of all documents. corrected: of `factors`, measured: of `mismatch`; {} where there is none."""
     results = {}
     if measured:
         results |= {
@@ -58,13 +59,14 @@ def metrics(found: dict, measured: dict, document_mean, tokens: list[int]) -> di
             "clipped_sampling_fraction": document_mean(lambda t: measured[t][2]),
             "max_difference_old_sampling": max(measured[t][1] for t in tokens),
         }
-    if found:
-        rho = {t: found[t][0] for t in tokens}
-        first, second = math.fsum(rho.values()), math.fsum(x**2 for x in rho.values())
+    if corrected:
+        rho = {t: corrected[t][0] for t in tokens}
+        first = math.fsum(rho.values())
+        second = math.fsum(x**2 for x in rho.values())
         results |= {
             "correction_factor": document_mean(lambda t: rho[t]),
-            "correction_outside_fraction": document_mean(lambda t: found[t][1]),
-            "correction_clamped_fraction": document_mean(lambda t: found[t][2]),
+            "correction_outside_fraction": document_mean(lambda t: corrected[t][1]),
+            "correction_clamped_fraction": document_mean(lambda t: corrected[t][2]),
             "max_correction_factor": max(rho.values()),
             "min_correction_factor": min(rho.values()),
             "correction_effective_sample_size": first**2 / (len(tokens) * second) if second else math.nan,
@@ -73,7 +75,7 @@ def metrics(found: dict, measured: dict, document_mean, tokens: list[int]) -> di
 
 
 def correction_names(correction) -> dict:
-    """The keywords `correction` and `correction_settings` of `reference.policy_loss` for a correction as an object."""
+    """Return the keywords `correction` and `correction_settings` of `reference.policy_loss` for a correction object."""
     if correction is None:
         return {}
     return {"correction": correction.name, "correction_settings": vars(correction)}

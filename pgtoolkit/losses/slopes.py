@@ -1,4 +1,4 @@
-"""Compares the slopes of a family with automatic differentiation, on a few numbers."""
+"""Compares the slopes of a family with automatic differentiation, at points of a grid."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from pgtoolkit.losses.family import Family
 
 Grid = tuple[Tensor, Tensor, Tensor]
-"""log-ratios, advantages and log-probs"""
+"""Log-ratios, advantages and log-probs, (N,) each."""
 
 
 def check_family(family: Family) -> None:
     """Raise ValueError, naming the number, where a family's slopes or attributes disagree with its functions.
 
-    Looks at every combination of 60 log-ratios from 5e-5 to 19 on both sides of 0, five advantages of both signs and 0,
-    and five log-probs between -12 and -0.01, in float64: shapes, the derivatives that `token` and `surrogate` return,
-    that no token's numbers depend on other tokens, `silent_without_advantage` and `reads_old_log_probs`.
-    What is wrong only between these numbers is not seen.
+    Checks shapes, the derivatives that `token` and `surrogate` return, that no token's numbers depend on other tokens,
+    `silent_without_advantage` and `reads_old_log_probs`, in float64, at every combination of 60 log-ratios from 5e-5 to
+    19 on both sides of 0, five advantages of both signs and 0, and five log-probs between -12 and -0.01.
+    A fault that shows only between these points is not found.
     """
     name = type(family).__name__
     if family.scope not in ("token", "document", "document_sum"):
@@ -53,8 +53,9 @@ def check_family(family: Family) -> None:
 
 
 def _grid() -> Grid:
-    # No round numbers: a clip's bound, where the derivative jumps, is not met by chance. As many close to 0, where the
-    # clips of ratios by document act, as far away; and all with all, so that gates on a probability act on both sides.
+    # No round numbers, so that none happens to be the bound of a clip, where the derivative jumps. Half of the
+    # log-ratios are close to 0, where clips of ratios by document act. All combinations, so that bounds on a
+    # probability act on both sides.
     above = torch.logspace(-4.3, 1.28, 30, dtype=torch.float64)
     log_ratio = torch.cat([-0.97 * above.flip(0), above])
     advantages = torch.tensor([-3.21, -0.37, 0.0, 0.43, 2.83], dtype=torch.float64)
@@ -63,30 +64,33 @@ def _grid() -> Grid:
     return log_ratio.contiguous().requires_grad_(), advantages.contiguous(), log_probs.contiguous().requires_grad_()
 
 
-def _check_derivative(name: str, by: str, values: Tensor, given: Tensor, leaf: Tensor, grid: Grid) -> None:
-    for result in (values, given):
+def _check_derivative(name: str, by: str, values: Tensor, slope: Tensor, leaf: Tensor, grid: Grid) -> None:
+    """Compare a slope with autograd's derivative of the values. by: the name of leaf, the variable."""
+    for result in (values, slope):
         if not isinstance(result, Tensor) or result.shape != leaf.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(f"{name} needs to return one number per token, shape {tuple(leaf.shape)} (got {got})")
-        if len(wrong := (~torch.isfinite(result)).nonzero()):
-            at, got = int(wrong[0]), result.detach()[wrong[0]].item()
+        wrong = (~torch.isfinite(result)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            got = result.detach()[at].item()
             raise ValueError(f"{name} needs to return finite numbers (got {got:g}, {_place(grid, at)})")
     expected = None
     if values.requires_grad:
         expected = torch.autograd.grad(values.sum(), leaf, retain_graph=True, allow_unused=True)[0]
     expected = torch.zeros_like(leaf) if expected is None else expected
-    wrong = ((expected - given.detach()).abs() > 1e-6 * (1 + expected.abs())).nonzero()
+    wrong = ((expected - slope.detach()).abs() > 1e-6 * (1 + expected.abs())).nonzero()
     if len(wrong):
         at = int(wrong[0])
         raise ValueError(
             f"{name} needs a slope that is the derivative of its value by the {by} "
-            f"(got {float(given[at].detach()):.6g}, where it is {float(expected[at]):.6g}, {_place(grid, at)}). "
+            f"(got {float(slope[at].detach()):.6g}, where it is {float(expected[at]):.6g}, {_place(grid, at)}). "
             "A factor that is to have no gradient needs .detach()"
         )
 
 
 def _check_alone(name: str, results: tuple[Tensor, ...], function: Callable, grid: tuple[Tensor, ...]) -> None:
-    """The first half of the tokens must have the same numbers whatever the second half is."""
+    """Require that the first half of the tokens has the same numbers whatever the second half is."""
     half = len(grid[0]) // 2
     others = function(*(torch.cat([numbers[:half], numbers[:1].expand(half)]).detach() for numbers in grid))
     for first, other in zip(results, others, strict=True):
