@@ -195,7 +195,7 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[st
 def _merged(model: Qwen2ForCausalLM) -> nn.Module:
     """A copy as it samples from a compiled policy, whose products with a common input are one."""
     policy = Policy(model, None, torch.bfloat16, compiled=True)
-    copied = policy.copied()
+    copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     return copied.model.eval()
 

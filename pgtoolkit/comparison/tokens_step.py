@@ -122,7 +122,7 @@ def _in_this_process(config: Config) -> Config:
         config = with_values(config, {"rollout.save_path": None})
         static_cache = getattr(config.sampler, "static_cache", None)
         most = config.sampler.max_sequences if config.sampler.name == "transformers" else None
-        here = TransformersSamplerConfig("transformers", most, static_cache, None, 0)
+        here = TransformersSamplerConfig("transformers", most, config.sampler.dtype, static_cache, None, 0)
         config = replace(config, sampler=here)
     return config
 

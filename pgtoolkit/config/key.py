@@ -133,6 +133,7 @@ class Declared(Refusal, total=False):
     """Whatever several keys declare alike, see `Key`."""
 
     learns: bool | str
+    added: bool
     fixed: str
     fixed_if: str
     evaluate: Literal["run", "model", "kept"]

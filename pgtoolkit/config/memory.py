@@ -62,15 +62,16 @@ def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
         body = body or shape
         tables = body.table * (body.tables - 1)  # of a head of its own, which one value takes the place of
         always["critic"] = sum(_TRAINED.values()) * (body.weights - tables) / ranks
+    sampled = {"auto": number, "float32": 4}.get(c.sampler.dtype, 2)
     sampling: dict[str, float] = {}
     copies: dict[str, float] = {}
     if samples(c) and copies_of(c):
-        copies = _sampling(c, shape, number) | {"copy": number * shape.weights}
+        copies = _sampling(c, shape, sampled) | {"copy": sampled * shape.weights}
     elif samples(c) and c.sampler.name == "transformers":
-        sampling = _sampling(c, shape, number)
+        sampling = _sampling(c, shape, sampled)
     beside = samples_beside(c)
-    if sampling and (ranks > 1 or number < 4 or rank is not None or beside):
-        sampling["copy"] = number * shape.weights
+    if sampling and (ranks > 1 or min(number, sampled) < 4 or rank is not None or beside):
+        sampling["copy"] = sampled * shape.weights
     if beside:  # completions are sampled during updates
         always, sampling = always | sampling, {}
     return Plan(always, _update(c, shape, number, gpu), sampling, copies)
@@ -110,6 +111,8 @@ def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str
     logits = min(logits, 4 * tokens * shape.vocabulary / p.tensor_parallel)
     found = {"hidden states": tokens * kept * shape.layers / p.pipeline_parallel}
     found["a layer or logits"] = max(tokens * number * (8 * inner + 10 * width), logits)
+    if c.model.dtype == "float16" and not lora and not p.shard:  # of a scaled loss, which is not added in place
+        found["the head's gradient"] = 4 * shape.table / p.tensor_parallel
     if p.shard:  # embedding and head stay together beside the head's gradient, two layers and one's gradient
         gathered = (shape.tables + (not lora)) * shape.table + 3 * shape.layer
         found["gathered weights"] = (number if lora else 4) * gathered / p.tensor_parallel

@@ -236,7 +236,8 @@ def logits_memory(config: Config) -> str:
     vocabulary, room = vocabulary_size(config.model, config.task), config.accumulation.max_tokens
     if vocabulary is None:
         return "unknown until the model is loaded"
-    half = config.model.name == "huggingface" and config.model.dtype == "bfloat16" and not config.model.fp32_lm_head
+    half = config.model.name == "huggingface" and config.model.dtype in ("bfloat16", "float16")
+    half = half and not config.model.fp32_lm_head
     size, splits, limit = 2 if half else 4, config.loss.num_splits, config.kernel.logits_memory_mb
     whole = room * vocabulary * size / MEBIBYTE
     line = f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} MiB per micro-batch"

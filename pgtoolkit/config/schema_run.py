@@ -26,6 +26,7 @@ class NumberType(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Schedule(StrEnum):
@@ -102,7 +103,7 @@ class TinyModelConfig(ModelConfig):
 class HuggingFaceModelConfig(ModelConfig):
     fp32_lm_head: bool = key(
         default=True,
-        help="Whether the LM head gives float32 logits where the rest is bfloat16, in training and "
+        help="Whether the LM head gives float32 logits where the rest is bfloat16 or float16, in training and "
         "in sampling: rounded logits are too coarse for GSPO's clip.",
     )
     compile: AutoOrBool = key(
@@ -126,7 +127,8 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     dtype: NumberType = key(
         default="auto",
-        help="Number type of the forward pass: auto (bfloat16 on a GPU, else float32), float32 or bfloat16.",
+        help="Number type of the forward pass: auto (bfloat16 on a GPU, else float32), float32, bfloat16, or "
+        "float16, where the loss is scaled so that gradients keep their small numbers (arXiv 2510.26788).",
     )
     gradient_checkpointing: bool = key(
         default=False,

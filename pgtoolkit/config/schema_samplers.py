@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pgtoolkit.config.defaults import SameAs
 from pgtoolkit.config.key import Declared, Needs, Option, key
+from pgtoolkit.config.schema_run import NumberType
 
 _STARTS_SERVERS: Needs = {"only_if": "sampler.urls=[]"}
 _HAS_OWN_GPUS: Needs = {
     "only_if": "sampler.urls=[] and sampler.gpus!=null",
     "use": "sampler.urls=[] and sampler.gpus=[1,2]",
 }
+_SAMPLER_TYPE: Declared = {"learns": "sampler.dtype!=auto", "added": True}
 _NEEDS_EVALUATION: Needs = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
 _MEASURE: Declared = {
     **_NEEDS_EVALUATION,
@@ -31,6 +33,7 @@ _NEEDS_TEMPERATURE: Needs = {
 class SamplerConfig:
     name: str = key(option=True)
     max_sequences: int | None = key()
+    dtype: NumberType = key()
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,12 @@ class TransformersSamplerConfig(SamplerConfig):
         help="Most completions that are sampled at once, for memory's sake (>= 1); null: all of a batch of rollouts.",
         least=1,
         most=10**6,
+    )
+    dtype: NumberType = key(
+        default="auto",
+        help="Number type that completions are sampled in, from a copy of the weights in it: auto (that of training), "
+        "float32, bfloat16 or float16.",
+        **_SAMPLER_TYPE,
     )
     static_cache: bool | None = key(
         default=None,
@@ -79,6 +88,13 @@ class VllmSamplerConfig(SamplerConfig):
         help="Most completions that a server samples at once (>= 1).",
         least=1,
         most=10**6,
+        **_STARTS_SERVERS,
+    )
+    dtype: NumberType = key(
+        default="auto",
+        help="Number type of the servers' model, and of the weights that they are given: auto (that of training), "
+        "float32, bfloat16 or float16.",
+        **_SAMPLER_TYPE,
         **_STARTS_SERVERS,
     )
     urls: list[str] = key(
@@ -148,7 +164,7 @@ class VllmSamplerConfig(SamplerConfig):
         default=None,
         help="Mean difference between a server's and the trainer's log-probs that stops the run, of "
         "a few tokens after each new version of the weights, and of each batch before it is "
-        "trained; null: 0.01 in float32, 0.1 in bfloat16.",
+        "trained; null: 0.01 in float32, 0.03 in float16, 0.1 in bfloat16, by the coarser of the two.",
         least=1e-9,
         most=100,
         learns=False,

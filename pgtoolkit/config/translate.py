@@ -243,8 +243,10 @@ def _of_trl(theirs: Their, processes: int) -> Iterator[Setting]:
     if theirs.given("eval_steps") and theirs["eval_strategy"] == "steps" and theirs.number("eval_steps") >= 1:
         yield Setting("evaluation.every", int(theirs.number("eval_steps")), ("eval_steps", "eval_strategy"))
     yield Setting("model.gradient_checkpointing", theirs["gradient_checkpointing"], ("gradient_checkpointing",))
-    if theirs.given("bf16"):
-        yield Setting("model.dtype", "bfloat16" if theirs["bf16"] else "float32", ("bf16",))
+    halves = {"fp16": "float16", "bf16": "bfloat16"}
+    if given := tuple(name for name in halves if theirs.given(name)):
+        chosen = [halves[name] for name in given if theirs[name]]
+        yield Setting("model.dtype", chosen[0] if chosen else "float32", given)
     if theirs["use_peft"]:
         yield Setting("model.lora_rank", theirs["lora_r"], ("lora_r", "use_peft"))
         yield Setting("model.lora_alpha", theirs["lora_alpha"], ("lora_alpha",))

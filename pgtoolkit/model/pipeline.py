@@ -91,11 +91,11 @@ class Pipeline:
         self.group = layout.group("pipeline_parallel")
         self._schedules: dict[int, Schedule1F1B] = {}
 
-    def run(self, micro_batches: list[MicroBatch], loss_function: Callable) -> list:
+    def run(self, micro_batches: list[MicroBatch], loss_function: Callable, scaled: Callable[[Tensor], Tensor]) -> list:
         """Forward and backward of all micro-batches, on every stage at once; gradients add up in the parameters.
 
         loss_function(micro_batch, hidden): what the last stage makes of the hidden states (T, H) of a micro-batch's
-        tokens; its `loss` is what the backward pass starts from. The last stage gets them in order, the others [].
+        tokens. scaled(loss): what the backward pass starts from. The last stage gets the results in order, others [].
         """
         count = max(len(micro_batches), self.count)  # 1F1B needs one for each stage
         self.lengths = [micro_batch.document_lengths for micro_batch in micro_batches]
@@ -108,7 +108,7 @@ class Pipeline:
                 return 0.0 * hidden.sum()
             micro_batch = micro_batches[index]
             outputs[index] = loss_function(micro_batch, hidden[0, : len(micro_batch.tokens)])
-            return outputs[index].loss
+            return scaled(outputs[index].loss)
 
         schedule, self._loss_of = self._schedule(count), loss_of
         # Padding has position 0 throughout: each of its tokens begins a document of its own.

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from pgtoolkit.batch import MicroBatch
+from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.kernels.losses import LMHead
 from pgtoolkit.kernels.products import linear
 from pgtoolkit.losses.exchange import Ranks
@@ -108,21 +109,21 @@ class Policy:
         named = {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
         return named if self.base_digest is None else lora.merged_weights(self.model, named)
 
-    def description(self) -> PolicyDescription:
-        """Return what a copy of this policy is made of, which can be sent to another process."""
+    def description(self, dtype: torch.dtype) -> PolicyDescription:
+        """Return what a copy of this policy in `dtype` is made of, which can be sent to another process."""
         return PolicyDescription(
             config=self.model.config,
             generation_config=self.model.generation_config,
             tokenizer=self.tokenizer,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=dtype,
             by_document=self.by_document,
             mixes_lengths=self.mixes_lengths,
             compiled=self.compiled,
         )
 
-    def copied(self) -> Policy:
-        """The same model on the same device in compute_dtype, with weights of its own, which `load` fills."""
-        return self.description().build(self.model.device)
+    def copied(self, dtype: torch.dtype) -> Policy:
+        """Return the same model on the same device in `dtype`, with weights of its own, which `load` fills."""
+        return self.description(dtype).build(self.model.device)
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -288,6 +289,11 @@ class PolicyDescription:
             compiled=self.compiled,
             merges=self.compiled and merged.can_merge(model),
         )
+
+
+def torch_type(chosen: NumberType, auto: torch.dtype) -> torch.dtype:
+    """Return the type that a key of the configuration names."""
+    return auto if chosen == NumberType.auto else getattr(torch, chosen.value)
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:

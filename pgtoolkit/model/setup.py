@@ -16,7 +16,7 @@ from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import attention, compiled, fixed_order, lora
 from pgtoolkit.model.architectures import is_known
-from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.model.probe import continues_rightly, keeps_documents_apart
 from pgtoolkit.ranks.agreement import read_once
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
@@ -124,8 +124,7 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     if got is not None:
         raise ConfigError(model_folder.refusal(config.path, needs, got, reason))
     _switch_noise_off(model_config)
-    bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu)
-    dtype = torch.bfloat16 if bfloat16 else torch.float32
+    dtype = torch_type(config.dtype, torch.bfloat16 if on_gpu else torch.float32)
     tokenizer = model_folder.load_tokenizer(config.path)
     if config.random_weights:
         from transformers import AutoModelForCausalLM

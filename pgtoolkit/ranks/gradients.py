@@ -50,6 +50,14 @@ def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
 
 
 @torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients (of sharded parameters: this rank's part) by a number, in place."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
+
+
+@torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: float) -> Tensor:
     """The norm of the whole gradient, 0-dim and the same on all ranks; scales it in place down to `limit`.
 

@@ -23,7 +23,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, PgtoolkitError, SamplerLost
-from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, pickled
 from pgtoolkit.ranks.environment import visible
 from pgtoolkit.ranks.layout import Layout
@@ -80,7 +80,8 @@ class CopySampler:
         self._layout = layout
         self._run_dir = run_dir
         self._ways = [config]
-        self._folder = WeightsFolder.of_ranks(layout, None, run_dir, policy.compute_dtype)
+        self._dtype = torch_type(config.sampler.dtype, policy.compute_dtype)
+        self._folder = WeightsFolder.of_ranks(layout, None, run_dir, self._dtype)
         self._processes: list[_CopyProcess] = []
         self._version: int | None = None
 
@@ -140,7 +141,7 @@ class CopySampler:
         copies = copies_of(self._ways[0])
         on_gpu = isinstance(self._ways[0].sampler, TransformersSamplerConfig) and self._ways[0].sampler.gpus is not None
         start = Start(
-            policy=self._policy.description(),
+            policy=self._policy.description(self._dtype),
             configs=self._ways,
             device="cuda" if on_gpu else "cpu",
             num_threads=torch.get_num_threads(),

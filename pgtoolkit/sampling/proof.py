@@ -14,7 +14,7 @@ from pgtoolkit.sampling.trained_policy import TrainedPolicy
 
 _TEXT = 256
 """Tokens of the text at most."""
-_TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
+_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
 """Of the mean difference, by what the body computes in: far above rounding, far below what other weights give."""
 _MOVED = 0.02
 """Part of the tolerance by which the trainer's log-probs of a text change at least, where a server's not changing tells
@@ -25,12 +25,20 @@ class Proof:
     """After each version of the weights a server's log-probs of a fixed text are the trainer's, and move with them.
 
     trained: the module in training. prompts: token ids of prompts of the task. room: most tokens of a document.
-    tolerance: of the mean absolute difference; None: by the number type.
+    tolerance: of the mean absolute difference; None: by the coarser number type of the two. dtype: that of the servers.
     """
 
-    def __init__(self, trained: TrainedPolicy, prompts: list[list[int]], room: int, tolerance: float | None):
+    def __init__(
+        self,
+        trained: TrainedPolicy,
+        prompts: list[list[int]],
+        room: int,
+        tolerance: float | None,
+        dtype: torch.dtype,
+    ):
         self._trained = trained
-        self.tolerance = _TOLERANCE[trained.policy.compute_dtype] if tolerance is None else tolerance
+        coarser = max(_TOLERANCE[trained.policy.compute_dtype], _TOLERANCE[dtype])
+        self.tolerance = coarser if tolerance is None else tolerance
         self.text = [token for prompt in prompts for token in prompt][: min(_TEXT, room - 1)]
         self._version = 0
         self._trainer: Tensor | None = None

@@ -18,7 +18,7 @@ from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.errors import ConfigError, NumericalError
 from pgtoolkit.model.generate import generate
-from pgtoolkit.model.policy import Policy
+from pgtoolkit.model.policy import Policy, torch_type
 from pgtoolkit.sampling.draw import draw, uniform_numbers
 from pgtoolkit.sampling.sampling_settings import sampling_settings, temperature_and_top_p
 from pgtoolkit.system.report import refusal
@@ -126,10 +126,10 @@ _Row = tuple[int, Request, int]
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, or is spread
-        over ranks, from a whole copy of them in that type, made for each call, by every rank at the same time. With
-        rollout.max_staleness completions are asked for in a thread while it is trained, and come from a copy of the
-        weights that were published last.
+    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, sampler.dtype
+        is another, or it is spread over ranks, from a whole copy of them in that type, made for each call, by every
+        rank at the same time. With rollout.max_staleness completions are asked for in a thread while it is trained, and
+        come from a copy of the weights that were published last.
     settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
     is_copy: whether `policy` is such a copy already, which nobody trains, and which its owner fills before `publish`.
     """
@@ -145,8 +145,9 @@ class TransformersSampler:
         self._live, self._version = policy, 0
         self._is_copy, self._closed = is_copy, False
         self._beside_training = rollout.max_staleness is not None and not is_copy
-        is_whole = policy.is_whole and policy.compute_dtype == torch.float32 and not self._beside_training
-        is_ready = is_copy or is_whole
+        self._dtype = torch_type(chosen.dtype, policy.compute_dtype)
+        is_float32 = policy.compute_dtype == self._dtype == torch.float32
+        is_ready = is_copy or (policy.is_whole and is_float32 and not self._beside_training)
         self._ready: Policy | None = policy if is_ready else None
         self._borrowed = False
         self._stream = None  # on a GPU beside training, its own
@@ -161,7 +162,7 @@ class TransformersSampler:
 
     def _load(self, weights: dict[str, Tensor]) -> None:
         # Not before: only now is the model on the device that it is trained on.
-        self._ready = self._ready or self._live.copied()
+        self._ready = self._ready or self._live.copied(self._dtype)
         self._ready.load(weights)
 
     @property

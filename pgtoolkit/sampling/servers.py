@@ -23,6 +23,7 @@ from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.errors import SamplerLost
+from pgtoolkit.model.policy import torch_type
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
 from pgtoolkit.sampling.proof import Proof
@@ -79,11 +80,12 @@ class ServerSampler:
             seeded=chosen.seeded,
         )
         self._ways = [of_training]
-        self._proof = Proof(trained, prompts, room, chosen.tolerance)
+        dtype = torch_type(chosen.dtype, policy.compute_dtype)
+        self._proof = Proof(trained, prompts, room, chosen.tolerance, dtype)
         self.tolerance = self._proof.tolerance
         parent = None if chosen.weights_folder is None else Path(chosen.weights_folder)
-        self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, policy.compute_dtype, bool(chosen.urls))
-        self._plan = plan_servers(api, config, layout, str(policy.compute_dtype).removeprefix("torch."), room)
+        self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, dtype, bool(chosen.urls))
+        self._plan = plan_servers(api, config, layout, str(dtype).removeprefix("torch."), room)
         # A port is open to everybody on the machine.
         self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
         self._servers = [self._server(url) for url in chosen.urls]

@@ -19,10 +19,11 @@ from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.model.attention import local_tokens
 from pgtoolkit.ranks.agreement import gather_objects
-from pgtoolkit.ranks.gradients import clip_gradients, sum_gradients
+from pgtoolkit.ranks.gradients import clip_gradients, scale_gradients, sum_gradients
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.loss_scale import LossScale
 
 log = logging.getLogger("pgtoolkit")
 
@@ -48,7 +49,11 @@ class DynamicAccumulation(lightning.LightningModule):
     max_grad_norm: the gradient is scaled down to this norm; None: never. max_bad_steps: so many steps in a row whose
         loss or gradient is not finite raise NumericalError.
     num_updates counts the updates made; documents_seen all documents delivered, also those of a step that was skipped.
+    loss_scale: for gradients that pass through float16; None: they do not. A step in which they overflow makes no
+        update on any rank, and does not count among the bad ones.
     """
+
+    loss_scale: LossScale | None = None
 
     def __init__(self, layout: Layout = ONE_PROCESS, max_grad_norm: float | None = None, max_bad_steps: int = 3):
         super().__init__()
@@ -91,9 +96,13 @@ class DynamicAccumulation(lightning.LightningModule):
         outputs = []
         for micro_batch in micro_batches:
             out = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
-            self.manual_backward(out.loss)
+            self.manual_backward(self.scaled(out.loss))
             outputs.append(out)
         return outputs
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what a micro-batch's backward pass starts from."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -142,16 +151,38 @@ class DynamicAccumulation(lightning.LightningModule):
         outputs = self.backward_of_all(micro_batches, step.totals)
         for group, parameters in self.gradient_groups():
             sum_gradients(parameters, group)
+        if self.loss_scale is not None:
+            scale_gradients(self.parameters_to_clip(), 1 / self.loss_scale.value)
         metrics = self._step_metrics(outputs, step)
         metrics |= {"num_micro_batches": len(micro_batches)} | self.before_update()
-        if self.is_finite(metrics):
+        is_finite = self.is_finite(metrics)
+        overflowed = False
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = self.loss_scale.value
+            overflowed = self._move_scale(self.loss_scale, metrics, is_finite)
+            metrics["num_overflows"] = self.loss_scale.num_overflows
+        if is_finite:
             optimizer = cast("lightning.pytorch.core.optimizer.LightningOptimizer", self.optimizers())
             optimizer.step()  # Lightning's, which counts it in trainer.global_step
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
-        else:
+        elif not overflowed:
             self._skip_bad_step(step, _not_finite(micro_batches, outputs), metrics)
         return metrics
+
+    def _move_scale(self, scale: LossScale, metrics: dict[str, float], is_finite: bool) -> bool:
+        """Return whether the step's gradient has overflowed float16, which the next steps' scale follows."""
+        if is_finite:
+            scale.rise()
+            return False
+        if not math.isfinite(metrics["loss"]) or not scale.fall():
+            return False
+        if scale.num_overflows == 1:
+            log.info(
+                f"the gradient of a loss times {metrics['loss_scale']:g} overflowed float16: the step made no update, "
+                "and the scale is halved. Said once; the metrics loss_scale and num_overflows tell more."
+            )
+        return True
 
     def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
         """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""

@@ -94,7 +94,7 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
 def refuse_any_order(policy: Policy) -> None:
     """A model whose attention on a GPU is not ours, where trainer.deterministic=true was asked for."""
     if not policy.by_document:
-        needs = f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16"
+        needs = f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16 or float16"
         got = f"{policy.model.config.model_type} in {str(policy.compute_dtype).removeprefix('torch.')}"
         reason = "PyTorch may add up attention's gradients in any order in others."
         raise ConfigError(refusal("trainer.deterministic=true", needs, got, reason, "trainer.deterministic=auto"))
@@ -158,7 +158,7 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
         loaded = replace(policy, model=copy.deepcopy(policy.model))
     else:
         assert config.kl.reference is not None
-        dtype = NumberType.float32 if policy.compute_dtype == torch.float32 else NumberType.bfloat16
+        dtype = NumberType(str(policy.compute_dtype).removeprefix("torch."))
         loaded = _loaded("kl.reference", config.kl.reference, policy, layout, dtype, partial(other_vocabulary, config))
     model = loaded.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32 and config.kl.update_every is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -38,10 +39,16 @@ WEIGHTS, ADAPTERS, MOMENTS, REFERENCE = "model", "adapter_model", "training/opti
 CRITIC, CRITIC_MOMENTS = "training/critic", "training/moments_of_critic"
 """Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
 
+
+def _is_scale(value: object) -> bool:
+    return isinstance(value, float) and 1 <= value < math.inf
+
+
 _MANIFEST, _STATE = "manifest.json", "training/state"
 _IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "config"}
 _STATE_SHAPE = dict.fromkeys(("step", "num_updates", "num_skipped_steps", "documents_seen"), is_count)
 _STATE_SHAPE |= {"data": {"position": is_count, "num_steps": is_count, "source": dict}}
+_STATE_SHAPE |= {"loss_scale?": {"value": _is_scale, "good_steps": is_count, "num_overflows": is_count}}
 _STATE_SHAPE |= {"config": str, "without_moments?": [str], "base_digest?": str | None}
 _STATE_SHAPE |= {"critic_updates?": is_count, "critic_without_moments?": [str]}
 _SHARD_BYTES = 2**30

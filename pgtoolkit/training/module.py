@@ -26,6 +26,7 @@ from pgtoolkit.rollouts.evaluator import Evaluator
 from pgtoolkit.training.accumulation import DynamicAccumulation, StepOutput
 from pgtoolkit.training.critic import Critic
 from pgtoolkit.training.loss import loss_of
+from pgtoolkit.training.loss_scale import LossScale
 from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class PolicyGradientModule(DynamicAccumulation):
         self.reference = reference
         if reference is not None and reference is not policy:
             self.reference_model = reference.model  # as above
+        if policy.compute_dtype == torch.float16:
+            self.loss_scale = LossScale()
         self.loss = loss_of(config)
         impl, memory = config.kernel.implementation.value, config.kernel.logits_memory_mb
         # Finite numbers are looked for once per step, in the loss and the gradient.
@@ -103,7 +106,9 @@ class PolicyGradientModule(DynamicAccumulation):
         head = replace(head, reference=reference)
         whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
         weight = self.policy.head.weight
-        if torch.is_grad_enabled() and self.computation.fused and whole and weight.requires_grad:
+        # What the loss adds itself is of the loss as it is, not times a scale.
+        adds = self.computation.fused and whole and weight.requires_grad and self.loss_scale is None
+        if torch.is_grad_enabled() and adds:
             # The loss adds the head's gradient to it, which saves a second one's memory.
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
@@ -119,7 +124,11 @@ class PolicyGradientModule(DynamicAccumulation):
             return super().backward_of_all(micro_batches, totals)
         policy = cast("ParallelPolicy", self.policy)
         with_head = policy.with_head
-        return self.policy.pipeline.run(micro_batches, lambda m, hidden: self._loss(with_head(hidden), m, totals))
+
+        def loss_of_states(micro_batch: MicroBatch, hidden: Tensor) -> PolicyLoss:
+            return self._loss(with_head(hidden), micro_batch, totals)
+
+        return self.policy.pipeline.run(micro_batches, loss_of_states, self.scaled)
 
     def gradient_groups(self):
         return self.policy.gradient_groups()

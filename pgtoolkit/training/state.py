@@ -50,6 +50,8 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         "data": data_state,
         "config": json.dumps(record_of(module.config)),
     }
+    if module.loss_scale is not None:
+        state["loss_scale"] = module.loss_scale.state_dict()
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
     kind, weights = stored(module.policy)
@@ -117,6 +119,8 @@ def restore(module, state: dict) -> None:
         module.documents_seen = state["documents_seen"]
         if module.critic is not None:
             module.critic.num_updates = state["critic_updates"]
+        if module.loss_scale is not None and "loss_scale" in state:  # not of a run in another type before
+            module.loss_scale.load_state_dict(state["loss_scale"])
 
 
 @torch.no_grad()

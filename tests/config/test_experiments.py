@@ -23,6 +23,7 @@ CHOSEN = {
     "sft": ("reinforce", "token_mean"),
     "vespo": ("vespo", "token_mean"),
     "dapo": ("grpo", "token_mean"),
+    "float16": ("reinforce", "constant"),
     "dr_grpo": ("grpo", "constant"),
     "gmpo": ("gmpo", "sample_mean"),
     "grpo": ("grpo", "sample_mean"),
@@ -72,6 +73,9 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         student, teacher = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1))
         named = f"model.path={student}", f"kl.reference={teacher}"
         overrides = [*(one for one in overrides if not one.startswith("model.")), *named]
+    if name == "float16":
+        model = save_with_tokenizer(small_llama(0), tmp_path / "model")
+        overrides = [*(one for one in overrides if not one.startswith("model.")), f"model.path={model}"]
     if name == "gsm8k":
         model = save_with_tokenizer(small_llama(0), tmp_path / "model")
         row = {"question": "67=", "answer": "6 * 7 = 42\n#### 42"}

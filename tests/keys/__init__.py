@@ -105,6 +105,7 @@ SEEN_BY = {
     "rollout/policy.save_path": "rollouts/test_lag.py::"
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",
     "rollout/policy.top_p": "sampling/test_samplers.py::test_log_probs_are_those_of_the_distribution_sampled_from",
+    "sampler/transformers.dtype": "training/test_float16.py::test_a_sampler_of_another_type_is_further_away",
     "sampler/transformers.static_cache": "tasks/test_stops.py::test_a_static_cache_looks_for_strings_every_32_tokens",
     "sampler/vllm.executable": f"{_VLLM}::test_a_program_that_is_not_there_is_one_sentence",
     "sampler/vllm.name": f"{_VLLM}::test_a_program_that_is_not_there_is_one_sentence",

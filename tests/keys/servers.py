@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from builders.runs import config_of, sampler_of
 
 from keys import key, settings
@@ -67,6 +68,16 @@ def servers_per_gpu(monkeypatch):
     assert planned("sampler.servers_per_gpu=2").gpus == [None, None]
     fixed = "sampler.arguments=['--kv-cache-memory-bytes=1G']"
     assert [planned("sampler.servers_per_gpu=2", *more).at_once for more in ((), (fixed,))] == [1, 2]
+
+
+@key("sampler/vllm.dtype")
+def dtype(tmp_path):
+    """The servers' number type, and that of the weights that they are given; a run in float32 tolerates bfloat16's."""
+    for value, expected, tolerance in (("auto", "float32", 0.01), ("bfloat16", "bfloat16", 0.1)):
+        _, found = sampler(tmp_path, f"sampler.dtype={value}")
+        assert found._plan.number_type == expected
+        assert found._folder.dtype == getattr(torch, expected)
+        assert found.tolerance == tolerance
 
 
 @key("sampler/vllm.seeded")

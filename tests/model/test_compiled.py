@@ -180,7 +180,7 @@ def test_the_copies_of_a_policy_compute_as_it_does(folder):
         policy = policy_of(chosen, None, ONE_PROCESS, chosen)
         initial = replace(chosen.kl, reference="initial")
         references = [reference_of(replace(chosen, kl=kl), policy) for kl in (chosen.kl, initial)]
-        assert [replaced(one) for one in (policy, policy.copied(), *references)] == [count] * 4
+        assert [replaced(one) for one in (policy, policy.copied(policy.compute_dtype), *references)] == [count] * 4
 
 
 def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path):

@@ -184,7 +184,7 @@ def test_only_ordinary_attention_and_fixed_rotary_positions_are_decoded():
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_tied", "qwen3"])
 def test_a_copy_has_the_weights_rounded_and_what_the_model_computes_for_itself_not(kind):
     policy = Policy(build(kind).model.float(), None, torch.bfloat16)
-    copied = policy.copied()
+    copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     own, others = dict(policy.model.named_parameters()), dict(copied.model.named_parameters())
     assert own.keys() == others.keys()

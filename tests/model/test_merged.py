@@ -21,7 +21,7 @@ def merged_copy(kind: str, device: str = "cpu") -> tuple[Policy, Policy]:
     policy.model.float().to(device)
     trained = replace(policy, model=copy.deepcopy(policy.model), compiled=True)
     compiled.switch_on(trained.model)
-    sampled = trained.copied()
+    sampled = trained.copied(trained.compute_dtype)
     sampled.load(trained.weights())
     return policy, sampled
 
@@ -49,9 +49,9 @@ def test_weights_lie_side_by_side_once(kind):
 
 
 def test_only_what_is_compiled_and_has_products_to_merge_is_merged():
-    assert not build("qwen2").copied().merges
-    assert not replace(build("gpt2"), compiled=True).copied().merges
-    assert replace(build("mistral"), compiled=True).copied().merges
+    assert not build("qwen2").copied(torch.float32).merges
+    assert not replace(build("gpt2"), compiled=True).copied(torch.float32).merges
+    assert replace(build("mistral"), compiled=True).copied(torch.float32).merges
 
 
 @needs_compiler

@@ -28,7 +28,7 @@ def trained(module, prompts: list[Request], completions: list) -> Iterator[torch
     prompts: requests, in their order.
     """
     policy = module.policy
-    copied = policy.copied()
+    copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
     model = copied.model.float()
     how = sampling_settings(policy, module.config.rollout)

@@ -103,8 +103,9 @@ def model(c: Config, report: Report) -> None:
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
     if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
+        half = "float16" if model.dtype == "float16" else "bfloat16"
         report.note(
-            f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to bfloat16, which moves a "
+            f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to {half}, which moves a "
             f"document's ratio by about epsilon {1 - family.bounds[0]:g} wherever its old and new log-probs are not of "
             "the same computation: after every update, and with rollout.old_log_probs=sampling from the start. The "
             "clip then acts on documents for their rounding."

@@ -141,6 +141,14 @@ def _critic(c: Config, report: Report) -> None:
             reason="All weights of the critic are trained, which takes the memory that adapters save.",
             use="model.lora_rank=null or advantage=dr_grpo",
         )
+    if c.model.dtype == "float16":
+        report.refuse(
+            setting=setting,
+            needs="model.dtype other than float16",
+            got="float16",
+            reason="The loss of the critic is not scaled, so that its small gradients would become 0.",
+            use="model.dtype=bfloat16",
+        )
     for name in ("tensor_parallel", "pipeline_parallel", "sequence_data_parallel"):
         size = getattr(c.parallelism, name)
         if size > 1:
