@@ -87,7 +87,7 @@ def test_a_key_of_theirs_is_ours_where_its_value_is(name, keys):
         ("num_train_epochs", "here: `trainer.max_steps`, counted in optimizer steps"),
         ("save_steps", "here: `trainer.checkpoint_every`"),
         ("report_to", "here: `tracking`"),
-        ("bf16", "here: `model.dtype` = `bfloat16` or `float32`"),
+        ("bf16", "here: `model.dtype` = `bfloat16`, `float16` or `float32`"),
         ("top_k", "here: there is none completions come from the distribution that log-probs are of"),
         ("warmup_ratio", "here: `optimizer.warmup_steps`, a share of `trainer.max_steps`"),
         ("ppo_epochs", "here: there is none each completion is trained on once"),
