@@ -1,0 +1,52 @@
+"""The line of a sweep on a terminal, and how far a job is by the end of its metrics."""
+
+import re
+import sys
+
+from builders.terminals import on_terminal
+
+from pgtoolkit.launch.sweep_line import last_step
+
+JOBS = """
+import time
+from pathlib import Path
+from pgtoolkit.config.compose import compose
+from pgtoolkit.launch.sweep import Job
+from pgtoolkit.launch.sweep_line import SweepLine
+
+config = compose(["trainer.max_steps=10"]).config
+done, running, failing, waiting = jobs = [Job(f"job-{number}", [], config) for number in range(4)]
+done.status = "done"
+waiting.status, waiting.step = "failed", 1  # of an earlier launch: it waits to be continued
+Path("job-1").mkdir()
+Path("job-1/metrics.jsonl").write_text('{"step": 3, "loss": 1}\\n{"step": 4, "loss": 1}\\n')
+line = SweepLine(Path("."), jobs)
+line.begin()
+time.sleep(0.2)
+failing.status = "failed"
+line.show([waiting], [running])
+line.close()
+"""
+
+
+def test_the_line_counts_jobs_and_steps(tmp_path):
+    status, written = on_terminal([sys.executable, "-c", JOBS], tmp_path)
+    assert status == 0, written
+    # 10 + 4 steps are made, 10 more are not needed, and 1 was made before: 25 of 40.
+    assert re.search(r"2/4 jobs \|██████▎   \| \d:\d\d left 1 running 1 failed 1 done", written), written
+    assert "4 jobs |██▊       |" in written  # before: 11 of 40
+
+
+def test_in_a_file_there_is_no_such_line(tmp_path):
+    status, written = on_terminal([sys.executable, "-c", JOBS], tmp_path, environment={"TERM": "dumb"})
+    assert (status, written) == (0, "")
+
+
+def test_the_last_step_is_read_from_the_end(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    assert last_step(metrics) == 0
+    metrics.write_text("")
+    assert last_step(metrics) == 0
+    rows = [f'{{"step": {step}, "time": 1.5, "loss": {"0" * 1000}}}' for step in range(1, 200)]
+    metrics.write_text("\n".join([*rows, '{"step": 2']))  # the last is being written
+    assert last_step(metrics) == 199
