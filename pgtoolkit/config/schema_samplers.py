@@ -62,9 +62,6 @@ class TransformersSamplerConfig(SamplerConfig):
         "copy of the weights; null: training samples itself. See docs/rollouts.md.",
         learns=False,
         added=True,
-        only_if="trainer.device!=cpu",
-        use="sampler.processes=1",
-        why="On a CPU processes have no numbers.",
     )
     processes: int = key(
         default=0,
@@ -74,7 +71,6 @@ class TransformersSamplerConfig(SamplerConfig):
         most=1024,
         learns=False,
         added=True,
-        only_if="sampler.gpus=null",
     )
 
     if TYPE_CHECKING:

@@ -218,4 +218,8 @@ def test_what_is_refused():
     assert "numbers from 2 on (got 1)" in problems("sampler.gpus=[1,2]", two)
     assert "each once (got [1,1])" in problems("sampler.gpus=[1,1]")
     assert "sampler.processes=1 needs sampler.gpus=null" in problems("sampler.gpus=[1]", "sampler.processes=1")
-    assert "sampler.gpus=[1] needs" in problems("sampler.gpus=[1]", "trainer.device=cpu")
+    assert "sampler.gpus=[1] needs trainer.device other" in problems("sampler.gpus=[1]", "trainer.device=cpu")
+    recorded = [setting for setting in SHORT if not setting.startswith(("rollout", "task"))]
+    for unused in ("sampler.gpus=[1]", "sampler.processes=1"):
+        config = config_of(*recorded, "rollout=recorded", "rollout.path=x.jsonl", unused)
+        assert f"{unused} needs rollout=policy" in " ".join(validate(config)[1].problems)

@@ -312,7 +312,14 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
     setting = f"sampler.processes={sampler.processes}"
     use = f"sampler.processes={world}"
     if sampler.gpus is not None:
+        if sampler.processes:
+            reason = "On each GPU one process samples."
+            report.refuse(setting, "sampler.gpus=null", text(sampler.gpus), reason, "sampler.processes=0")
         setting = f"sampler.gpus={text(sampler.gpus)}"
+        if c.trainer.device == "cpu":
+            reason = "What samples computes on what trains does."
+            report.refuse(setting, "trainer.device other than cpu", "cpu", reason, use)
+            return
         use = f"sampler.gpus={text(_first_free(c, world, world))}"
         reason = "On each of them a process samples."
         if not _are_free(c, sampler.gpus, world, reason, use, report):
