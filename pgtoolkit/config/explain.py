@@ -199,11 +199,11 @@ def explanations() -> dict[str, list[Page]]:
             explained([name], f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False)))
     for heads, row in table_rows("metrics.md"):
         if heads[0] == "on the line":
-            (word,) = re.findall("`([^`]+)`", row[0])
-            explained([word], f"{word}: on the line that a run prints for each step", {"": row[1]})
             metric = re.findall("`([^`]+)`", row[1])[0]
-            if metric != word:
-                pages[word] += [page for page in pages[metric] if page.startswith(f"{metric}: a metric")]
+            for word in re.findall("`([^`]+)`", row[0]):
+                explained([word], f"{word}: on the line that a run prints for each step", {"": row[1]})
+                if metric != word:
+                    pages[word] += [page for page in pages[metric] if page.startswith(f"{metric}: a metric")]
     statuses = dict(_STATUSES)
     for kind in PgtoolkitError.__subclasses__():
         described = " ".join((kind.__doc__ or "").split("\n\n")[0].split())

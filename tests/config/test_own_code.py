@@ -121,6 +121,7 @@ def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of
         ("loss=grp", "or the dotted path of a class of your own (got 'grp')", "loss=grpo"),
         ("advantage=mine.shiftd", "needs a function in the module mine (got no shiftd)", "advantage=mine.shifted"),
         ("aggregation=mine.shifted", "called as shifted(totals, *, mask", None),
+        ("advantage.path=mine.shifted", "got dr_grpo", "advantage=mine.shifted or advantage.path=null"),
         ("kl=mine.Squared", "needs one of full_forward", "kl=none"),
     ],
 )
