@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.evaluation_sets import samples
@@ -13,6 +17,7 @@ from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
 from pgtoolkit.config.plan import copies_of, longest_document, samples_beside
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
+from pgtoolkit.config.schema_tasks import ChatTaskConfig, PromptsTaskConfig, SumsTaskConfig
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.report import refusal, text
@@ -21,6 +26,12 @@ _TRAINED = {"weights": 4, "gradients": 4, "moments": 8}  # bytes of each number;
 
 _OF_CUDA = 0.7e9
 """Bytes that CUDA takes for each process: its context, kernels and workspaces."""
+
+_TEMPLATE = 28
+"""Tokens that a chat template writes around a prompt, a short system message of its own among them."""
+
+_MOST_READ = 2**22
+"""Bytes of the largest file of prompts that is read for the length of its prompts."""
 
 
 @dataclass(frozen=True)
@@ -95,28 +106,73 @@ def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
 
 
 def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str, float]:
-    """Of the longest micro-batch: what a layer keeps for its backward pass, as measured on H200s."""
+    """Return what the longest micro-batch takes: what a layer keeps for its backward pass, as measured on H100s."""
     p = c.parallelism
     lora = c.model.lora_rank is not None
-    prompt, completion = longest_document(c)
     tokens = c.accumulation.max_tokens
+    prompt = _likely_prompt(c)
+    completion = longest_document(c)[1]
     if c.accumulation.docs_per_step and prompt and completion:
         documents = math.ceil(c.accumulation.docs_per_step / p.data_parallel)
         tokens = min(tokens, documents * (prompt + completion))
     tokens /= p.sequence_data_parallel
-    inner, width = shape.inner / p.tensor_parallel, shape.width
+    inner = shape.inner / p.tensor_parallel
+    width = shape.width
     width /= p.tensor_parallel if p.sequence_parallel else 1
-    kept = (number if lora else 4) * width if c.model.gradient_checkpointing else number * (4 * inner + 11 * width)
+    kept = number * (5 * inner + 12 * width)
+    if c.model.gradient_checkpointing:
+        kept = (number if lora else 4) * width
     logits = (c.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
     logits = min(logits, 4 * tokens * shape.vocabulary / p.tensor_parallel)
-    found = {"hidden states": tokens * kept * shape.layers / p.pipeline_parallel}
-    found["a layer or logits"] = max(tokens * number * (8 * inner + 10 * width), logits)
+    update = {"hidden states": tokens * kept * shape.layers / p.pipeline_parallel}
+    update["a layer or logits"] = max(tokens * number * (8 * inner + 10 * width), logits)
     if c.model.dtype == "float16" and not lora and not p.shard:  # of a scaled loss, which is not added in place
-        found["the head's gradient"] = 4 * shape.table / p.tensor_parallel
+        update["the head's gradient"] = 4 * shape.table / p.tensor_parallel
     if p.shard:  # embedding and head stay together beside the head's gradient, two layers and one's gradient
         gathered = (shape.tables + (not lora)) * shape.table + 3 * shape.layer
-        found["gathered weights"] = (number if lora else 4) * gathered / p.tensor_parallel
-    return found
+        update["gathered weights"] = (number if lora else 4) * gathered / p.tensor_parallel
+    return update
+
+
+def _likely_prompt(c: Config) -> int | None:
+    """Return the tokens of the longest prompt: known, or likely by its text; None where only the data knows."""
+    known = longest_document(c)[0]
+    if known is not None or c.rollout.name != "policy" or not isinstance(c.task, ChatTaskConfig):
+        return known
+    if isinstance(c.task, SumsTaskConfig):
+        tokens = _likely_tokens(c.task.longest_prompt)
+    elif isinstance(c.task, PromptsTaskConfig):
+        file = Path(c.task.path)
+        if file.suffix != ".jsonl" or not file.is_file() or file.stat().st_size > _MOST_READ:
+            return None
+        tokens = _longest_in(file, c.task.prompt_field, file.stat().st_mtime_ns)
+        if tokens is None:
+            return None
+    else:
+        return None
+    if c.task.chat == "never":
+        return tokens
+    return tokens + _TEMPLATE + _likely_tokens(c.task.system_prompt or "")
+
+
+@functools.cache
+def _longest_in(file: Path, field: str, _changed: int) -> int | None:
+    """Return the likely tokens of the longest prompt of a JSONL file; None where a row has none, or is none."""
+    longest = 0
+    try:
+        for line in file.read_bytes().splitlines():
+            prompt = json.loads(line)[field]
+            messages = [{"content": prompt}] if isinstance(prompt, str) else prompt
+            longest = max(longest, sum(_likely_tokens(message["content"]) for message in messages))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # the task says what is wrong with its file
+    return longest
+
+
+def _likely_tokens(words: str) -> int:
+    """Return a token for each digit, as most tokenizers have it, and one for three bytes of other text."""
+    digits = sum(map(str.isdecimal, words))
+    return digits + math.ceil((len(words.encode()) - digits) / 3)
 
 
 def memory_lines(c: Config, gpu: float | None) -> Iterator[str]:
@@ -134,6 +190,24 @@ def memory_lines(c: Config, gpu: float | None) -> Iterator[str]:
 def of_process(c: Config, gpu: float) -> float:
     """Bytes that a process takes of a GPU of so many at most; of an unknown model those of CUDA alone."""
     return _OF_CUDA + (found.most if (found := memory_plan(c, gpu)) else 0)
+
+
+def max_tokens_for(c: Config, room: float, gpu: float) -> int | None:
+    """Return the most tokens of a micro-batch with which a process takes no more than `room` bytes of a GPU of so many.
+
+    It is a multiple of 256 that has room for the longest document as far as that is known; None where there is none,
+    or where fewer tokens would make other steps.
+    """
+    if not c.accumulation.docs_per_step:
+        return None
+    longest = (_likely_prompt(c) or 1) + (longest_document(c)[1] or 1)
+    counts = range(256 * math.ceil(longest / 256), c.accumulation.max_tokens + 1, 256)
+
+    def taken(tokens: int) -> float:
+        return of_process(with_values(c, {"accumulation.max_tokens": tokens}), gpu)
+
+    fitting = bisect.bisect_right(counts, room, key=taken)
+    return counts[fitting - 1] if fitting else None
 
 
 def refuse_overflow(c: Config, gpu: float) -> None:
@@ -162,10 +236,16 @@ def _remedy(c: Config, gpu: float) -> str:
 
 
 def _changes(c: Config) -> Iterator[dict[str, Any]]:
-    """What costs little first: time, then GPUs, then that fewer weights are trained."""
-    first = {} if c.model.gradient_checkpointing or c.model.name == "tiny" else {"model.gradient_checkpointing": True}
-    rooms, longest = [c.accumulation.max_tokens // k for k in (2, 4, 8)], sum(x or 1 for x in longest_document(c))
-    cheap = [first, *(first | {"accumulation.max_tokens": room} for room in rooms if room >= max(longest, 1024))]
+    """Yield what costs little first: time, then GPUs, then that fewer weights are trained."""
+    first: dict[str, Any] = {}
+    if not c.model.gradient_checkpointing and c.model.name != "tiny":
+        first["model.gradient_checkpointing"] = True
+    least = max(1024, sum(tokens or 1 for tokens in longest_document(c)))
+    cheap = [first]
+    for parts in (2, 4, 8) if c.accumulation.docs_per_step else ():
+        room = c.accumulation.max_tokens // parts
+        if room >= least:
+            cheap.append(first | {"accumulation.max_tokens": room})
     if samples(c) and c.sampler.name == "transformers":
         cheap.append(cheap[-1] | {"sampler.max_sequences": 32})
     spread = [{}]

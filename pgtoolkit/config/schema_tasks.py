@@ -258,6 +258,15 @@ class SumsTaskConfig(ChatTaskConfig):
         only_if=ASKED,
     )
 
+    def asked(self, terms: list[int]) -> str:
+        """Return the prompt of a sum."""
+        return f"What is {' + '.join(map(str, terms))}? Answer with the number only."
+
+    @property
+    def longest_prompt(self) -> str:
+        """One of the prompts, all of which have equally many characters."""
+        return self.asked([10**self.num_digits - 1] * self.num_terms)
+
 
 @dataclass(frozen=True)
 class ScoredTaskConfig(WrittenTaskConfig):

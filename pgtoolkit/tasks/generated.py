@@ -107,8 +107,7 @@ class SumsTask(DividedTask):
         assert isinstance(self._config, SumsTaskConfig)
         low = 10 ** (self._config.num_digits - 1)
         terms = [_between(draw, low, 10 * low - 1) for _ in range(self._config.num_terms)]
-        problem = " + ".join(map(str, terms))
-        return f"What is {problem}? Answer with the number only.", str(sum(terms))
+        return self._config.asked(terms), str(sum(terms))
 
     def _is_right(self, prompt: Prompt, completion: str) -> bool:
         return last_number(completion) == last_number(prompt.answer)

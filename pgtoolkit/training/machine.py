@@ -170,10 +170,8 @@ def _servers(c: Config, report: Report) -> None:
         use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
         report.refuse(f"sampler.executable={sampler.executable}", "a program that is there", "none", reason, use)
     if sampler.gpus:
-        import torch
-
         setting, reason = f"sampler.gpus={text(sampler.gpus)}", "They are numbered from 0, as torch sees them."
-        if max(sampler.gpus) >= (count := torch.cuda.device_count()):
+        if max(sampler.gpus) >= (count := len(visible_gpus())):
             use = "others" if count or sampler.name == "vllm" else "sampler.processes=1"
             report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, use)
 
@@ -192,7 +190,10 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
         report.refuse(setting, needs, got, reason, "hydra.launcher.jobs_per_gpu=null")
     elif (gpu := gpu_memory()) and jobs_per_gpu > (most := max(1, int(gpu / (each := memory.of_process(c, gpu))))):
         needs, reason = f"{jobs_per_gpu} times {each / 1e9:.3g} GB of each GPU", "That is what a job takes at most."
-        report.refuse(setting, needs, f"{gpu / 1e9:.3g}", reason, f"hydra.launcher.jobs_per_gpu={most}")
+        use = f"hydra.launcher.jobs_per_gpu={most}"
+        if tokens := memory.max_tokens_for(c, gpu / jobs_per_gpu, gpu):
+            use += f", or accumulation.max_tokens={tokens}"
+        report.refuse(setting, needs, f"{gpu / 1e9:.3g}", reason, use)
 
 
 def _processes_of(c: Config) -> int:

@@ -6,7 +6,7 @@ import pytest
 from builders.runs import config_of
 
 from benchmarks.sweep_throughput import GPU as SMALL
-from pgtoolkit.config.memory import memory_lines, memory_plan, of_process, refuse_overflow
+from pgtoolkit.config.memory import max_tokens_for, memory_lines, memory_plan, of_process, refuse_overflow
 from pgtoolkit.errors import ConfigError
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -58,6 +58,73 @@ def test_a_critic_takes_what_a_second_policy_in_training_would(tmp_path):
     assert plan.always["critic"] == trained - 16 * 151936 * 1024
     plan = memory_plan(configuration(tmp_path, "0.5", *LONG, "advantage=gae", "loss=grpo"), GPU)
     assert plan.always["critic"] == plan.always["weights"] + plan.always["gradients"] + plan.always["moments"]
+
+
+H100 = 85.5e9
+SMOLLM2 = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": True}
+SMOLLM2 |= dict(zip(NAMES, (576, 1536, 30, 9, 3), strict=True))
+
+
+def small(folder, *more):
+    """A job of SmolLM2-135M, whose chat template makes prompts of 46 tokens."""
+    (folder / "config.json").write_text(json.dumps(SMOLLM2))
+    return config_of("experiment=sums", f"model.path={folder}", *more)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "measured"), [(2048, 4.67), (4096, 6.77), (8192, 11.02), (16384, 18.53), ("checkpointed", 3.82)]
+)
+def test_the_estimate_of_a_small_model_is_near_what_was_measured(tmp_path, max_tokens, measured):
+    """Steps of 256 documents of 94 tokens, which fill their micro-batches, on an H100; `checkpointed` with 8192."""
+    more = [f"accumulation.max_tokens={max_tokens}"]
+    if max_tokens == "checkpointed":
+        more = ["model.gradient_checkpointing=true"]
+    c = small(tmp_path, "accumulation.docs_per_step=256", *more)
+    assert memory_plan(c, H100).most / 1e9 == pytest.approx(measured, rel=0.1)
+
+
+def test_layers_that_keep_everything_of_a_larger_model(tmp_path):
+    more = ("accumulation.max_tokens=16384", "model.gradient_checkpointing=false")
+    c = configuration(tmp_path, "0.5", *LONG, *more)
+    assert memory_plan(c, H100).most / 1e9 == pytest.approx(36.58, rel=0.1)
+
+
+def test_a_step_that_does_not_fill_its_micro_batch_takes_no_more_for_a_larger_one(tmp_path):
+    """64 documents, of at most 94 tokens as is likely: 8.3 GB were measured, of the whole process."""
+    jobs = [of_process(small(tmp_path, f"accumulation.max_tokens={room}"), H100) / 1e9 for room in (8192, 16384)]
+    assert jobs == pytest.approx([8.3, 8.3], rel=0.15)
+    assert jobs[0] == jobs[1]
+    digits = ("task.num_digits=2", "task.num_digits=40")
+    plans = [memory_plan(small(tmp_path, "accumulation.max_tokens=16384", one), H100) for one in digits]
+    short, long = (plan.update["hidden states"] for plan in plans)
+    assert long / short == pytest.approx((94 + 76) / 94)  # a token a digit
+
+
+def test_prompts_of_a_file_are_as_long_as_the_longest(tmp_path):
+    """46 tokens as those of task=sums; of a file that says nothing the micro-batches are taken to be full."""
+    prompts = tmp_path / "prompts.jsonl"
+    text = "What is 41 + 83? Answer with the number only."
+    rows = [{"prompt": "1 + 1?"}, {"prompt": [{"role": "user", "content": text}]}]
+    task = ("task=prompts", f"task.path={prompts}", "accumulation.max_tokens=16384")
+    for content, expected in (("\n".join(map(json.dumps, rows)), "sums"), ("{}", "full")):
+        prompts.write_text(content)
+        same = () if expected == "sums" else ("accumulation.docs_per_step=256", "accumulation.max_tokens=16384")
+        taken = memory_plan(small(tmp_path, *task), H100).update["hidden states"]
+        assert taken == pytest.approx(memory_plan(small(tmp_path, *same), H100).update["hidden states"], rel=0.01)
+
+
+def test_tokens_of_a_micro_batch_with_which_jobs_fit(tmp_path):
+    """The most, in steps of 256; none where the steps would be others, or CUDA alone is too much."""
+    full = ("accumulation.docs_per_step=256", "accumulation.max_tokens=16384")
+    room = H100 / 8
+    tokens = max_tokens_for(small(tmp_path, *full), room, H100)
+    assert tokens == 7168
+    taken = [of_process(small(tmp_path, full[0], f"accumulation.max_tokens={n}"), H100) for n in (tokens, tokens + 256)]
+    assert taken[0] <= room < taken[1]
+    assert max_tokens_for(small(tmp_path, *full), H100 / 40, H100) is None
+    more = ("accumulation.docs_per_step=0", "accumulation.micro_batches_per_step=2", "accumulation.max_tokens=16384")
+    fixed = small(tmp_path, *more)
+    assert max_tokens_for(fixed, room, H100) is None
 
 
 def test_what_does_not_fit_is_told_what_does(tmp_path):

@@ -196,9 +196,12 @@ def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
     monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr("pgtoolkit.training.machine.gpu_memory", lambda: 2.3e9)
     assert refusals("hydra.launcher.jobs_per_gpu=3") == ""
-    said = "needs 4 times 0.731 GB of each GPU (got 2.3). That is what a job takes at most. Use "
+    said = "needs 4 times 0.734 GB of each GPU (got 2.3). That is what a job takes at most. Use "
     assert refusals("hydra.launcher.jobs_per_gpu=4").endswith(said + "hydra.launcher.jobs_per_gpu=3.")
     assert refusals("hydra.launcher.jobs_per_gpu=3", "model.hidden_size=512").endswith("hydra.launcher.jobs_per_gpu=2.")
+    larger = ("accumulation.docs_per_step=4096", "accumulation.max_tokens=65536", "rollout.prompts_per_batch=512")
+    said = "hydra.launcher.jobs_per_gpu=1, or accumulation.max_tokens=7936."
+    assert refusals("hydra.launcher.jobs_per_gpu=2", *larger).endswith(said)
     for override, got in (
         ("trainer.device=cpu", "trainer.device=cpu"),
         ("parallelism=ddp", "2 processes"),
