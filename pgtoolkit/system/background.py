@@ -1,4 +1,4 @@
-"""A call in a thread of its own, whose result or error the thread that asks for it gets."""
+"""A call in a background thread, whose result or error is handed to the thread that asks for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 
 def in_background(function: Callable[[], Any]) -> Future:
-    """Begins to call `function`, which takes nothing, at once; the end of the process does not wait for it.
+    """Start calling `function` in a daemon thread, for which the end of the process does not wait.
 
-    `result(seconds)` waits, for so long at most, while signals to the process still act. It raises what the function
-    has raised, or a bare TimeoutError where it is not done by then: it goes on, and is of no consequence.
+    The future's `result(seconds)` waits at most that long, while signals to the process still act. It raises what the
+    function has raised, or TimeoutError if it is not done by then; the function then goes on unheeded.
     """
     future: Future = Future()
 
     def call() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # whatever it is, it belongs to the thread that asks
+        except BaseException as error:  # of any kind: it is raised in the thread that asks
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()

@@ -3,9 +3,9 @@
 The standard input of a child is one end of a socket, its channel; this process holds the other end. When this process
 ends, even by SIGKILL, the kernel closes its end, and whoever watches the channel on the other side sees that:
 
-* a program of ours that is to end in an orderly way, by `follow_parent`;
-* of a program that is not ours, or that runs code of the user's, its guard: a small process between the two that runs
-  nothing else (`stay_under_guard`, `under_guard`), and ends everything that came of the program.
+* a program of ours that should end in an orderly way follows its parent (`follow_parent`);
+* any other program, and one that runs code of the user's, has a guard: a small process between the two that does
+  nothing else (`stay_under_guard`, `under_guard`), and ends the program with all its descendants.
 
 As a script, `python -I child.py SECONDS COMMAND...`, this runs a command under a guard; it imports nothing of
 pgtoolkit.
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _SECONDS_TO_DIE = 10
-"""For processes that were killed to be gone: one that waits for a disk may take longer, and is left to the kernel."""
+"""Seconds to wait for killed processes. One that waits for a disk may take longer, and is left to the kernel."""
 
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""May be sent to all processes of a job, which is not the end of the parent."""
+"""Signals that may be sent to all processes of a job, and so do not mean that the parent has ended."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -48,11 +48,11 @@ parent_has_ended = threading.Event()
 
 
 class Child:
-    """A process that this one starts, in a session of its own, so that Ctrl-C in a terminal is for this one alone.
+    """A child process in its own session, so that Ctrl-C in a terminal reaches its parent alone.
 
-    environment: None for that of this process. log: a file that takes what the process prints; None for the output of
-    this process. is_quiet: only its standard error is taken. printed: an open file that takes both in place of a log.
-    channel: a stream for whatever the two have to say.
+    environment: None for that of this process. log: a file to which the child's output is appended; None for the output
+    of this process. is_quiet: its standard output is dropped. printed: an open file that takes its output in the
+    place of a log. channel: a stream between the two processes.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, negative for the signal that ended the process; None until `poll` or `wait` tells it."""
+        """The exit status, negative for the signal that ended the process; None until `poll` or `wait` has read it."""
         return self._process.returncode
 
     def connection(self) -> Connection:
-        """Return the channel as one for objects in place of bytes, which is closed with it."""
+        """Return a connection over the channel for objects in the place of bytes; both are closed together."""
         from multiprocessing.connection import Connection
 
         connection = Connection(os.dup(self.channel.fileno()))
@@ -100,23 +100,23 @@ class Child:
         return self.wait(0)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait until the process has ended, or for so many seconds; then as `poll`."""
+        """Wait until the process has ended, but at most `seconds`; then return as `poll` does."""
         if self.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
             if self.returncode is not None:
-                # What it has left in its group: the program of a guard that was killed. Now, for the number of a
-                # process that has ended is given to another one after a while.
+                # Kill what is left in its group: the program, if its guard was killed. It must be now, since the kernel
+                # gives the number of an ended process to another one after a while.
                 self._kill_group()
         return self.returncode
 
     def stop(self, number: int) -> None:
-        """Send a signal to the process, which may save and end then. A guard does not heed those of a job."""
+        """Send a signal to the process, which may save and end then. A guard ignores those of `_NOT_FOR_GUARDS`."""
         if self.poll() is None:
             self._process.send_signal(number)
 
     def end(self, seconds: float = 0) -> int | None:
-        """End the process and all that has come of it; see `end_all`. Return its exit status."""
+        """End the process and its descendants, see `end_all`, and return its exit status."""
         end_all([self], seconds)
         return self.returncode
 
@@ -132,8 +132,8 @@ class Child:
 def end_all(children: Iterable[Child], seconds: float = 0) -> None:
     """Close the channels of these processes, as the end of this process would, and wait until they have ended.
 
-    What still runs after `seconds` is killed with its process group. For a guard, which gives its program a time of
-    its own and ends all that has come of it, they should be more than that time.
+    A process that still runs after `seconds` is killed with its group. A guard gives its program time to end; for a
+    guard `seconds` should be longer than that.
     """
     children = list(children)
     for child in children:
@@ -150,9 +150,9 @@ def end_all(children: Iterable[Child], seconds: float = 0) -> None:
 
 
 def _forget_children() -> None:
-    """Leave the children to the process that started them, in one that was forked from that.
+    """In a fork of this process, forget the children, which belong to the process that started them.
 
-    An open channel here would outlive that process, and what waits for a child here would find none.
+    A channel left open here would outlive that process, and waiting for a child here would fail.
     """
     for child in _children:
         child._close()
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=_forget_children)
 
 
 def channel_to_parent() -> socket.socket:
-    """Return this process's end of the channel, which is its standard input, and let it read nothing from there."""
+    """Return this process's end of the channel, its standard input, and put an empty file in the place of that."""
     channel = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -172,7 +172,7 @@ def channel_to_parent() -> socket.socket:
 
 
 def follow_parent(channel: socket.socket) -> None:
-    """Send SIGTERM to this process when its parent has ended, from a thread; nothing else comes over the channel."""
+    """Send SIGTERM to this process, from a thread, when its parent has ended. What the channel brings is dropped."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -185,21 +185,21 @@ def follow_parent(channel: socket.socket) -> None:
 
 
 def under_guard(command: Sequence[str], seconds: float) -> list[str]:
-    """Return the command that runs this command under a guard, as `stay_under_guard` says."""
+    """Return a command that runs this command under a guard; see `stay_under_guard`."""
     return [sys.executable, "-I", __file__, str(seconds), *command]
 
 
 def stay_under_guard(seconds: float = 0) -> socket.socket:
     """Go on in a new process, and stay behind as its guard in this one. Return the channel, for the new process.
 
-    When the parent ends or closes the channel, and when the new process ends, the guard sends SIGTERM to everything
-    that has come of the new process, in whatever session, and SIGKILL after so many seconds. It ends when nothing is
-    left, with the status of the new process, or by the signal that has ended that. Nothing else may run in this
-    process: no thread, and no code of the user's.
+    When the parent ends or closes the channel, and when the new process ends, the guard sends SIGTERM to all
+    descendants of the new process, in any session, and SIGKILL after `seconds`. It ends when none is left, with the
+    status of the new process, or by the signal that ended that. Nothing else may run in this process: no thread, and
+    no code of the user's.
     """
     channel = channel_to_parent()
     guard = os.getpid()
-    # Whose parent ends becomes a child of the guard, so that nothing that has come of the new process is lost.
+    # A descendant whose parent ends becomes a child of the guard, so that none is lost.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_GUARDS)
     process = os.fork()
@@ -213,21 +213,21 @@ def stay_under_guard(seconds: float = 0) -> socket.socket:
 
 
 def _guard(process: int, channel: socket.socket, seconds: float) -> NoReturn:
-    """Wait until nothing is left of a process and of what has come of it; then end as it has ended."""
+    """Wait until a process and its descendants have ended; then end as the process did."""
 
-    def end_all_that_is_left() -> None:
-        # No event is asked for: data, which is for the other process, wakes nobody here, the end of the channel does.
+    def end_descendants() -> None:
+        # Polling for no event waits for the end of the channel; data, which is for the other process, wakes nobody.
         hung_up = select.poll()
         hung_up.register(channel, 0)
         hung_up.poll()
         _end_descendants(seconds)
 
-    threading.Thread(target=end_all_that_is_left, daemon=True).start()
+    threading.Thread(target=end_descendants, daemon=True).start()
     status = 0
     with contextlib.suppress(ChildProcessError):  # no child is left
         while True:
             ended, wait_status = os.wait()
-            if ended == process:  # others have lost their parents
+            if ended == process:  # and not a descendant that has lost its parent
                 status = os.waitstatus_to_exitcode(wait_status)
                 channel.shutdown(socket.SHUT_RDWR)
     _end_as(status)
@@ -246,14 +246,14 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _end_descendants(seconds: float) -> None:
-    """SIGTERM to all processes below this one, and SIGKILL to what runs after so many seconds, until nothing does."""
+    """Send SIGTERM to all descendants of this process, and SIGKILL after `seconds` until none runs."""
     deadline = time.monotonic() + seconds
     if seconds > 0:
         _signal_all(_descendants(), signal.SIGTERM)
         while _descendants() and time.monotonic() < deadline:
             time.sleep(0.05)
     while (running := _descendants()) and time.monotonic() < deadline + _SECONDS_TO_DIE:
-        _signal_all(running, signal.SIGKILL)  # again and again: it may start more meanwhile
+        _signal_all(running, signal.SIGKILL)  # again and again, since they may start more in between
         time.sleep(0.01)
 
 
@@ -264,7 +264,7 @@ def _signal_all(processes: list[int], number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """Return the numbers of all running processes below this one."""
+    """Return the numbers of all running descendants of this process."""
     if sys.platform != "linux":
         import psutil
 
@@ -290,7 +290,7 @@ def _descendants() -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set an option of this process that Linux alone knows."""
+    """Set an option of this process; does nothing but on Linux."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)

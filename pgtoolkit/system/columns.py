@@ -1,4 +1,4 @@
-"""Rows of texts as lines whose columns stand below each other."""
+"""Rows of texts as lines with aligned columns."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from math import inf
 
 
 def aligned(rows: Sequence[Sequence[str]], room: float = inf, shrinking: int = 1) -> list[str]:
-    """Return each row as a line; where they take more than `room`, the longest of the first `shrinking` are cut.
+    """Return each row as a line. Lines longer than `room` are shortened in the first `shrinking` columns.
 
-    They are cut in their middle: paths, and lists of values, often differ at their end.
+    Cells are cut in their middle, since paths and lists of values often differ at their end.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) + 2 * (len(widths) - 1) > room and max(widths[:shrinking], default=0) > 4:
@@ -18,6 +18,8 @@ def aligned(rows: Sequence[Sequence[str]], room: float = inf, shrinking: int = 1
 
 
 def _cut(field: str, width: int) -> str:
-    end = (width - 1) // 2
-    shown = field if len(field) <= width else f"{field[: width - 1 - end]}…{field[len(field) - end :]}"
-    return shown.ljust(width)
+    """Return the cell in exactly this width, with an ellipsis in its middle if it is longer."""
+    if len(field) > width:
+        end = (width - 1) // 2
+        field = f"{field[: width - 1 - end]}…{field[len(field) - end :]}"
+    return field.ljust(width)

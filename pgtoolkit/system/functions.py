@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own, by their dotted path in the configuration."""
+"""The user's functions and classes, imported by their dotted path in the configuration."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pgtoolkit.system.report import nearest, refusal
 _PACKAGE = Path(__file__).parents[1]
 
 MOST_CHARACTERS = 10_000
-"""Of a traceback of the user's code, in what is said of it."""
+"""Characters of a traceback of the user's code in an error."""
 
 REDUCER_KEYWORDS = ("mask", "document_index", "tokens_per_document", "group_index")
-"""What a reducer is called with, after the step's totals."""
+"""Keywords that a reducer is called with, after the step's totals."""
 
 ADVANTAGE_KEYWORDS = ("lengths", "measures")
-"""What advantages of one's own are made of, besides the rewards."""
+"""Keywords that a user's function of advantages may be called with, after the rewards."""
 
 
 def is_dotted_path(name: str) -> bool:
@@ -44,20 +44,22 @@ def import_function(
     keywords: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> Callable:
-    """The function or class at `package.module.name`, seen also from the current directory.
+    """Return the function or class at `package.module.name`, which may lie in the current directory.
 
-    key: the configuration key that holds the path. arguments, keywords: the names of what it is called with; None: the
-    caller looks at its parameters. options: what else the key may name. Raises ConfigError if there is nothing such, or
-    if it could not be called so.
+    key: the configuration key that holds the path. arguments, keywords: names of the arguments that it will be called
+    with; None: the caller checks its parameters. options: other values that the key may have.
+    Raises ConfigError if it cannot be imported, or not be called with these arguments.
     """
     module, _, name = path.rpartition(".")
-    kind, setting = kind_of(key), f"{key}={path}"
+    kind = kind_of(key)
+    setting = f"{key}={path}"
     state = ProcessState()
     try:
         imported = _module(module)
     except Exception as error:  # importing runs the user's code
         reason = "It is looked for in the current directory and where Python finds its packages."
-        got, use = f"{type(error).__name__}: {first_line(error)}", f"{key}=package.module.{kind}"
+        got = f"{type(error).__name__}: {first_line(error)}"
+        use = f"{key}=package.module.{kind}"
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             use = _near_path(path, key, options) or use
         raise ConfigError(refusal(setting, f"a {kind} that can be imported", got, reason, use)) from error
@@ -65,8 +67,11 @@ def import_function(
         state.restore(setting)
     function = getattr(imported, name, None)
     if not callable(function):
-        own = {other: value for other, value in vars(imported).items() if getattr(value, "__module__", None) == module}
-        names = [other for other, value in own.items() if callable(value)]
+        names = [
+            other
+            for other, value in vars(imported).items()
+            if callable(value) and getattr(value, "__module__", None) == module
+        ]
         got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
         reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
         hidden = _spec_here(module.partition(".")[0])
@@ -78,23 +83,21 @@ def import_function(
         return function
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not tell their arguments
+    except ValueError:  # some functions written in C have no signature
         return function
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
-        needs, got = f"a {kind} that can be called as {name}({call})", f"{name}{signature}"
+        needs = f"a {kind} that can be called as {name}({call})"
+        got = f"{name}{signature}"
         use = f"parameters that fit {name}{signature}" if kind == "class" else f"def {name}({call})"
         raise ConfigError(refusal(setting, needs, got, f"Python says of that call: {error}.", use)) from error
     return function
 
 
 def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
-    """Return the setting with a module of the current directory, or an option, that is called almost as the one named.
-
-    None where there is none.
-    """
+    """Return the setting with a similar name: of a module of the current directory, or of an option; None without."""
     top, _, rest = path.partition(".")
     modules = [file.stem for file in Path().glob("*.py")]
     uses = [f"{key}={near}.{rest}" for near in [nearest(top, modules, 0.6)] if near]
@@ -105,11 +108,12 @@ def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
 def _module(name: str) -> ModuleType:
     """Import a module of the user's, which may lie in the current directory.
 
-    That directory stands at the end of Python's path, so that no file in it, such as profile.py, takes the place of a
-    module that a library imports. The named module itself is looked for there first.
+    That directory is put at the end of Python's path, so that no file in it, such as profile.py, hides a module that a
+    library imports. The named module itself is looked for there first.
     """
     importlib.invalidate_caches()
-    folder, top = os.getcwd(), name.partition(".")[0]
+    folder = os.getcwd()
+    top = name.partition(".")[0]
     if folder not in sys.path:
         sys.path.append(folder)
     spec = _spec_here(top)
@@ -126,22 +130,23 @@ def _module(name: str) -> ModuleType:
 
 
 def _spec_here(name: str) -> ModuleSpec | None:
-    """Return how a module of the current directory is imported; None where there is no file of it."""
+    """Return the import specification of a module of the current directory; None if there is no file of it."""
     spec = PathFinder.find_spec(name, [os.getcwd()])
-    return spec if spec is not None and spec.loader is not None and spec.origin is not None else None
+    has_file = spec is not None and spec.loader is not None and spec.origin is not None
+    return spec if has_file else None
 
 
 def kind_of(key: str) -> str:
-    """What the dotted path in this key leads to."""
+    """Return "class" or "function": what the dotted path in this key names."""
     return "class" if key in ("loss", "loss.path", "task.environment") else "function"
 
 
 @contextlib.contextmanager
 def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
-    """Around a call of the user's function `what`: an exception of it becomes one of `kind`, its own traceback below.
+    """Turn an exception of the user's function `what`, called in the block, into one of `kind` with its traceback.
 
-    What it must not change, such as the working directory, is put back (`ProcessState`).
-    on: what it was called with, in words; also said of an error of pgtoolkit's.
+    Changes to the working directory and the like are undone (`ProcessState`). on: what the function was called with,
+    in words; it is added to an error of pgtoolkit's too.
     """
     state = ProcessState()
     try:
@@ -149,10 +154,13 @@ def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
     except PgtoolkitError as error:
         raise type(error)(f"{error}. It was called on {on}.") from error
     except (Exception, SystemExit) as error:
-        own = error.__traceback__
-        while own is not None and own.tb_next and Path(own.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
-            own = own.tb_next
-        lines = "".join(traceback.format_exception(type(error), error, own)).rstrip()
+        frames = error.__traceback__
+        # Leave out pgtoolkit's frames above the user's.
+        while frames is not None and frames.tb_next:
+            if not Path(frames.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+                break
+            frames = frames.tb_next
+        lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         text = shortened(lines, MOST_CHARACTERS)
         raise kind(f"{what} raised {type(error).__name__} on {on}:\n{text}") from error
     finally:

@@ -1,4 +1,4 @@
-"""Imports large libraries without those of their parts that pgtoolkit never calls, which take seconds of each start."""
+"""Imports large libraries without the parts that pgtoolkit never calls, which saves seconds at each start."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without(**missing: tuple[str, ...]) -> Iterator[None]:
-    """Meanwhile each package is missing, unless it is loaded already: {package: names that its importers need}.
+    """Inside the block these packages are missing, unless they are loaded already: {package: names of its classes}.
 
-    Without names it counts as not installed, for importers that can do without it; with names it is a module of empty
-    classes, for importers that only ask whether something is an instance of one. Afterwards it can be imported as ever.
-    Garbage collection waits, and never looks at what was made meanwhile if a module was loaded: of the million objects
-    that imports make, none is garbage.
+    Without names a package counts as not installed, for importers that can do without it. With names it is a module of
+    empty classes, for importers that only ask whether something is an instance of one. After the block it can be
+    imported as usual.
+    Garbage collection is off inside the block, and if a module was loaded it never looks at the objects made until
+    then: imports make a million of them, none of which is garbage.
     """
     stand_ins = {package: _stand_in(package, names) for package, names in missing.items() if package not in sys.modules}
-    collects, loaded = gc.isenabled(), len(sys.modules)
+    is_collecting = gc.isenabled()
+    loaded = len(sys.modules)
     gc.disable()
     sys.modules |= stand_ins
     try:
@@ -30,15 +32,15 @@ def without(**missing: tuple[str, ...]) -> Iterator[None]:
             sys.modules.pop(package, None)
         if len(sys.modules) > loaded:
             gc.freeze()
-        if collects:
+        if is_collecting:
             gc.enable()
 
 
 @atexit.register
 def _leave_garbage() -> None:
-    """The end of the process frees all its memory; to look for garbage in it first would take seconds.
+    """Spare the interpreter's last search for garbage, which takes seconds; the end of the process frees all memory.
 
-    Except where Triton's bindings are nanobind's, as since Triton 3.9: these print what is left at the end as leaks.
+    Not where Triton's bindings are nanobind's, as from Triton 3.9 on: these report objects left at the end as leaks.
     """
     bindings = getattr(sys.modules.get("triton._C.libtriton"), "ir", None)
     if type(getattr(bindings, "builder", None)).__module__ == "nanobind":

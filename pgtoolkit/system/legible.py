@@ -1,4 +1,4 @@
-"""Texts that a model wrote, so that they can be shown: nothing in them acts on a terminal or a page."""
+"""Makes texts that a model or a stranger wrote safe to show: nothing in them acts on a terminal or a page."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import unicodedata
 from html import escape
 
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Categories of characters that are no signs: controls, marks of direction and of other formats, line separators."""
+"""Unicode categories of characters without a glyph: controls, marks of direction and format, line separators."""
 
 _HARMLESS = "\n\t\u200c\u200d"
-"""Of those, line breaks and tabs, and the joiners that Persian, Indic scripts and emoji are written with."""
+"""Characters of these categories that stay: line breaks, tabs, and the joiners of Persian, Indic scripts and emoji."""
 
 
 @functools.cache
@@ -20,17 +20,20 @@ def _shown(character: str) -> str:
 
 
 def legible(text: str) -> str:
-    """The text with <U+001B> and the like in place of characters that would act on what shows it, or hide in it."""
+    """Return the text with <U+001B> and the like in the place of characters that act on a terminal or are hidden."""
     return "".join(map(_shown, text))
 
 
 def escaped(text: str) -> str:
-    """The legible text as it stands in an HTML page."""
+    """Return the legible text, escaped for HTML."""
     return escape(legible(text))
 
 
 def shortened(text: str, most: int) -> str:
-    """Of a text of more than `most` characters the first two thirds of so many and the last, around how many lack."""
+    """Return a text, of a longer one the beginning and the end with the number of characters left out between them.
+
+    most: characters to keep, two thirds of them from the beginning.
+    """
     if len(text) <= most:
         return text
     first = 2 * most // 3
@@ -39,7 +42,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def lines_of(text: str, width: int, most: int) -> list[str]:
-    """A legible text on lines of so many columns; of more than `most` of them the first ones and the last."""
+    """Return a legible text as at most `most` lines of `width` columns; lines are left out before the last third."""
     lines = [line for part in legible(text).expandtabs(4).split("\n") for line in _cut(part, width)]
     if len(lines) <= most:
         return lines
@@ -48,12 +51,15 @@ def lines_of(text: str, width: int, most: int) -> list[str]:
 
 
 def _cut(line: str, width: int) -> list[str]:
-    """At any character: a text that was written by a model is shown as it is. Of wide ones each takes two columns."""
-    parts, start, columns = [], 0, 0
+    """Cut a line at any character, so that nothing of a model's text is changed. A wide character has two columns."""
+    parts = []
+    start = 0
+    columns = 0
     for place, character in enumerate(line):
-        own = 2 if unicodedata.east_asian_width(character) in "WF" else 1
-        if columns + own > width:
+        character_width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        if columns + character_width > width:
             parts.append(line[start:place])
-            start, columns = place, 0
-        columns += own
+            start = place
+            columns = 0
+        columns += character_width
     return [*parts, line[start:]]

@@ -18,34 +18,39 @@ _SETTINGS = (
     *("special_tokens_map.json", "added_tokens.json"),
 )
 _CUT_OFF = "A copy or download that was cut off looks so, or one of another model."
+"""The reason in refusals of damaged files."""
 
 
 def refusal(path: str, needs: str, got: str, reason: str) -> str:
-    """The sentence on a model that cannot be used."""
+    """Return the refusal of a model that cannot be used."""
     return report.refusal(f"model.path={path}", needs, got, reason, "model.path=FOLDER")
 
 
 @contextlib.contextmanager
 def refused(path: str, needs: str, reason: str) -> Iterator[None]:
-    """ConfigError for whatever transformers raises in the block."""
+    """Turn whatever transformers raises in the block into a ConfigError."""
     try:
         yield
-    except Exception as error:  # of damaged files its many parsers each raise their own
-        said = " ".join(str(error).split())
-        if "trust_remote_code" in said:
-            said, reason = "one that names code of its own", "Nothing of a model is run but transformers' own classes."
-        raise ConfigError(refusal(path, needs, said[:300] or type(error).__name__, reason)) from error
+    except Exception as error:  # each of its many parsers raises its own kind for damaged files
+        got = " ".join(str(error).split())
+        if "trust_remote_code" in got:
+            got = "one that names code of its own"
+            reason = "Nothing of a model is run but transformers' own classes."
+        raise ConfigError(refusal(path, needs, got[:300] or type(error).__name__, reason)) from error
 
 
 def load_config(path: str) -> Any:
-    """Its transformers configuration. Raises ConfigError, also for what transformers would pass over in silence."""
+    """Return the model's transformers configuration.
+
+    Raises ConfigError, also for adapters and damaged files that transformers would accept in silence.
+    """
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
-    if os.path.exists(folder / ADAPTER_SETTINGS):  # which transformers would put into whatever model lies beside it
+    if os.path.exists(folder / ADAPTER_SETTINGS):  # transformers would put them into any model beside them
         reason = "Adapters are part of another model; pgtk export merges those of a run into theirs."
         raise ConfigError(refusal(path, "a whole model", f"adapters, {ADAPTER_SETTINGS}", reason))
-    for name in _SETTINGS:  # of some, transformers takes a broken one for a missing one, and goes on with other numbers
+    for name in _SETTINGS:  # transformers takes some broken files for missing ones, and uses other settings
         if os.path.exists(folder / name):
             with refused(path, f"a {name} that is whole", _CUT_OFF):
                 json_object(folder / name)
@@ -54,7 +59,7 @@ def load_config(path: str) -> Any:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Its tokenizer, padding on the left. Raises ConfigError."""
+    """Return the model's tokenizer, which pads on the left. Raises ConfigError."""
     from transformers import AutoTokenizer
 
     with refused(path, "a tokenizer that transformers can load, such as tokenizer.json", _CUT_OFF):
@@ -62,7 +67,10 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_generation_config(path: str) -> Any:
-    """What its generation_config.json says of sampling or, as transformers does, its config.json. Raises OSError."""
+    """Return the model's settings of sampling, of generation_config.json or, as in transformers, of config.json.
+
+    Raises OSError.
+    """
     from transformers import GenerationConfig
 
     place = os.path.expanduser(path)
@@ -76,12 +84,12 @@ def load_generation_config(path: str) -> Any:
 
 
 def how_to_load(path: str) -> dict[str, bool]:
-    """Arguments of every `from_pretrained`: no code of a model is run, and for a folder the hub is not asked."""
+    """Return arguments of every `from_pretrained`: no code of a model is run, nor is the hub asked for a folder."""
     return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}
 
 
 def model_settings(path: str | Path | None) -> dict:
-    """What a folder's config.json says of its language model; empty where `load_config` refuses it."""
+    """Return the settings of the language model in a folder's config.json; {} where `load_config` refuses it."""
     try:
         settings = json_object(Path(os.path.expanduser(path or os.devnull), "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -90,12 +98,14 @@ def model_settings(path: str | Path | None) -> dict:
     return settings | of_text if isinstance(of_text, dict) else settings
 
 
-def end_tokens(generation_config, tokenizer) -> list[int]:
-    """The ids that end a completion: the tokenizer's end-of-sequence token and all of the model's own settings."""
+def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a completion: the tokenizer's end-of-sequence token and those in the settings."""
     further = generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(further if isinstance(further, list) else [further])]
-    if foreign := [token for token in ids if not (token is None or type(token) is int)]:
-        needs, reason = "the numbers of tokens", "They end a completion."
+    wrong = [token for token in ids if not (token is None or type(token) is int)]
+    if wrong:
+        needs = "the numbers of tokens"
+        reason = "They end a completion."
         use = "one number or a list of them in generation_config.json"
-        raise ConfigError(report.refusal("eos_token_id of the model", needs, foreign[0], reason, use))
+        raise ConfigError(report.refusal("eos_token_id of the model", needs, wrong[0], reason, use))
     return list(dict.fromkeys(token for token in ids if token is not None))

@@ -1,7 +1,7 @@
-"""How files of a run are replaced, whole or not at all; and the check of a run directory that somebody else made.
+"""Replaces files of a run completely or not at all, and checks a run directory that somebody else made.
 
-A link in it would lead what is written, or uploaded, to any file of the user's, and a pipe would keep its reader
-waiting for ever. Links above the run directory are the user's own.
+Through a link in such a directory a command could overwrite or upload any file of the user's, and a pipe would keep its
+reader waiting for ever. Links above the run directory are the user's own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from pgtoolkit.errors import StorageError
 
 
 def refuse_links(run_dir: Path) -> None:
-    """StorageError where a run directory holds a link or a special file: asked once, by each command that opens one."""
+    """Raise StorageError where a run directory holds a link or a special file.
+
+    Each command that opens a run directory calls it once.
+    """
     kinds = {stat.S_IFLNK: "link", stat.S_IFIFO: "pipe"}
     for folder, folders, files in os.walk(run_dir):  # which follows no link
         for name in (*folders, *files):
@@ -33,7 +36,7 @@ def refuse_links(run_dir: Path) -> None:
 
 
 def plain_run(text: str) -> Path:
-    """The path that a command was given, once it is known to be no run directory with links in it."""
+    """Return the path that the user typed. Raises StorageError for a run directory with links in it."""
     path = Path(text)
     if os.path.lexists(path / "config.yaml"):
         refuse_links(path)
@@ -42,7 +45,7 @@ def plain_run(text: str) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """What the operating system refuses names the file: of writing, such as to a full disk, it says none by itself."""
+    """Add the file's name to an OSError of the block: that of a failed write, such as to a full disk, has none."""
     try:
         yield
     except OSError as error:
@@ -52,10 +55,10 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path`, all of it and on the disk, at the end of the block.
+    """Yield a new file that takes the place of `path` at the end of the block, complete and on the disk.
 
-    A reader, or a kill at any moment, finds the old content or the new, never a part; a kill leaves at most one file
-    `.NAME.tmp`, which the next one removes. After an exception everything is as before.
+    At any moment, also after a kill, a reader finds the old content or the new, never a part. A kill leaves at most one
+    file `.NAME.tmp`, which the next call removes. After an exception the old content stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -78,9 +81,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def overwrite(path: Path, text: str) -> None:
-    """Write over the beginning of a text file that is there, which takes no further block of a full disk.
+    """Write into an existing text file, which takes no further block of a full disk.
 
-    Not in one piece: only where `write_atomically` has failed. Spaces take the place of what was longer before.
+    It is not atomic, so only for use after `write_atomically` has failed. A longer old text is covered with spaces.
     """
     with path.open("rb+") as file:
         content = text.encode()
@@ -90,7 +93,7 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a whole folder, of which a kill leaves nothing in its place; nothing happens without one."""
+    """Delete a file or folder, if there is one. After a kill no part of a folder is left under its name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -102,7 +105,7 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

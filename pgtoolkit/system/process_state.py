@@ -1,4 +1,4 @@
-"""What code of the user's may change in this process by mistake, put back after each call."""
+"""Puts back what code of the user's may change in this process by mistake, after each call."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ log = logging.getLogger("pgtoolkit")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 _noted: set[tuple[str, str]] = set()
-"""Who changed what, of which a note was printed."""
+"""(who, change) of each note that was printed."""
 
 
 class ProcessState:
-    """The working directory, handlers of signals, and settings of torch and NumPy, as they are when this is made.
+    """The working directory, handlers of signals, and settings of torch and NumPy at the time of its creation.
 
-    Files of a run, its way to stop, and its gradients depend on them. Generators of random numbers are not among
-    them: nothing here draws from the global ones, and code that does should not draw the same numbers each time.
+    A run's files, its way to stop, and its gradients depend on them. The global generators of random numbers are not
+    among them: pgtoolkit does not use them, and a user's code that does should not draw the same numbers each time.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class ProcessState:
         self._numpy = _numpy_errors()
 
     def restore(self, who: str) -> None:
-        """Put back what has changed since, and say once that `who` has changed it."""
+        """Put back what has changed since, and print one note for each change that `who` has made."""
         changed = []
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)

@@ -1,4 +1,4 @@
-"""What looks like a secret is hidden in everything that is written: one function, `redact`, and names of files."""
+"""Hides what looks like a secret in everything that is written (`redact`), and knows names of files that hold some."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FORMS = (
     # `token = tokenizer.pad_token` is code, and a number counts: of a bare word with spaces around it digits tell.
     (r"(token[\"']?(?:\s*[=:]\s*(?=[\"'])|=|:\s*))(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
     (r"(token\s+[=:]\s*)(?=\S*\d)(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
-    # Secrets that tell themselves.
+    # Secrets that are known by their beginning.
     (
         r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abprs]-|AKIA|ASIA|dapi|AIza)(?=[\w-]{0,200}\d)[\w-]{16,200}",
         "***",
@@ -43,7 +43,7 @@ SECRET_FILES = (
     *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
     *("*secret*", "*credential*", "*passw*", "*secret*/**"),
 )
-"""Names of files of which nothing is kept, in any case of letters; with `/**` those of folders."""
+"""Patterns for names of files that are never copied, in upper and lower case; those with `/**` are of folders."""
 
 
 def is_named_as_secrets(name: str) -> bool:

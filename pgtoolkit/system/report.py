@@ -23,9 +23,10 @@ from pgtoolkit.system.terminal import write_line
 
 @dataclass
 class Report:
-    """problems: refusals, one sentence form each. notes: legal but surprising choices.
+    """The result of checking a configuration.
 
-    usual: the default of a key, in what is looked at.
+    problems: refusals, each as `refusal` writes it. notes: choices that are allowed but may surprise.
+    usual: returns the default of a key in this configuration.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -37,7 +38,7 @@ class Report:
         self.problems.append(refusal(setting, needs, got, reason, use))
 
     def refuse_value(self, key: str, value: Any, needs: str, reason: str, better: Any) -> None:
-        """`refuse` a key's own value, where another value of it is the way out."""
+        """Refuse the value of a key, and propose another value of it."""
         self.refuse(f"{key}={text(value)}", needs, value, reason, f"{key}={text(better)}")
 
     def note(self, sentence: str) -> None:
@@ -45,20 +46,20 @@ class Report:
 
 
 def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
-    """The sentence form of every problem."""
+    """Return a problem in the form that all have."""
     return f"{setting} needs {needs} (got {text(got)}). {reason} Use {use}."
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print for the user, on standard output or on that for errors: the one way to the terminal beside the log.
+    """Print for the user, on standard output or standard error: the one way to the terminal beside the log.
 
-    Without what looks like a secret; what a stranger has written, such as a run's name, acts on no terminal.
+    Secrets are hidden, and characters that act on a terminal, as in a stranger's name of a run, are shown as codes.
     """
     write_line(legible(redact(text)), sys.stderr if error else sys.stdout)
 
 
 def print_error(error: PgtoolkitError) -> int:
-    """Say it, of several processes once; returns its exit status."""
+    """Print the error, once for all processes unless they have different ones; return its exit status."""
     rank = joined()
     if rank is None or rank.number == 0:
         start = "pgtk" if isinstance(error, Interrupted) else "pgtk: error"
@@ -69,12 +70,12 @@ def print_error(error: PgtoolkitError) -> int:
 
 
 def key_of(override: str) -> str:
-    """The key that an override sets."""
+    """Return the key that an override sets."""
     return override.lstrip("+~").partition("=")[0]
 
 
 def text(value: Any) -> str:
-    """A value as one types it in an override."""
+    """Return a value as the user types it in an override."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
@@ -85,18 +86,19 @@ def text(value: Any) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """The count with its noun."""
-    several = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}s"
-    return f"{count} {noun if count == 1 else several}"
+    """Return the count with its noun in the singular or plural."""
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun[:-1]}ies" if noun.endswith("ry") else f"{count} {noun}s"
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """So many of them, and how many more there are."""
+    """Return the first `most` names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
-    """The most similar name, if any is; swapped letters and initials (lr) count as most similar."""
+    """Return the most similar name, if any is similar. Swapped letters and initials (lr) count as most similar."""
     word = word.lower()
 
     def similarity(name: str) -> float:
@@ -109,17 +111,17 @@ def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | Non
 
 
 def is_number(value: Any) -> bool:
-    """A finite int or float, not a bool."""
+    """Return whether the value is a finite int or float; a bool is not."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def shell_path(path: str | Path) -> str:
-    """The path quoted for a shell; relative to the current directory where that is shorter."""
+    """Return the shortest path, quoted for a shell."""
     return shlex.quote(shortest_path(path))
 
 
 def shortest_path(path: str | Path) -> str:
-    """Absolute, or relative to the current directory, whichever is shorter."""
+    """Return the path, absolute or relative to the current directory, whichever is shorter."""
     absolute = os.path.abspath(path)
     return min(os.path.relpath(absolute), absolute, key=len)
 

@@ -1,4 +1,4 @@
-"""How text reaches the terminal: whatever its encoding, and also where the stream is closed, full or no longer read."""
+"""Writes text to the terminal in any encoding, also where the stream is closed, full or no longer read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _format_warning = warnings.formatwarning
 def prepare_streams() -> None:
     """Make standard output and error accept any text of ours and of libraries; called first in each process.
 
-    A character that the encoding lacks is shown as "?". A stream that is closed from the start is opened on nothing:
-    otherwise the next file that is opened would get its number, and what is printed.
+    A character that the encoding lacks is shown as "?". A stream that is closed from the start is opened on the null
+    device, since otherwise the next file that is opened would get its number, and with it what is printed.
     """
     _failures.clear()
     _open_closed_streams()
@@ -55,7 +55,7 @@ def _legible_warning(*arguments, **keywords) -> str:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Print a line at once. What cannot be written is dropped, with the rest of the stream: the program goes on."""
+    """Print a line at once. If that fails, it and the rest of the stream are dropped, and the program goes on."""
     try:
         print(line, file=stream, flush=True)
     except OSError as error:
@@ -86,10 +86,10 @@ def _print_lines(read_end: int) -> None:
 
 
 def status_of_output(status: int) -> int:
-    """Return the exit status of a command whose result is what it has printed.
+    """Return the exit status of a command whose result is the text that it has printed.
 
-    status: its own. Where the output was lost, 141 if its reader has gone, as a shell has it of `yes | head`, else
-    that of a StorageError.
+    status: the command's own. If output was lost, it is 141 where the reader has gone, as a shell has it of
+    `yes | head`, and that of a StorageError otherwise.
     """
     flush_streams()
     if not _failures:
@@ -107,7 +107,7 @@ def flush_streams() -> None:
 
 
 def _give_up(stream: TextIO, error: OSError) -> None:
-    """Lead the stream to nowhere from here on. Of standard output it is said once, unless its reader has left."""
+    """Send the rest of the stream to the null device. For standard output print one warning, unless its reader left."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -121,7 +121,7 @@ def _give_up(stream: TextIO, error: OSError) -> None:
 class Terminal(logging.Handler):
     """Log lines on standard output, as long as somebody reads it; a run's run.log has them all.
 
-    A record with `is_renewed` is there already, in the line that renews itself.
+    A record with `is_renewed` is left out: the line that renews itself shows it already.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -130,7 +130,7 @@ class Terminal(logging.Handler):
 
 
 class LegibleFormatter(logging.Formatter):
-    """What a stranger has written, such as a server in its errors, acts neither on a terminal nor in run.log."""
+    """Formats records legibly: a stranger's text, such as a server's error, acts on no terminal, also from run.log."""
 
     def format(self, record: logging.LogRecord) -> str:
         return legible(super().format(record))

@@ -1,4 +1,4 @@
-"""YAML of a file that anybody may have written, read into plain values no larger than the text; values as YAML."""
+"""Reads YAML that anybody may have written into plain values no larger than the text, and writes values as YAML."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from pgtoolkit.errors import first_line
 
 _DEEPEST = 30
-"""Levels of lists and keys. Parsers call themselves for each: libyaml breaks off the process."""
+"""Levels of lists and keys that are read. Parsers recurse for each, and libyaml ends the process when too deep."""
 
 
 def plain_yaml(data: bytes) -> Any:
-    """Return the dictionary or list in a YAML text. Raises ValueError in one line for what is no YAML.
+    """Return the dictionary or list in a YAML text. Raises ValueError, of one line, if there is none.
 
-    Aliases (`*name`) are refused: ten of them in each of ten lines stand for gigabytes. So is a text nested more than
-    `_DEEPEST` levels deep, and one with a key twice. A number with an exponent is one, such as 1e-3.
+    Refuses aliases (`*name`), ten of which in each of ten lines stand for gigabytes, texts nested more than `_DEEPEST`
+    levels deep, and a key that comes twice. Unlike in YAML 1.1, 1e-3 is a number.
     """
     import yaml
 
     if not re.search(rb"[*&!]", data) and not _may_be_deep(data):
-        with contextlib.suppress(Exception):  # what is wrong is said below
+        with contextlib.suppress(Exception):  # a problem is found again below, and explained
             value = yaml.load(data, Loader=_loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
             if isinstance(value, (dict, list)):
                 return value
@@ -32,8 +32,8 @@ def plain_yaml(data: bytes) -> Any:
             _refuse_aliases_and_depth(text)
         value = yaml.load(text, Loader=_loader(yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ValueError(f"no YAML, {where}{error.problem or error.context}") from error
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"no YAML, {line}{error.problem or error.context}") from error
     except (yaml.YAMLError, OSError, AttributeError, TypeError) as error:
         raise ValueError(first_line(error)) from error
     except RecursionError as error:  # tags can hide levels from a quick look
@@ -42,7 +42,7 @@ def plain_yaml(data: bytes) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a dictionary or list; raises ValueError for another value, or one that has others than plain values."""
+    """Return a dictionary or list of plain values. Raises ValueError for any other value."""
     if not isinstance(value, (dict, list)):
         raise ValueError("it has no keys with their values")
     for item in [*value, *value.values()] if isinstance(value, dict) else value:
@@ -92,11 +92,11 @@ def _needs_quotes(text: str) -> bool:
 
 
 def _may_be_deep(data: bytes) -> bool:
-    """Return whether a text could be nested too deep, by a quick look.
+    """Return whether a text could be nested too deep, without parsing it.
 
     Each level of a list or mapping on lines of its own begins further right, behind spaces and the signs of lists and
-    keys alone, but for a list right below its key; each level on one line has a bracket. So there are at most
-    2 * 10 + 10 levels where this is false.
+    keys alone, but for a list right below its key; each level on one line has a bracket. So if this is False, there
+    are at most 2 * 10 + 10 levels.
     """
     return data.count(b"[") + data.count(b"{") > 10 or re.search(rb"[ \t?:-]{10}", data) is not None
 
