@@ -286,6 +286,14 @@ def test_a_run_from_before_a_key_was_added_gets_its_default(run_dir, capsys):
     assert capsys.readouterr().err == f"note: {run_dir}/config.yaml {note}"
 
 
+def test_a_run_from_before_a_group_was_added_gets_its_defaults(run_dir, capsys):
+    saved = read_resolved(run_dir)
+    before = saved.pop("critic")
+    (run_dir / "config.yaml").write_text(to_yaml(saved))
+    assert plain_config(compose([], run_dir=run_dir).config)["critic"] == before
+    assert "whose defaults hold: critic.clip=0.5, critic.learning_rate=0.001," in capsys.readouterr().err
+
+
 def test_resume_needs_a_run_directory(tmp_path, capsys):
     assert "needs a run directory (got none)" in refused(capsys, "resume")
     assert "no such folder" in refused(capsys, "resume", str(tmp_path / "x"))
