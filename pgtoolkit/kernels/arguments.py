@@ -18,7 +18,8 @@ from pgtoolkit.losses.objective import Loss
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
 VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors")
 OF_DOCUMENTS = {"group_index": "tokens_per_group", "trajectory_index": "tokens_per_trajectory"}
-"""What a document may belong to, and what of the totals its numbers are places in."""
+"""Index of what a document may belong to -> the field of the totals that counts it."""
+
 _ONE_AXIS = " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
 
 
@@ -31,11 +32,12 @@ def tokens_of(
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
 ) -> Tokens:
-    """What belongs to `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
+    """Return the tokens of `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
 
-    vectors: the first of VECTORS, (T,) each; None for an optional one that is not given. of_documents: those of
+    vectors: the first of VECTORS, (T,) each; None for an optional one that is missing. of_documents: those of
     OF_DOCUMENTS, (documents,) each, or None.
-    num_documents: None for the largest index + 1, read on the host. ValueError for what does not fit.
+    num_documents: None for the largest index + 1, read on the host.
+    Raises ValueError for a vector that does not fit the rows.
     """
     per_row = f"one entry per row of {name}, {len(rows)}"
     named: dict[str, Tensor] = {}
@@ -57,9 +59,9 @@ def tokens_of(
 
 
 def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None) -> None:
-    """ValueError for a penalty without what it reads of the reference, and for what nothing would read.
+    """Refuse, with ValueError, a penalty without the reference that it reads, and a reference that nothing reads.
 
-    of_rows: what a full KL reads in the place of ref_log_probs, by keyword; ref_bias may be missing.
+    of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may be missing.
     """
     if kl is not None and not isinstance(kl, KL):
         raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
@@ -78,13 +80,13 @@ def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, *
 
 
 def check_rows(name: str, rows: Tensor) -> None:
-    """ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
+    """Raise ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
         raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}")
 
 
 def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
-    """ValueError for a head that does not fit the hidden states, or options that exclude each other."""
+    """Refuse, with ValueError, a head that does not fit the hidden states, and options that exclude each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     _check_shapes(hidden, head)
     if head.reference is not None:
@@ -142,7 +144,7 @@ def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: 
 
 
 def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
-    """ValueError for groups of ranks that cannot mean what was asked; num_documents: as the caller gave it."""
+    """Refuse, with ValueError, groups of ranks that do not fit the call. num_documents: the caller's, or None."""
     if impl == "reference" and (ranks.vocabulary or ranks.sequence or ranks.data):
         raise ValueError("impl='reference' computes whole steps on one rank: no vocabulary, sequence or data group")
     if ranks.vocabulary_start is not None:
@@ -154,9 +156,9 @@ def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
 
 
 def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
-    """Largest index + 1, read on the host; ValueError where a number up to it is missing in a whole step.
+    """Return the largest index + 1, read on the host. Raises ValueError where a number is missing in a whole step.
 
-    Each number counts as a document in the step's denominators, so that 1-based numbers would count one too many.
+    Each number counts as a document in the step's denominators, so that numbers from 1 on would count one too many.
     """
     if document_index.numel() == 0:
         return 0
@@ -214,7 +216,7 @@ def check_totals(totals: StepTotals | None, num_documents: int, of_documents: di
 
 
 def check_counts(counts: DocumentCounts, num_documents: int) -> None:
-    """Refuse, with ValueError, counts that cannot be those of so many documents."""
+    """Refuse, with ValueError, counts that do not fit the number of documents."""
     pairs = [*zip(counts.informative, counts.trained, strict=False)]
     if {len(counts.trained), len(counts.informative)} != {num_documents}:
         raise ValueError(f"counts needs {num_documents} documents, as num_documents (got {len(pairs)})")

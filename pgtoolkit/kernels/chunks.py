@@ -1,4 +1,4 @@
-"""Which rows the fused head multiplies together: chunks of whole documents that fit the memory given to logits."""
+"""Divides the rows of the fused head into chunks of whole documents whose logits fit the memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _TILE, _STEP = 128, 32
 class Chunk:
     """Rows start:stop of `Plan.rows`.
 
-    needs_gradient: False for rows whose coefficient is known to be 0: they take no part in the backward products.
-    documents: those of the rows; None where the family's scope is the token, or no gradient is needed.
+    needs_gradient: False for rows whose coefficient is known to be 0, which take no part in the backward products.
+    documents: of the rows; None where the family's scope is the token, or no gradient is needed.
     """
 
     start: int
@@ -32,23 +32,23 @@ class Chunk:
     documents: DocumentSums | None
 
     def pieces(self, max_rows: int) -> list[slice]:
-        """The chunk in slices that fit, all but the first of them full.
+        """Return the chunk in slices of at most max_rows rows, all but the first of them full.
 
-        More than one only for a document longer than max_rows, or where no gradient is needed.
+        There are several only for a document longer than max_rows, or where no gradient is needed.
         """
         return [slice(max(high - max_rows, self.start), high) for high in range(self.stop, self.start, -max_rows)][::-1]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """rows: (N,) int64, the trained rows in the order in which the chunks take them."""
+    """The chunks. rows: (N,) int64, the trained rows in the order of the chunks."""
 
     rows: Tensor
     chunks: list[Chunk]
 
 
 def default_logits_memory_mb(device: torch.device) -> int:
-    """MiB for the logits of a chunk where nobody says how many: a GPU's memory over 64, and at least 512.
+    """Return the default MiB for the logits of a chunk: a GPU's memory over 64, and at least 512.
 
     Larger chunks add less often to the weight's gradient; an 80 GB card gives the 1200 MiB that docs/performance.md
     found to be enough.
@@ -60,7 +60,7 @@ def default_logits_memory_mb(device: torch.device) -> int:
 
 
 def rows_within(memory_mb: float, vocabulary: int, dtype: torch.dtype) -> int:
-    """Rows of logits that fit memory_mb MiB: a multiple of 32 where there is room for 128, and at least one row."""
+    """Return how many rows of logits fit memory_mb MiB: a multiple of 32 from 128 rows on, and at least one row."""
     rows = int(memory_mb * 2**20) // (vocabulary * dtype.itemsize)
     return max(1, rows if rows < _TILE else rows // _STEP * _STEP)
 
@@ -75,8 +75,8 @@ def make_plan(
     """Order the trained rows into chunks of at most max_rows; only a document longer than that exceeds it.
 
     Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are known and nothing
-    needs to be checked. Where documents are spread over ranks and needed whole, all ranks make the same chunks of the
-    same documents, of the least of their max_rows, from one exchange of lengths.
+    needs to be checked. Where documents are spread over ranks and the family needs them whole, one exchange of lengths
+    lets all ranks make the same chunks of the same documents, for the smallest of their max_rows.
     Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
     """
     documents, mask = objective.documents, objective.mask
@@ -125,7 +125,7 @@ def make_plan(
 def _plan_documents(
     documents: DocumentSums, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int
 ) -> Plan:
-    """lengths, has_gradient: for each document what each rank holds of it; one rank where there is no group."""
+    """Divide the documents into bins. lengths, has_gradient: of each document, a number for each rank of the group."""
     useful = [document for document, numbers in enumerate(has_gradient) if any(numbers)]
     if documents.group is None:
         counts = [length for (length,) in lengths]
@@ -158,10 +158,10 @@ def _plan_documents(
 
 
 def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Items in as few bins as a greedy fill finds, each bin of at most capacity or of one item that is longer.
+    """Divide items among few bins by a greedy fill. A bin has at most `capacity`, or one item that is longer.
 
-    Bins come out nearly equal, longest items placed first, each into the emptiest bin: equal chunks keep the inner
-    dimension of the weight gradient's product, hence its efficiency, as large as it can be.
+    The longest items come first, each into the emptiest bin, so that bins are nearly equal: equal chunks make the inner
+    dimension of the weight gradient's product, and so its efficiency, as large as possible.
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     alone = [[item] for item in order if lengths[item] > capacity]
@@ -181,10 +181,10 @@ def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]]:
-    """Items in few bins, in none of which any rank holds more than capacity, or of one item that is longer.
+    """Divide items among few bins, in which no rank holds more than `capacity` unless the bin has a single item.
 
-    lengths[item][rank]: how much of the item the rank holds. The same on every rank. For one rank
-    `balanced_bins` gives the same, and is quicker.
+    lengths[item][rank]: how much of the item the rank holds. Returns the same on every rank. For one rank
+    `balanced_bins` returns the same, and is quicker.
     """
     order = sorted(range(len(lengths)), key=lambda item: -max(lengths[item]))
     alone = [[item] for item in order if max(lengths[item]) > capacity]
@@ -206,10 +206,10 @@ def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]
 
 
 def _cuts(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
-    """Cut start:stop into the fewest pieces of at most max_rows: full ones, and what is left.
+    """Cut start:stop into the fewest pieces of at most max_rows: full ones, and a last one with the rest.
 
-    Equal ones where those are whole tiles, or where little would be left: each piece costs a pass over the weight's
-    gradient, and with fewer rows than fit (1664 of 1760 on an H200) the products are no better for it.
+    The pieces are equal where those are whole tiles, or where the rest would be small: each piece costs a pass over the
+    weight's gradient, and products of fewer rows than fit (1664 of 1760 on an H200) are no faster.
     """
     total = stop - start
     if total <= 0:

@@ -40,7 +40,7 @@ _ROWS_PER_MOVE = 128
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How the head is computed.
+    """Options of the fused head.
 
     implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
     check_finite: refuse numbers that are not finite. counts: the documents' counts if they are known on the host.
@@ -56,12 +56,12 @@ class HeadOptions:
 
     @property
     def bonus(self) -> bool:
-        """Whether the loss has an entropy bonus, for which the entropy is measured at any level of the metrics."""
+        """True if the loss has an entropy bonus, which needs the entropy at any level of the metrics."""
         return self.loss.entropy_coefficient != 0
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the gradient by the logits is not the score times a number."""
+        """True if the gradient by a row's logits is more than a number times the score."""
         return self.bonus or self.loss.full_kl
 
     @property
@@ -70,10 +70,10 @@ class HeadOptions:
 
 
 class Piece(NamedTuple):
-    """Rows between forward and backward: hidden (N, H), log_probs (N,), and (N, V) the score.
+    """Rows between forward and backward: hidden (N, H), log_probs (N,), and score (N, V).
 
-    Where `keeps_logits`, the logits as they are in the place of the score, with their normalizer (2, N), or (3, N) with
-    the entropy for a bonus, and the reference for a full KL.
+    With `keeps_logits`, `score` holds the logits instead. Their normalizer is (2, N), or (3, N) with the entropy for a
+    bonus; teacher is the reference of a full KL.
     """
 
     hidden: Tensor
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
 def linear_loss(
     hidden: Tensor, head: LMHead, labels: Tensor, objective: Objective, options: HeadOptions
 ) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
-    """(loss, log_probs, metric sums, whether any log-prob is not finite) of hidden (T, H) @ weight (V, H).T.
+    """Return (loss, log_probs, metric sums, whether the data is refused) of hidden (T, H) @ weight (V, H).T.
 
     log_probs: (T,), detached.
     """
@@ -108,9 +108,9 @@ def linear_loss(
 def linear_log_probs(
     hidden: Tensor, head: LMHead, labels: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-prob of each label, entropy if the options ask for it), (T,), 0 where labels < 0.
+    """Return (log-prob of each label, entropy or None), (T,) each, 0 where labels < 0.
 
-    options.counts saves the wait for a GPU.
+    The entropy is computed if the options ask for it. options.counts saves a wait for the GPU.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         run = _FusedPass(hidden, head, labels, options, [False] * 3)
@@ -124,7 +124,7 @@ def linear_log_probs(
 
 
 class AnyOnHost:
-    """Whether any of (T,) bool is True, copied to the host while the GPU goes on; bool() waits for the copy."""
+    """The answer whether any of (T,) bool is True, copied to the host while the GPU works on; bool() waits for it."""
 
     def __init__(self, values: Tensor):
         self._answer, self._arrived = values.any(), None
@@ -181,22 +181,22 @@ class _FusedPass:
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         if not plan.chunks:
             self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask))
-        # Where a whole document may turn out to have no gradient; the weight of a family without one is never 0, every
-        # ratio to log-probs of this pass is 1, and penalties give every token a gradient.
+        # Whether all tokens of a document may turn out to have no gradient. They cannot if the family's weight is never
+        # 0, if old log-probs are those of this pass (every ratio is 1), or if penalties give every token a gradient.
         family, old_log_probs = objective.family, objective.old_log_probs
         clips = family.by_document and family.slope_of == "log_ratio" and old_log_probs is not None
         clips_documents = (clips or objective.off_policy is not None) and not objective.penalties.active
         for chunk in plan.chunks:
             pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
-            # Of a document with more rows than may exist at once, only the last piece's score is there when its
-            # coefficients are known; the logits of the others come again. This rank may hold nothing of a chunk.
+            # If a document has more rows than may exist at once, only the last piece's score is still there when the
+            # coefficients are known; the other logits are computed again. This rank may have no row of a chunk.
             kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
             parts = [self.with_logits(rows).log_probs for rows in pieces]
             for rows in kept:
                 last_piece = self.score(rows)
                 parts.append(last_piece.log_probs)
             if chunk is plan.chunks[-1]:
-                # All log-probs are known: the answer reaches the host while the last products run.
+                # All log-probs are known now, so the answer reaches the host while the last products run.
                 self.any_not_finite = AnyOnHost(objective.refused(self.log_probs))
             if not chunk.needs_gradient:
                 continue
@@ -213,11 +213,11 @@ class _FusedPass:
             for rows, c in zip(pieces, earlier, strict=True):
                 self.products(rows, self.score(rows), c, False)
         if self.hidden_gradient is not None:
-            # Each rank's columns make a part of it.
+            # Each rank has the part of its columns.
             all_reduce_(self.hidden_gradient, options.vocabulary_group)
 
     def make_buffer(self, largest: int) -> None:
-        """Room for the logits of a chunk of `largest` rows, or of as many as may exist at once."""
+        """Allocate the logits of a chunk of `largest` rows, or of as many as may exist at once."""
         rows = min(self.options.max_rows, largest)
         self.numbers = torch.arange(rows, device=self.hidden.device)
         self.own.make_buffer(rows)
@@ -225,7 +225,7 @@ class _FusedPass:
             self.reference.make_buffer(rows)
 
     def with_logits(self, rows: Tensor) -> Piece:
-        """These rows with their logits as they are, what is measured of them filled in."""
+        """Return these rows with their logits, and fill in their log-probs, entropies and full KL."""
         implementation, hidden, teacher = self.options.implementation, self.hidden[rows], None
         logits = self.own.logits(hidden)
         log_probs, normalizer, entropy = implementation.forward(logits, *self._arguments(rows))
@@ -243,7 +243,7 @@ class _FusedPass:
         return Piece(hidden, logits, self._record(rows, log_probs, entropy), normalizer, teacher)
 
     def score(self, rows: Tensor) -> Piece:
-        """These rows, the score in the place of their logits, unless these are needed."""
+        """Return these rows with the score in the place of their logits, unless `keeps_logits`."""
         if self.options.keeps_logits:
             return self.with_logits(rows)
         hidden = self.hidden[rows]
@@ -253,7 +253,7 @@ class _FusedPass:
         return Piece(hidden, score, self._record(rows, log_probs, entropy))
 
     def gradient(self, rows: Tensor, piece: Piece, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """(score, coefficients) whose product is the gradient by the logits of `piece`.
+        """Return (score, coefficients), whose product is the gradient by the logits of `piece`.
 
         coefficients: (n, N), as `torch_passes.backward` takes them. The scale keeps small ones in float16's range.
         """
@@ -264,7 +264,7 @@ class _FusedPass:
         return score, torch.full_like(coefficients[0], temperature / self.scale)
 
     def products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
-        """The two backward products of these rows; overwrites the piece."""
+        """Add the two backward products of these rows to the gradients; overwrites the piece."""
         hidden, score = piece.hidden, piece.score
         if self.options.keeps_logits:
             score, coefficients = self.gradient(rows, piece, coefficients)
@@ -294,12 +294,12 @@ class _FusedPass:
 
 
 def _without_zeros(rows, hidden, score, coefficients):
-    """The same without the rows of coefficient 0: those of clipped documents. Costs one synchronisation on a GPU."""
+    """Return the arguments without rows of coefficient 0, as of clipped documents. One synchronisation on a GPU."""
     active = coefficients != 0
     number = int(active.sum())
     if number > _WORTH_COMPACTING * len(rows):
         return rows, hidden, score, coefficients
-    # Ascending, so that a row only moves up, into the place of a row that is gone or has itself moved.
+    # In ascending order, so that a row only moves up, to the place of a row that is dropped or has moved itself.
     keep = torch.sort(~active, stable=True).indices[:number]
     for low in range(0, number, _ROWS_PER_MOVE):
         moved = keep[low : low + _ROWS_PER_MOVE]

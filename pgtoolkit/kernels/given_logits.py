@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 
 
 def choose_implementation(impl: str, like: Tensor, vocabulary: tuple[ProcessGroup, int] | None = None) -> Passes:
-    """The vocabulary-sized passes for logits like `like`; "auto" goes by device and dtype.
+    """Return the vocabulary-sized passes for logits like `like`; "auto" chooses by device and dtype.
 
     impl: "auto" or one of IMPLEMENTATIONS.
     vocabulary: the group over which the columns are spread, and the first column that is here; the result is then a
@@ -58,10 +58,10 @@ def logits_loss(
     overwrite: bool = False,
     ref_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, MetricSums]:
-    """(loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels < 0, and detached.
+    """Return (loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels < 0, and detached.
 
-    Both in float32 (float64 for float64 logits). implementation: from `choose_implementation`. overwrite: the gradient
-    takes the place of the logits. ref_logits: (T, V), for a full KL.
+    Loss and log-probs are float32 (float64 for float64 logits). implementation: of `choose_implementation`.
+    overwrite: whether the gradient takes the place of the logits. ref_logits: (T, V), for a full KL.
     """
     bonus, temperature, teacher = objective.penalties.bonus, loss.temperature, None
     with_entropy = loss.level == "with_entropy" or bonus
@@ -119,7 +119,7 @@ class _GradientInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, loss, compute, arguments, overwrite, logits):
-        # Not saved by autograd, which would take overwriting the logits for a mistake.
+        # Not by `save_for_backward`, which would refuse logits that were overwritten in between.
         ctx.logits, ctx.compute, ctx.arguments, ctx.overwrite = logits.detach(), compute, arguments, overwrite
         return loss.clone()
 

@@ -25,11 +25,11 @@ from pgtoolkit.losses.reference_terms import correction_names
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of a call, with what is known beside it.
+    """The result of a call: the loss, its log-probs, and its metrics.
 
     loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained; detached.
     metric_sums: the metrics before division, to merge over the pieces of a step. totals: the step's.
-    With ranks that share a sequence or the data, loss and metric_sums are this rank's share: they add up over them.
+    With ranks that share a sequence or the data, loss and metric_sums are this rank's share, and add up over the ranks.
     """
 
     loss: Tensor
@@ -45,7 +45,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class Computation:
-    """How a loss is computed, which does not change what it is; as `pgtoolkit.linear_policy_loss` has them."""
+    """Options of the computation, which do not change the loss; as in `pgtoolkit.linear_policy_loss`."""
 
     impl: str = "auto"
     check_finite: bool = True
@@ -55,7 +55,7 @@ class Computation:
 
     @property
     def fused(self) -> bool:
-        """Whether the head is fused with the loss."""
+        """True if the head is fused with the loss."""
         return self.impl == "fused_linear" or (self.impl == "auto" and self.num_splits == 1)
 
 
@@ -68,7 +68,10 @@ def loss_of_logits(
     method: Computation,
     ref_logits: Tensor | None = None,
 ) -> PolicyLoss:
-    """logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference, for a full KL."""
+    """Return the loss of given logits.
+
+    logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference, for a full KL.
+    """
     by_reference = method.impl == "reference"
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks)
     if by_reference:
@@ -78,7 +81,7 @@ def loss_of_logits(
         if ref_logits is not None:
             assert objective.penalties.divergence is not None
             objective.penalties.divergence.copy_(divergence)
-        # The loops' bounds make numbers of what is none.
+        # The reference's clamps would hide a NaN.
         value = torch.where(objective.not_finite(log_probs).any(), torch.nan, value)
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
@@ -99,7 +102,7 @@ def loss_of_hidden(
     ranks: Ranks,
     method: Computation,
 ) -> PolicyLoss:
-    """hidden: (T, H); the logits of `head` need never exist in full."""
+    """Return the loss of hidden states (T, H) and the LM head, whose logits need never exist in full."""
     if not method.fused and method.num_splits == 1:
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
         with torch.no_grad():
@@ -123,9 +126,9 @@ def log_probs_of_hidden(
     method: Computation,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where labels < 0; of no loss.
+    """Return (log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where labels < 0.
 
-    By the computation that the loss would use.
+    They are computed as for a loss with these options, but without one.
     """
     if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, ranks)
@@ -139,7 +142,7 @@ def log_probs_of_hidden(
 def loss_of_log_probs(
     log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
 ) -> PolicyLoss:
-    """log_probs: (T,) floating, of the policy in training; labels say only what is trained."""
+    """Return the loss of log-probs (T,), floating, of the policy in training; of labels only the sign is read."""
     if loss.kl is not None and loss.full_kl:
         kinds = ", ".join(KINDS)
         raise ValueError(f"kl={loss.kl.kind!r} needs logits, since it is over the whole vocabulary. Use one of {kinds}")
@@ -163,7 +166,7 @@ def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks
         columns *= 1 if head.reference is None else 2  # its logits take as much
         rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
         if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
-            # Shards differ in size, and GPUs may: the same rows on every rank. Else all is the same already.
+            # Agree on the rows where shards, or GPUs, may differ in size. Otherwise all ranks have the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
     return HeadOptions(implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary)
 
@@ -175,7 +178,7 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
 
 
 def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None) -> tuple[Tensor, ...]:
-    """(loss, log_probs, entropy, full KL) by the specification, differentiable with respect to the logits."""
+    """Return (loss, log_probs, entropy, full KL) by the specification, differentiable by the logits."""
     assert tokens.old_log_probs is not None
     specified = reference.policy_loss(
         logits.detach(),

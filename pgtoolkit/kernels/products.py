@@ -13,12 +13,12 @@ _ROWS_PER_BLOCK = 4096
 
 
 def accumulation_dtype(values: Tensor) -> torch.dtype:
-    """What sums over values of this dtype are kept in: float64 for float64, else float32."""
+    """Return the dtype for sums over values of this dtype: float64 for float64, else float32."""
     return torch.float64 if values.dtype == torch.float64 else torch.float32
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out = a @ b, for a (M, K), b (K, N); out may be float32 where a and b are half precision."""
+    """Set out = a @ b, for a (M, K) and b (K, N). out may be float32 where a and b are half precision."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda":

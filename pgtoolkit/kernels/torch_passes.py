@@ -22,7 +22,7 @@ _ELEMENTS_PER_BLOCK = 2**24
 def forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log_probs, normalizer, entropy) of logits (T, V) / temperature at labels (T,); (T,), (2, T) and (T,).
+    """Return (log_probs, normalizer, entropy), (T,), (2, T) and (T,), of logits (T, V) / temperature at labels (T,).
 
     In float32 (float64 for float64 logits), 0 where labels < 0; entropy is log Z - sum p z, or None unless asked for.
     A label that is not below V has log-prob NaN.
@@ -35,10 +35,10 @@ def forward(
 def forward_shard(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
 ) -> Tensor:
-    """What one shard of the vocabulary, the columns from vocabulary_start on, knows of each row: (3 or 4, T).
+    """Return the sums of each row over one shard of the vocabulary, the columns from vocabulary_start on: (3 or 4, T).
 
-    The label's logit, or 0 where the label is elsewhere; the shard's m; its sum of exp(d) with
-    d = (x - m) / temperature; and its sum of d exp(d), if entropy is asked for. All are 0 where labels < 0.
+    They are the label's logit, or 0 where the label is in another shard; the shard's m; its sum of exp(d) with
+    d = (x - m) / temperature; and, with_entropy, its sum of d exp(d). All are 0 where labels < 0.
     """
     parts = logits.new_zeros(4 if with_entropy else 3, len(labels), dtype=accumulation_dtype(logits))
     for rows in _row_blocks(logits):
@@ -59,7 +59,7 @@ def forward_shard(
 
 
 def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log_probs, normalizer, entropy), as `forward` gives them for all columns at once, from every shard's parts."""
+    """Return (log_probs, normalizer, entropy) as `forward` does for all columns, from the sums of every shard."""
     trained = labels >= 0
     chosen, maxima, sums, *dots = torch.stack(shards).unbind(1)
     maximum = maxima.amax(0)
@@ -76,7 +76,7 @@ def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tu
 
 
 class Teacher(NamedTuple):
-    """A reference as a full KL of this kind needs it: logits (T, V), normalizer (2, T), and the KL of each row (T,)."""
+    """The reference of a full KL. logits: (T, V). normalizer: (2, T). divergence: (T,), the full KL of each row."""
 
     kind: str
     logits: Tensor
@@ -85,10 +85,10 @@ class Teacher(NamedTuple):
 
 
 def divergence(logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float) -> Tensor:
-    """(T,) the full KL of each row, or the share of it that the columns here have; 0 where labels < 0.
+    """Return (T,): the full KL of each row, or these columns' share of it; 0 where labels < 0.
 
-    By the kind "full_reverse", sum p (log p - log f), or "full_forward", sum f (log f - log p), with p and f the
-    softmax of logits (T, V) and of the teacher's. The normalizers are those of all columns.
+    Kind "full_reverse" is sum p (log p - log f), "full_forward" sum f (log f - log p), with p and f the softmax of
+    logits (T, V) and of the teacher's. The normalizers are those of all columns.
     """
     result = torch.zeros_like(normalizer[0])
     for rows in _row_blocks(logits):
@@ -111,13 +111,13 @@ def backward(
     out: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> Tensor:
-    """Gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 in rows with c_t = 0.
+    """Return the gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 where c_t = 0.
 
     coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where there is a teacher.
     e_t is the derivative of the loss by each row's entropy H_t, the last row of normalizer, and adds
-    -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is that by each row's full KL, and adds k_t /
-    temperature times p (log p - log f - KL), or p - f. normalizer: of all columns, where logits are a shard of them.
-    out: written and returned if given; may be `logits`.
+    -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is the derivative by each row's full KL, and adds
+    k_t / temperature times p (log p - log f - KL) for a reverse one, or p - f for a forward one.
+    normalizer: of all columns, where logits are a shard of them. out: written and returned; may be `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
     coefficients = torch.atleast_2d(coefficients)
@@ -142,7 +142,7 @@ def backward(
         local = (labels[rows] - vocabulary_start).unsqueeze(-1)
         inside = (local >= 0) & (local < logits.shape[1])
         block.scatter_add_(-1, torch.where(inside, local, 0), torch.where(inside, scale, 0.0))
-        # Selected, not multiplied: an untrained row may hold NaN or infinity.
+        # Select, never multiply by 0: a row that is not trained may hold NaN or infinity.
         active = ((labels[rows] >= 0) & (coefficients[:, rows] != 0).any(0)).unsqueeze(-1)
         gradient[rows] = torch.where(active, block, 0.0).to(gradient.dtype)
     return gradient
@@ -157,7 +157,7 @@ def forward_score_(
     forward=forward,
     backward=backward,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(log_probs, entropy, score): as `forward`, and score = onehot(label) - softmax, (T, V) in `dtype`.
+    """Return (log_probs, entropy, score): as `forward`, and score = onehot(label) - softmax, (T, V) in `dtype`.
 
     All labels must be >= 0. score takes the memory of the logits where the dtypes are the same. forward, backward: the
     passes of an implementation.
@@ -170,12 +170,12 @@ def forward_score_(
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-    """target[rows[i]] = factors[i] * source[i], in the factors' dtype; source may be target where rows are 0, 1, ..."""
+    """Set target[rows[i]] = factors[i] * source[i], in the factors' dtype; source may be target for rows 0, 1, ..."""
     return target.index_copy_(0, rows, (source * factors.unsqueeze(-1)).to(target.dtype))
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """values *= factor (0-dim) in place."""
+    """Multiply values by a factor (0-dim) in place."""
     return values.mul_(factor)
 
 
