@@ -47,7 +47,7 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path,
     script = (
         "import os, signal; from pgtoolkit.training.recorder import Recorder, log; from pgtoolkit.cli import main\n"
     )
-    script += "log.info = lambda line: line.startswith('step 2/') and os.kill(os.getpid(), signal.SIGHUP)\n"
+    script += "log.info = lambda line, **_: line.startswith('step 2/') and os.kill(os.getpid(), signal.SIGHUP)\n"
     script += "import sys; sys.exit(main())"
     words = [*once(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
     command = start + shlex.join([sys.executable, "-c", script, *words])
