@@ -138,9 +138,9 @@ class Case:
         return [on_device(x, dtype) for x in self.tensors[1:]]
 
 
-def on_device(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def on_device(tensor: Tensor, dtype: torch.dtype, device: str = DEVICE) -> Tensor:
     """dtype: of what is floating."""
-    return tensor.to(DEVICE, dtype if tensor.is_floating_point() else tensor.dtype)
+    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,16 @@ class Choice:
         given |= {"entropy_coefficient": self.entropy} if self.entropy else {}
         return given if self.kl is None else given | {"kl": KL(self.kl, coefficient=0.4)}
 
-    def step(self, case: Case, dtype: torch.dtype = torch.float64, fused: bool = False) -> dict:
-        """Keywords of `policy_loss` for the case as a step, on the device; fused: of `linear_policy_loss`."""
+    def step(
+        self,
+        case: Case,
+        dtype: torch.dtype = torch.float64,
+        fused: bool = False,
+        device: str = "cpu",
+    ) -> dict:
+        """Keywords of `policy_loss` for the case as a step; fused: of `linear_policy_loss`. device: of the tensors."""
         vectors = self.vectors(case, fused) | self.of_documents(case) | (self.ref_head(case) if fused else {})
-        on = {name: on_device(x, dtype) for name, x in vectors.items()}
+        on = {name: on_device(x, dtype, device) for name, x in vectors.items()}
         return self.keywords() | on | {"num_documents": case.num_documents}
 
     def specified(self, case: Case, logits: Tensor | None = None, temperature=TEMPERATURE) -> reference.Reference:
@@ -310,7 +316,8 @@ class HeadCase:
     def fused(self, choice: Choice, factor: float = 1.0, **options) -> Result:
         """By `linear_policy_loss`; options: more of its keywords."""
         leaves = hidden, weight, bias = self.leaves()
-        given = {"temperature": TEMPERATURE, "bias": bias} | choice.step(self.case, self.precise, fused=True) | options
+        given = {"temperature": TEMPERATURE, "bias": bias}
+        given |= choice.step(self.case, self.precise, fused=True, device=DEVICE) | options
         return result_of(linear_policy_loss(hidden, weight, *self.tensors, **given), leaves, factor)
 
     def expected(self, factor: float = 1.0, **options) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:

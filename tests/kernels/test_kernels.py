@@ -64,7 +64,8 @@ def test_triton_matches_reference(family, kl, aggregation, level, way, correctio
 def of_logits(case, choice, dtype, impl, overwrite=False):
     """By `policy_loss`, of logits of this dtype, whose memory may take the gradient."""
     precise, leaf = torch.promote_types(dtype, torch.float32), case.logits.to(DEVICE, dtype).requires_grad_()
-    options = choice.step(case, precise) | {"impl": impl, "overwrite_logits": overwrite, "temperature": TEMPERATURE}
+    options = {"impl": impl, "overwrite_logits": overwrite, "temperature": TEMPERATURE}
+    options |= choice.step(case, precise, device=DEVICE)
     return result_of(policy_loss(leaf * 1, *case.on_device(precise), **options), [leaf], 3.0)
 
 

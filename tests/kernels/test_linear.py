@@ -93,7 +93,7 @@ def test_untrained_rows_are_not_multiplied():
         hidden, weight, bias = problem.leaves()
         untrained = problem.tensors[0] < 0
         poisoned = torch.where(untrained[:, None], torch.nan, hidden.detach()).requires_grad_()
-        given = {"bias": bias, "temperature": TEMPERATURE, **choice.step(problem.case)}
+        given = {"bias": bias, "temperature": TEMPERATURE, **choice.step(problem.case, device=DEVICE)}
         out = linear_policy_loss(poisoned, weight, *problem.tensors, **given)
         assert_close(result_of(out, [poisoned, weight, bias]), wanted, 1e-12)
         assert (poisoned.grad[untrained] == 0).all()
