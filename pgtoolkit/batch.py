@@ -49,6 +49,7 @@ class Document:
     left_out: whether it takes no part in any step, since its group teaches nothing.
     retired_prompts: prompts that are asked no more once its batch is scored, or None where none could be.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of these names.
+    logged: what reward functions have logged of it, by name, for whoever looks at completions.
     reference_tokens: (R,) int64, what the reference reads in their place: another prompt, then the same tokens; None
         where it reads these.
 
@@ -81,6 +82,7 @@ class Document:
     kl_reward: float | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
+    logged: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         trained = int(self.loss_mask.sum())

@@ -26,6 +26,9 @@ from pgtoolkit.tracking.progress import WIDTH
 MOST_COMPLETIONS = 2000
 """Completions on the page. With more of them a browser becomes slow."""
 
+MOST_LOGGED = 60
+"""The most characters shown of what a reward function has logged of a completion."""
+
 MOST_CHARACTERS = 8000
 """Characters of each text on the page."""
 
@@ -225,11 +228,16 @@ def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[Completi
 
 
 def facts(row: CompletionRow) -> str:
-    """Return a line about a completion: parts of its reward, advantage, length, how it ended, weights."""
+    """Return a line about a completion: parts of its reward, what was logged, advantage, length, its end, weights."""
     parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
+    parts += [f"{legible(name)} {_cut(legible(text))}" for name, text in row.logged.items()]
     advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     ends = "cut off at the length limit" if row.finish_reason == "length" else "ended by itself"
     return ", ".join([*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_LOGGED else text[:MOST_LOGGED] + " …"
 
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:

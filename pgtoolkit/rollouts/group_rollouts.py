@@ -117,6 +117,7 @@ def scored_groups(
                 measures=score.measures,
                 task_reward=None if rollout.overlong_buffer is None else score.reward,
                 score_failed=score.failed,
+                logged=score.logged,
                 reference_tokens=None if other is None else torch.cat([other, written]),
             )
         )

@@ -75,6 +75,7 @@ def row_of(step: int, document: Document, prompt: Prompt, tokenizer, advantage: 
         finish_reason="length" if document.truncated else "stop",
         version=document.model_version,
         answer=prompt.answer,
+        logged=document.logged,
     )
 
 

@@ -95,6 +95,7 @@ _DOCUMENT = {
     "kl_reward?": _may_be(is_number),
     "values?": _may_be(_are_numbers),
     "returns?": _may_be(_are_numbers),
+    "logged?": {str: str},
 }
 _STATE = {
     "number": lambda value: type(value) is int and value >= -1,

@@ -23,6 +23,9 @@ TRAINING = "training"
 _REWARD_OF = "reward/"
 """What a column of one verifier's scores begins with, as its metric does."""
 
+_LOGGED_OF = "logged/"
+"""What a column that a reward function has logged begins with."""
+
 _NAME = re.compile(r"steps_(?P<first>\d+)-(?P<last>\d+)\.parquet|evaluation_(?P<set>.+)_(?P<step>\d+)\.parquet")
 
 
@@ -37,6 +40,7 @@ class CompletionRow:
         {} where none has a name.
     advantage: None in an evaluation. tokens: of the completion. finish_reason: "stop" or "length".
     version: of the weights that wrote it, in updates. answer: the prompt's reference answer, if it has one.
+    logged: what reward functions have logged of it, by name.
     """
 
     step: int
@@ -50,10 +54,11 @@ class CompletionRow:
     finish_reason: str = "stop"
     version: int = 0
     answer: str | None = None
+    logged: dict[str, str] = field(default_factory=dict)
 
 
-COLUMNS = {column.name: column.type for column in fields(CompletionRow) if column.name != "rewards"}
-"""The columns of a file but for `rewards`: their types as they stand above."""
+COLUMNS = {column.name: column.type for column in fields(CompletionRow) if column.name not in ("rewards", "logged")}
+"""The columns of a file but for `rewards` and `logged`: their types as they stand above."""
 
 _KINDS = {"int": "int64", "str": "string", "float": "double"}
 """The same as Arrow names them."""
@@ -73,7 +78,8 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
 
     path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called `training`. Training
     writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps (`rollouts/kept_completions.py`).
-    The columns are the fields of `CompletionRow`, but for `rewards`: a column reward/NAME for each of them.
+    The columns are the fields of `CompletionRow`, but for `rewards` and `logged`: a column reward/NAME or logged/NAME
+    for each of them.
     """
     write_redacted(path, redacted(rows))
 
@@ -81,7 +87,14 @@ def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
 def redacted(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
     """The rows without what looks like a secret; what is no Unicode becomes a question mark."""
     hidden = functools.cache(lambda text: redact(text).encode(errors="replace").decode())
-    return [replace(row, **{k: hidden(v) for k, v in vars(row).items() if isinstance(v, str)}) for row in rows]
+    return [
+        replace(
+            row,
+            **{name: hidden(value) for name, value in vars(row).items() if isinstance(value, str)},
+            logged={name: hidden(f"{name}={text}").removeprefix(f"{name}=") for name, text in row.logged.items()},
+        )
+        for row in rows
+    ]
 
 
 def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
@@ -93,6 +106,8 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
     columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()}
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
+    for name in dict.fromkeys(name for row in rows for name in row.logged):
+        columns[_LOGGED_OF + name] = pa.array([row.logged.get(name) for row in rows], "string")
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
         pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
@@ -115,10 +130,12 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
             page_checksum_verification=True,
         )
         scores = [name for name in table.column_names if name.startswith(_REWARD_OF)]
+        logged = [name for name in table.column_names if name.startswith(_LOGGED_OF)]
         return [
             CompletionRow(
                 **{name: row[name] for name in columns or COLUMNS},
                 rewards={name.removeprefix(_REWARD_OF): row[name] for name in scores if row[name] is not None},
+                logged={name.removeprefix(_LOGGED_OF): row[name] for name in logged if row[name] is not None},
             )
             for row in table.to_pylist()
         ]

@@ -34,6 +34,9 @@ OF_A_BATCH = ("completions", "prompts", "completion_ids", "trainer_state", "log_
 WAITS = (0.5, 2.0, 8.0)
 """Seconds before each further call of a function whose server could not be reached."""
 
+_LONGEST_LOGGED = 1000
+"""The most characters that are kept of a value that a function logs of a completion."""
+
 _NOT_REACHED = {"ConnectionError", "TimeoutError", "URLError", "gaierror", "HTTPException"}
 _NOT_REACHED |= {"Timeout", "TransportError", "ClientConnectionError", "APIConnectionError"}
 """Exceptions that say so: of Python, requests, httpx, aiohttp, and the clients of OpenAI and Anthropic."""
@@ -106,12 +109,12 @@ class BatchScores:
     """What a function says of a batch.
 
     scores: of each completion; None where the function does not score it.
-    metrics: by name the numbers that it has logged. columns: the names of columns that it has logged.
+    metrics: by name the numbers that it has logged. columns: by name what it has logged of each completion, as text.
     """
 
     scores: Sequence[float | Failure | None]
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    columns: tuple[str, ...] = ()
+    columns: dict[str, list[str]] = field(default_factory=dict)
 
 
 class RewardFunction:
@@ -235,7 +238,13 @@ class RewardFunction:
             got = repr(rewards)[:60] if values is None else f"{len(values)} of them"
             raise DataError(f"{self.setting} must return a list of {count} scores, one for each completion (got {got})")
         scores = [None if is_nothing(value) else self._number(value) for value in values]
-        return BatchScores(scores, logged.metrics, tuple(logged.columns))
+        for column, texts in logged.columns.items():
+            if len(texts) != count:
+                raise DataError(
+                    f"log_extra of {self.setting} needs {count} values of {column}, one for each completion "
+                    f"(got {len(texts)} of them)"
+                )
+        return BatchScores(scores, logged.metrics, logged.columns)
 
     def _number(self, reward: object) -> float:
         number = as_number(reward)
@@ -355,7 +364,7 @@ class _Logged:
     def __init__(self, setting: str):
         self._setting = setting
         self.metrics: dict[str, list[float]] = {}
-        self.columns: dict[str, None] = {}
+        self.columns: dict[str, list[str]] = {}
 
     def metric(self, name: str, value: object) -> None:
         number = as_number(value)
@@ -365,7 +374,7 @@ class _Logged:
         self.metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Sequence[object]) -> None:
-        self.columns[str(column)] = None
+        self.columns[str(column)[:40]] = [str(value)[:_LONGEST_LOGGED] for value in values]
 
 
 def as_number(value: Any) -> float:

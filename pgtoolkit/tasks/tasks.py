@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pgtoolkit.completion import Prompt
@@ -27,8 +26,6 @@ from pgtoolkit.tasks.prompt_rows import read_prompts
 from pgtoolkit.tasks.reward_functions import BatchScores, Signature
 from pgtoolkit.tasks.verifiers import Named, Response, Scoring
 
-log = logging.getLogger("pgtoolkit")
-
 
 @dataclass(frozen=True)
 class Score:
@@ -36,12 +33,14 @@ class Score:
 
     exact_match: whether the completion is right, whatever partial reward there is. measures: further numbers of the
     document by name, see there. failed: whether scoring failed, also where `task.failure_score` took its place.
+    logged: what reward functions have logged of it, by name.
     """
 
     reward: float | None
     exact_match: bool
     measures: dict[str, float] = field(default_factory=dict)
     failed: bool = False
+    logged: dict[str, str] = field(default_factory=dict)
 
 
 class Task:
@@ -251,7 +250,6 @@ class PromptsTask(PromptRows):
         for verifier, signature in zip(self.named, self.signatures, strict=True):
             if signature is not None:
                 self._check_columns(verifier, signature)
-        self._unkept: set[str] = set()
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         return self.scores([Response(prompt, completion, finished)])[0]
@@ -264,7 +262,10 @@ class PromptsTask(PromptRows):
                 of_response[:] = [Failure(NOTHING, "returned None")] * len(of_response)
         self._note_failures(responses, outcomes)
         metrics = self._metrics(said)
-        return [self._score(of_response, metrics) for of_response in outcomes]
+        return [
+            replace(self._score(of_response, metrics), logged=self._logged(said, place))
+            for place, of_response in enumerate(outcomes)
+        ]
 
     def outcomes(self, number: int, responses: Sequence[Response]) -> Sequence[float | Failure | None]:
         """Return what the verifier of this number in `named` says of each; None where it does not score it."""
@@ -285,18 +286,20 @@ class PromptsTask(PromptRows):
                 raise DataError(refusal(str(verifier), needs, got, reason, use))
 
     def _metrics(self, said: Sequence[BatchScores]) -> dict[str, float]:
-        """Return what functions have logged of these completions, by metric; tell of columns, which nobody keeps."""
+        """Return what functions have logged of these completions as a whole, by metric."""
         metrics = {}
-        for name, verifier, of_one in zip(self._weights, self.named, said, strict=True):
+        for name, scores in zip(self._weights, said, strict=True):
             prefix = f"verifier/{name}/" if name else "verifier/"
-            metrics |= {prefix + metric: sum(values) / len(values) for metric, values in of_one.metrics.items()}
-            if of_one.columns and str(verifier) not in self._unkept:
-                self._unkept.add(str(verifier))
-                log.warning(
-                    f"note: {verifier} logs the columns {', '.join(of_one.columns)} by log_extra, which are not kept: "
-                    "completions are, with their rewards (pgtk samples). Said once."
-                )
+            metrics |= {prefix + metric: sum(values) / len(values) for metric, values in scores.metrics.items()}
         return metrics
+
+    def _logged(self, said: Sequence[BatchScores], place: int) -> dict[str, str]:
+        """Return what functions have logged of the completion at this place; a verifier's name tells equal columns."""
+        logged = {}
+        for name, scores in zip(self._weights, said, strict=True):
+            for column, texts in scores.columns.items():
+                logged[f"{name}/{column}" if name else column] = texts[place]
+        return logged
 
     def _note_failures(self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]) -> None:
         """Tell of each completion's first failure. outcomes: of each completion what its verifiers say."""

@@ -1,5 +1,6 @@
 """The Parquet files of completions: what is written is read back, whole or not at all."""
 
+import dataclasses
 import math
 
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ from pgtoolkit.runs.completion_files import CompletionFile, CompletionRow, compl
 from pgtoolkit.runs.completion_files import write_completions as write
 
 ROW = CompletionRow(3, "a.jsonl:12", "6 * 7 =", "42", 1.1, {"answer": 1.0, "boxed": 0.5}, -0.25, 2, "length", 7, "42")
+ROW = dataclasses.replace(ROW, logged={"judge/reason": "short"})
 EVALUATED = CompletionRow(0, "prompt 0", "é=\x1b[31m", "\x00<b>\n\u202e", 0.0)
 
 
@@ -18,6 +20,7 @@ def test_rows_are_read_as_they_were_written(tmp_path):
     write(path, [ROW, EVALUATED])
     assert read_completions(path) == [ROW, EVALUATED]
     assert pq.read_table(path)["reward/boxed"].to_pylist() == [0.5, None]
+    assert pq.read_table(path)["logged/judge/reason"].to_pylist() == ["short", None]
     write(path, [])
     assert read_completions(path) == []
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -36,8 +39,10 @@ def test_a_files_name_tells_its_set_and_steps(tmp_path):
 
 def test_what_looks_like_a_secret_is_hidden_and_what_is_no_text_replaced(tmp_path):
     path = tmp_path / "completions" / "evaluation_a_1.parquet"
-    write(path, [CompletionRow(1, "\udcff.jsonl:1", "password=hunter2", "hf_abcdefghijklmnopqrstuv1", math.inf)])
+    row = CompletionRow(1, "\udcff.jsonl:1", "password=hunter2", "hf_abcdefghijklmnopqrstuv1", math.inf)
+    write(path, [dataclasses.replace(row, logged={"api_key": "hunter2", "length": "3"})])
     (found,) = read_completions(path)
+    assert found.logged == {"api_key": "***", "length": "3"}
     assert (found.name, found.prompt, found.completion) == ("?.jsonl:1", "password=***", "***")
     assert found.reward == math.inf
 

@@ -49,6 +49,16 @@ def longest_of_the_batch(completions, level, missing=None, **others):
     return [len(completion) == longest for completion in completions]
 
 
+def logs_its_text(completions, log_extra, **others):
+    log_extra("text", completions)
+    return [0.0] * len(completions)
+
+
+def logs_too_few(completions, log_extra, **others):
+    log_extra("length", [len(completions[0])])
+    return [0.0] * len(completions)
+
+
 def progress(prompts, completions, trainer_state, answer):
     return [trainer_state.global_step / trainer_state.max_steps + gold for gold in answer]
 

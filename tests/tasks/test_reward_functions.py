@@ -103,14 +103,17 @@ def test_a_list_has_a_score_for_each_completion(task_of):
         scores_of(task_of(MINE + "too_few"), ["", ""])
 
 
-def test_what_is_logged(task_of, caplog):
-    task = task_of("exact_match", MINE + "longest_of_the_batch")
-    with caplog.at_level(logging.WARNING, "pgtoolkit"):
-        found = scores_of(task, ["1", "x"]) + scores_of(task, ["1", "xx"])
-    assert [score.measures["verifier/v1/mean_level"] for score in found] == [3.5] * 4
-    notes = [record.message for record in caplog.records]
-    assert len(notes) == 1
-    assert "rewards_for_tests.longest_of_the_batch logs the columns level by log_extra, which are not kept" in notes[0]
+def test_what_is_logged(task_of):
+    found = scores_of(task_of("exact_match", MINE + "longest_of_the_batch"), ["1", "x"])
+    assert [score.measures["verifier/v1/mean_level"] for score in found] == [3.5] * 2
+    assert [score.logged for score in found] == [{"v1/level": "3"}, {"v1/level": "4"}]
+    alone = scores_of(task_of(MINE + "longest_of_the_batch"), ["1", "x"])
+    assert [score.logged for score in alone] == [{"level": "3"}, {"level": "4"}]
+
+
+def test_a_logged_column_has_a_value_for_each_completion(task_of):
+    with pytest.raises(DataError, match=r"log_extra of .* needs 2 values of length, one for each .*\(got 1 of them\)"):
+        scores_of(task_of(MINE + "logs_too_few"), ["", ""])
 
 
 def test_none_is_not_scored_and_the_others_count(task_of):

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 from builders.parallel_runs import run_on_ranks
-from builders.runs import SHORT, assert_equal, checkpoint_of, copy_as_of, metrics_of, run
+from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run
 
 from pgtoolkit.batch import Document
+from pgtoolkit.comparison.samples import facts
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.names import digest, plain_config
 from pgtoolkit.errors import PgtoolkitError
@@ -15,6 +16,7 @@ from pgtoolkit.rollouts import kept_completions
 from pgtoolkit.rollouts.kept_completions import chosen
 from pgtoolkit.runs.completion_files import completion_files, read_completions
 from pgtoolkit.training import recorder
+from pgtoolkit.training.train import train
 
 
 def rows_of(folder):
@@ -106,6 +108,23 @@ def test_ranks_keep_the_completions_of_all_in_one_file(tmp_path):
     folder = run_on_ranks(tmp_path / "run", settings, data_parallel=2)
     assert [(row.step, row.name) for row in rows_of(folder)] == [(1 + i // 8, f"prompt {i // 4}") for i in range(16)]
     assert len(list((folder / "completions").iterdir())) == 1
+
+
+def test_what_a_reward_function_logs_of_a_completion_is_kept_with_it(tmp_path):
+    """Also of completions that wait in a checkpoint for their step."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(8)))
+    settings = [setting for setting in SHORT if not setting.startswith("task.")]
+    settings += ["task=prompts", f"task.path={questions}", "task.verifier=tasks.rewards_for_tests.logs_its_text"]
+    for steps in (1, 2):
+        config = config_of(*settings, f"trainer.max_steps={steps}", "rollout.keep_completions=99")
+        train(config, tmp_path / "run", resume=steps == 2)
+    rows = rows_of(tmp_path / "run")
+    assert [row.step for row in rows] == [1] * 8 + [2] * 8
+    assert [row.logged for row in rows] == [{"text": row.completion.partition("<end>")[0]} for row in rows]
+    texts = {row.logged["text"] for row in rows}
+    assert len(texts) > 4
+    assert facts(rows[0]).startswith(f"text {rows[0].logged['text']}, advantage ")
 
 
 def documents(*groups):
