@@ -1,4 +1,4 @@
-"""What files may have run and where credentials go: what has to be typed, and what is said before it happens."""
+"""Rules on programs, folders and credentials that a run's own file names, and the lines on code before a start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pgtoolkit.system.report import refusal, say, text
 
 
 def commands_not_typed(config: Config, typed: list[tuple[str, Any]]) -> list[str]:
-    """Return a problem for each program that a run's file has started and nobody who types.
+    """Return a problem for each program that a run's file names and the user has not typed.
 
     typed: keys with their values.
     """
@@ -44,7 +44,7 @@ def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[st
 
 
 def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
-    """By key: the folders that a run of this configuration writes to, other than its own directory."""
+    """Return, by key, the folders that a run of this configuration writes to, other than its own directory."""
     written, top = {key.name: plain_value(config, key.name) for key in keys_of(config) if key.writes}, run_dir.resolve()
     return {name: value for name, value in written.items() if value and not Path(value).resolve().is_relative_to(top)}
 
@@ -71,7 +71,7 @@ def named_functions(config: object) -> dict[str, str]:
 
 
 def before_start(config: Config) -> list[str]:
-    """Return what is said before anything is computed: the code that is imported, and who gets which credentials."""
+    """Return the lines to print before a start: the code that is imported, and who gets which credentials."""
     return [*imports(config), *credentials(config)]
 
 

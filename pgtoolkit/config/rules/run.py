@@ -1,4 +1,4 @@
-"""The rules on what a run runs on: rollouts, model, kernels, optimizer, tracking, who samples, a sweep's launcher."""
+"""The rules on rollouts, model, kernels, optimizer, tracking, samplers, and a sweep's launcher."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _LONGEST_LAG = 1000
 
 
 def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:
-    """Room for the longest worked answer; key: of the longest completion."""
+    """Check that the longest reference answer fits a completion. key: of the longest completion."""
     if length < (needed := task.longest[1]):
         setting, needs = f"task.{task.size}={getattr(task, task.size)}", f"{key} >= {needed}"
         reason = "So many tokens has the longest worked answer with its end; what is cut off is never right."
@@ -124,7 +124,7 @@ def unknown_parts(model: ModelConfig, kind: str | None) -> str | None:
 
 
 def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
-    """The tiny model's positions for a document of so many tokens."""
+    """Check that the tiny model has positions for a document of this many tokens."""
     if c.model.name == "tiny" and tokens > c.model.max_positions:
         needs, reason = f"{of}, {tokens} tokens", "The model has a position for every token of a document."
         report.refuse_value("model.max_positions", c.model.max_positions, needs, reason, tokens)
@@ -136,7 +136,7 @@ def kernel(c: Config, report: Report) -> None:
 
 
 def no_triton(got: str) -> str:
-    """Return the refusal of kernel=triton; got: what there is in the place of a GPU."""
+    """Return the refusal of kernel=triton. got: the device that there is in the place of a GPU."""
     reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
     return refusal("kernel=triton", "a GPU", got, reason, "kernel=torch")
 
@@ -210,14 +210,14 @@ def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
-    """Refuse what is no dotted path of a function or class; whether it can be imported is tried before the start."""
+    """Refuse a text that is not a dotted path of a function or class; importing it is tried before the start."""
     if not is_dotted_path(path):
         needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
         report.refuse(f"{key}={path}", needs, path, reason, use)
 
 
 def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
-    """Refuse launchers and sweepers that are not ours or not installed, and a local launcher's odd numbers of jobs."""
+    """Refuse launchers and sweepers that are not ours or not installed, and numbers of jobs that cannot be."""
     if launcher.kind is None:
         needs = "one of local, slurm and ray_cluster"
         reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
@@ -254,7 +254,7 @@ _SET = (
     *("--dtype", "--generation-config", "--gpu-memory-utilization", "--host", "--logprobs-mode", "--max-model-len"),
     *("--max-num-seqs", "--port", "--seed", "--tensor-parallel-size"),
 )
-"""Options of vLLM that pgtk gives it."""
+"""Options of vLLM that pgtk sets itself."""
 
 
 def sampler(c: Config, report: Report) -> None:
@@ -307,7 +307,7 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
 
 
 def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
-    """The processes that sample from copies of the weights, which the ranks share out among them."""
+    """Check the processes that sample from copies of the weights, which are divided among the ranks."""
     count = len(copies_of(c))
     setting = f"sampler.processes={sampler.processes}"
     use = f"sampler.processes={world}"
@@ -335,13 +335,13 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
 
 
 def _first_free(c: Config, world: int, count: int) -> list[int]:
-    """So many GPUs, the first that training leaves."""
+    """Return this many GPUs, the first ones that training leaves free."""
     first = 0 if c.trainer.device == "cpu" else world
     return list(range(first, first + count))
 
 
 def _are_free(c: Config, gpus: list[int], world: int, reason: str, use: str, report: Report) -> bool:
-    """Whether these are numbers of GPUs that training leaves; refuses others."""
+    """Return whether these are numbers of GPUs that training leaves free; refuse others."""
     setting = f"sampler.gpus={text(gpus)}"
     first = _first_free(c, world, 1)[0]
     if not gpus or len({*gpus}) < len(gpus) or not all(is_whole(gpu) and gpu >= 0 for gpu in gpus):

@@ -232,7 +232,7 @@ def penalties(c: Config, report: Report) -> Config:
 
 
 def _kl_in_reward(c: Config, report: Report) -> None:
-    """Refuse kinds that a sample has none of, and advantages that read no reward or none below 0."""
+    """Refuse a penalty in the reward of a kind that samples do not have, or with advantages that would lose it."""
     estimator = c.advantage.estimator
     if c.kl.kind not in REWARD_KINDS:
         report.refuse(
@@ -261,18 +261,18 @@ def _kl_in_reward(c: Config, report: Report) -> None:
 
 
 def needs_teacher(c: Config) -> bool:
-    """Whether nothing but the distance from the reference trains, and both read the same prompt."""
+    """Return whether only the distance from the reference trains, and both models read the same prompt."""
     return c.advantage.estimator == "none" and c.kl.reference_prompt is None and c.entropy.coefficient == 0
 
 
 def other_vocabulary(c: Config, needs: str, got: Any) -> str:
-    """What is said of a reference whose tokens are not the policy's."""
+    """Return the refusal of a reference whose tokens are not the policy's."""
     use = "a model of the same family" + ("" if needs_teacher(c) else ", or kl.reference=initial")
     return refusal(f"kl.reference={c.kl.reference}", needs, got, "Its log-probs would be those of other tokens.", use)
 
 
 def _takes_reference_prompt(template: str, report: Report) -> bool:
-    """Refuse a template that has other fields than {prompt} and {answer}, none of them, or parts and widths of them."""
+    """Refuse a template without {prompt} and {answer}, or with other fields, attributes or widths."""
     key = "kl.reference_prompt"
     try:
         fields = {field[1:] for field in string.Formatter().parse(template) if field[1] is not None}
@@ -286,12 +286,12 @@ def _takes_reference_prompt(template: str, report: Report) -> bool:
 
 
 def _is_late(rollout: RolloutConfig) -> bool:
-    """Whether completions are sampled before the updates in between are made."""
+    """Return whether completions are sampled before earlier updates are made."""
     return bool(isinstance(rollout, PolicyRolloutConfig) and (rollout.lag or rollout.max_staleness))
 
 
 def anchor(c: Config, report: Report) -> None:
-    """Says at which weights ratios are anchored, where these are not those that sampled anyway."""
+    """Note at which weights ratios are anchored, if these are not the weights that sampled."""
     rollout, family, correction = c.rollout, family_of_config(c), c.correction.name
     if rollout.name != "policy" or (family is not None and not family.reads_old_log_probs):
         return
@@ -364,7 +364,7 @@ def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report
 
 
 def parallelism(c: Config, report: Report) -> None:
-    """The sizes against each other, the processes that a launcher has started, and the model."""
+    """Check the sizes of parallelism against each other, the processes of a launcher, and the model."""
     p, rank, product = c.parallelism, joined(), world_size(c.parallelism)
     sizes = {name: getattr(p, name) for name in AXES}
     report.problems += misfits(sizes, p.shard, shape(c.model), vocabulary_size(c.model, c.task))

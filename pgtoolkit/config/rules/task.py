@@ -35,7 +35,7 @@ def task(c: Config, report: Report) -> None:
 
 
 def prompts(task: tasks.TaskConfig, report: Report) -> None:
-    """What the task of training, or of a set of held-out prompts, needs."""
+    """Check the task of training, or of a set of held-out prompts."""
     if isinstance(task, tasks.ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif isinstance(task, tasks.GeneratedTaskConfig):
@@ -58,7 +58,7 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
 
 
 def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report) -> None:
-    """Refuse a path where there is nothing, and keys of a data set on the hub for one that is none."""
+    """Refuse a path where there is nothing, and keys for a data set on the hub where the path is a file."""
     if task.path is not None and tasks.is_data_set_name(task.path):
         installed(report, f"task.path={task.path}", "datasets", "datasets")
         return
@@ -92,7 +92,7 @@ def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
 
 
 def _is_entry(name: str, entry: Any, report: Report) -> bool:
-    """Whether an entry of task.verifiers has the form of one."""
+    """Return whether an entry of task.verifiers has the right form."""
     key, named = f"task.verifiers.{name}", re.fullmatch(r"[A-Za-z]\w{0,39}", name)
     if not named:
         needs = "a name of up to 40 letters, digits and '_', a letter first"
@@ -110,7 +110,7 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
 
 
 def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
-    """There is such a verifier, and the pattern fits it. prefix: of its keys."""
+    """Refuse an unknown verifier, and a pattern that does not fit it. prefix: of its keys."""
     if name not in tasks.VERIFIERS:
         alternatives = f"one of {', '.join(tasks.VERIFIERS)}, or "
         importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
@@ -147,7 +147,7 @@ def evaluation(c: Config, report: Report) -> Config:
 
 
 def evaluated(c: Config, report: Report) -> Config:
-    """Refuse sets that are none, and ways to sample them: the rules that hold without training, too.
+    """Refuse invalid sets, and ways to sample them: the rules that also hold without training.
 
     Returns the configuration for the rules that follow, without sets that are refused.
     """
@@ -176,7 +176,7 @@ def _sets(c: Config, report: Report) -> Config:
 
 
 def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
-    """Each key of a set is one of its task's, or of OF_A_SET, and its value as that key declares."""
+    """Refuse a key of a set that is neither its task's nor in OF_A_SET, and a value that the key does not allow."""
     kind = given.get("task", c.task.name)
     if kind not in KINDS:
         report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
@@ -206,7 +206,7 @@ def _sampling(c: Config, report: Report) -> None:
 
 
 def _task(c: Config, held_out: HeldOut, report: Report) -> None:
-    """The rules on a task, of the task of a set."""
+    """Apply the rules on a task to the task of a set."""
     task, length = held_out.task, sampling(c)["max_completion_length"]
     of_set = Report(usual=lambda name: option_values("task", task.name)[name.removeprefix("task.")])
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
