@@ -87,7 +87,7 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
         if len(names) > 1 and group in default_options()
     }
     single = {"parallelism": "data_parallel", "optimizer": "warmup_steps", "trainer": "max_steps"}
-    single |= {"entropy": "coefficient", "evaluation": "every"}
+    single |= {"entropy": "coefficient", "evaluation": "every", "critic": "clip"}
     assert {*other, *single, "seed"} == set(Config.__dataclass_fields__)
     body = {"defaults": [{f"override /{group}": option} for group, option in other.items()], "seed": 17}
     body |= {group: {key: 17} for group, key in single.items()}
