@@ -94,11 +94,11 @@ class _Copy(FromMemory):
 
 def serve(channel: Connection) -> None:
     """Answer until the channel is closed."""
-    # As in the process that trains: it warns of padding, which a mask keeps out of sight.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     start: Start = pickle.loads(channel.recv_bytes())
     prepare_torch(start.num_threads)
     policy = _Copy(start)
+    # As in the process that trains, once transformers has set its own level: it warns of padding, which a mask hides.
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     while True:
         try:
             message: Load | Complete = pickle.loads(channel.recv_bytes())
