@@ -78,7 +78,7 @@ def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Re
     """Check that the longest reference answer fits a completion. key: of the longest completion."""
     if length < (needed := task.longest[1]):
         setting, needs = f"task.{task.size}={getattr(task, task.size)}", f"{key} >= {needed}"
-        reason = "So many tokens has the longest worked answer with its end; what is cut off is never right."
+        reason = "The longest reference answer has that many tokens with its end; cut off, it would score 0."
         report.refuse(setting, needs, length, reason, f"{key}={needed}")
 
 
