@@ -189,7 +189,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         num_groups = len(token_counts) * self.accelerator.num_processes // self._completions_per_prompt()
         tokens_of_groups = token_counts.new_zeros(num_groups).index_add_(0, group_index, token_counts)
         sums = self.accelerator.reduce(torch.cat([sums, tokens_of_groups]), reduction="sum")
-        return StepTotals(*sums[:3], num_groups, sums[3:])
+        num_documents, num_tokens, num_empty = sums[:3]
+        return StepTotals(num_documents, num_tokens, num_empty, num_groups, sums[3:])
 
     def loss_arguments(self, inputs: dict, mask: Tensor, log_probs: Tensor) -> tuple[tuple[Tensor, ...], dict]:
         """Return a micro-batch's (old log-probs, advantages, documents), (T,) each, and keywords of `log_prob_loss`.
