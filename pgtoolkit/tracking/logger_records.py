@@ -25,7 +25,7 @@ from pgtoolkit.tracking.description import (
 )
 
 if TYPE_CHECKING:
-    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 TENSORBOARD_FOLDER = "tensorboard"
 """Where in a run directory TensorBoard's files lie."""
@@ -201,6 +201,7 @@ class TensorBoardRecord(LoggerRecord):
     """TensorBoard's files in the run directory."""
 
     title = "TensorBoard"
+    _logger: TensorBoardLogger
 
     def _open(self, description: Description) -> int:
         from lightning.pytorch.loggers import TensorBoardLogger
@@ -212,7 +213,7 @@ class TensorBoardRecord(LoggerRecord):
         )
         self._settings = description.settings
         self.where = f"tensorboard --logdir {shell_path(folder)}"
-        self._flush()
+        self._flush()  # here an error is still said before training
         return 0
 
     def _points(self, row: dict) -> list[Point]:
