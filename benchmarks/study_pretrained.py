@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +70,26 @@ def write_problems(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
+def best_rate(sweep: Path) -> str:
+    """Return the rate of a sweep whose runs have the highest mean of final held-out pass@1, the lower of two that tie.
+
+    Final is the mean of the last two evaluations. RuntimeError where not every rate has two runs with all seven.
+    """
+    finals: dict[float, list[float]] = {}
+    for run in sorted(sweep.iterdir()):
+        if not (run / "evaluations.jsonl").exists():
+            continue
+        rate = float(re.search(r"(?m)^  learning_rate: (\S+)$", (run / "config.yaml").read_text())[1])
+        solved = [json.loads(line)["pass@1"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
+        if len(solved) == 7:
+            finals.setdefault(rate, []).append(statistics.fmean(solved[-2:]))
+    counts = {rate: len(values) for rate, values in finals.items()}
+    if len(counts) != 3 or set(counts.values()) != {2}:
+        raise RuntimeError(f"{sweep}: two complete runs of three rates are needed (got {counts})")
+    means = {rate: round(statistics.fmean(values), 9) for rate, values in finals.items()}
+    return str(min(means, key=lambda rate: (-means[rate], rate)))
+
+
 def _sum_of_digits(digits: int) -> Kind:
     """Return the kind of sums of two numbers of so many digits."""
     low = 10 ** (digits - 1)
@@ -99,5 +121,7 @@ if __name__ == "__main__":
     command, *folders = sys.argv[1:]
     if command == "model":
         convert(Path(folders[0]), Path(folders[1]))
+    elif command == "best_rate":
+        print(best_rate(Path(folders[0])))
     else:
         write_problems(Path(folders[0]))

@@ -6,16 +6,23 @@
 #   benchmarks/study_pretrained.sh model FOLDER     there, with both parts in FOLDER: model and problems
 #   benchmarks/study_pretrained.sh rates FOLDER SECONDS SEED,...   the tuning runs of these seeds
 #   benchmarks/study_pretrained.sh loss FOLDER SECONDS SEED,...    the test runs of these seeds, four of them in 540 s
+#   benchmarks/study_pretrained.sh aggregation FOLDER SECONDS SEED,...   the tuning runs of the aggregations, and the test
+#                                                  runs of these seeds at the best rate of each, four of them in 540 s
 #
-# The last three run from the root of the repository. Runs begin with those that benchmarks/data/pretrained has packed, make
+# The last four run from the root of the repository. Runs begin with those that benchmarks/data/pretrained has packed, make
 # the ones that are missing, eight at a time, and pack all that are done as FOLDER/SWEEP.tar.xz. A run that is still going
 # on after SECONDS is lost. Put the packed files into benchmarks/data/pretrained, and the next call goes on.
 #
 # A round of eight runs takes 150 s on an H100 with MPS, and the model 45 s. Further words are overrides of every run.
 set -euo pipefail
+export HERE=${BASH_SOURCE[0]%/*}
 
 # The arms of the test runs with the best rate of each, found by the tuning runs.
 ARMS="grpo:1e-5 gspo:3e-5 cispo:1e-5 reinforce:1e-5 right_alone:1e-5 half_shuffled:1e-5"
+
+# token_mean is the arm grpo of the test runs. The mean completion of its runs has 16 tokens, so that with this divisor the
+# gradients of constant are as long as its own over a run: half as much again at first, a seventh less at the end.
+AGGREGATIONS="sample_mean constant:aggregation.divisor=16"
 
 # In an environment that has torch and transformers.
 smollm2() {
@@ -81,9 +88,15 @@ drop_checkpoints() {
 
 # A lane of the machine: commands one after the other, until the time is over.
 lane() {
-  local name=$1
+  local name=$1 rate words
   shift
   for words in "$@"; do
+    # Known when the tuning runs are done, which this lane has made before.
+    if [[ $words =~ best_of:([^ ]+) ]]; then
+      rate=$(python3 "$HERE/study_pretrained.py" best_rate "${BASH_REMATCH[1]}") || return 0
+      echo "[$name] ${BASH_REMATCH[1]}: $rate"
+      words=${words/${BASH_REMATCH[0]}/$rate}
+    fi
     # Words without spaces, split on purpose.
     pgtk sweep $words >> "outputs/$name.log" 2>&1 || echo "ended $?: pgtk sweep $words"
   done
@@ -109,7 +122,7 @@ in_lanes() { # SECONDS, then commands of the first lane, --, those of the second
 pack() {
   local folder=$1 sweep
   # The pilot's runs are packed once and for all.
-  for sweep in outputs/sweeps/pretrained_{rates,rates_controls} outputs/sweeps/pretrained_loss_*; do
+  for sweep in outputs/sweeps/pretrained_{rates,loss_}*; do
     if [ ! -e "$sweep" ]; then continue; fi
     python3 benchmarks/study.py pack "$folder/$(basename "$sweep").tar.xz" "$sweep"
   done
@@ -145,6 +158,23 @@ loss() {
   done
   begin
   in_lanes "$seconds" "${all[@]:0:3}" -- "${all[@]:3}"
+  pack "$folder"
+}
+
+aggregation() {
+  local folder=$1 seconds=$2 seeds=$3 arm name words all=()
+  shift 3
+  for arm in $AGGREGATIONS; do
+    name=${arm%%:*}
+    words="pretrained_loss loss=grpo aggregation=$name hydra.launcher.jobs_per_gpu=4 $*"
+    if [ "$name" != "$arm" ]; then words+=" ${arm#*:}"; fi
+    all+=(
+      "$words seed=0,1 optimizer.learning_rate=3e-6,1e-5,3e-5 hydra.sweep.dir=outputs/sweeps/pretrained_rates_$name"
+      "$words seed=$seeds optimizer.learning_rate=best_of:outputs/sweeps/pretrained_rates_$name hydra.sweep.dir=outputs/sweeps/pretrained_loss_$name"
+    )
+  done
+  begin
+  in_lanes "$seconds" "${all[@]:0:2}" -- "${all[@]:2}"
   pack "$folder"
 }
 
