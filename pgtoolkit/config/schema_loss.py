@@ -19,7 +19,8 @@ _NEEDS_REFERENCE_MODEL: Refusal = {
     "why": "A reference reads it before completions that are sampled, on the ranks of the policy's tokens.",
 }
 
-_ONLY_GAE: Declared = {"learns": "advantage.estimator=gae", "only_if": "advantage.estimator=gae"}
+_ONLY_GAE: Declared = {"learns": "advantage.estimator=gae", "only_if": "advantage.estimator=gae", "added": True}
+_CRITIC_START: Declared = {**_ONLY_GAE, "fixed": "the checkpoint holds the critic's weights"}
 
 
 class AggregationMode(StrEnum):
@@ -219,7 +220,6 @@ class AdvantageConfig:
         help="Discount of what later tokens earn (0 to 1), by token.",
         least=0,
         most=1,
-        added=True,
         **_ONLY_GAE,
     )
     gae_lambda: float = key(
@@ -228,13 +228,11 @@ class AdvantageConfig:
         "the end of the completion, with the value as a baseline.",
         least=0,
         most=1,
-        added=True,
         **_ONLY_GAE,
     )
     whiten: bool = key(
         default=True,
         help="Whether the advantages of a batch's trained tokens get mean 0 and standard deviation 1.",
-        added=True,
         **_ONLY_GAE,
     )
 
@@ -246,16 +244,13 @@ class CriticConfig:
         help="The model whose body the critic starts from, a folder or a name on the Hugging Face hub, of "
         "the policy's vocabulary; null: the weights that the policy starts from. Its head starts at 0.",
         reads="reference",
-        fixed="the checkpoint holds the critic's weights",
-        added=True,
-        **_ONLY_GAE,
+        **_CRITIC_START,
     )
     learning_rate: float = key(
         default=ByWeights(random=1e-3, trained=1e-5),
         help="Learning rate of the critic after the warm-up (> 0); all else of its optimizer is as optimizer says.",
         least=1e-12,
         most=1e5,
-        added=True,
         **_ONLY_GAE,
     )
     clip: float | None = key(
@@ -264,7 +259,6 @@ class CriticConfig:
         "gives no further gradient (> 0); null: any distance.",
         least=1e-9,
         most=1e12,
-        added=True,
         **_ONLY_GAE,
     )
     steps_before_policy: int = key(
@@ -272,7 +266,6 @@ class CriticConfig:
         help="Steps at the start that train the critic alone (>= 0, fewer than trainer.max_steps).",
         least=0,
         most=10**9,
-        added=True,
         **_ONLY_GAE,
     )
 

@@ -15,6 +15,7 @@ _HAS_OWN_GPUS: Needs = {
     "use": "sampler.urls=[] and sampler.gpus=[1,2]",
 }
 _SAMPLER_TYPE: Declared = {"learns": "sampler.dtype!=auto", "added": True}
+_SERVERS_TYPE: Declared = {**_SAMPLER_TYPE, **_STARTS_SERVERS}
 _NEEDS_EVALUATION: Needs = {"only_if": "evaluation.every>0", "use": "evaluation.every=20"}
 _MEASURE: Declared = {
     **_NEEDS_EVALUATION,
@@ -90,8 +91,7 @@ class VllmSamplerConfig(SamplerConfig):
         default="auto",
         help="Number type of the servers' model, and of the weights that they are given: auto (that of training), "
         "float32, bfloat16 or float16.",
-        **_SAMPLER_TYPE,
-        **_STARTS_SERVERS,
+        **_SERVERS_TYPE,
     )
     urls: list[str] = key(
         default=[],
