@@ -47,7 +47,7 @@ def configuration(folder, size, *more):
     ],
 )
 def test_the_estimate_is_near_what_was_measured(tmp_path, size, more, measured):
-    """docs/performance.md has the jobs."""
+    """docs/reports/performance.md has the jobs."""
     assert memory_plan(configuration(tmp_path, size, *more), GPU).most / 1e9 == pytest.approx(measured, rel=0.15)
 
 
