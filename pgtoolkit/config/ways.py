@@ -103,7 +103,7 @@ def ways_in_words(c: Config, gpus: int, memory: float) -> Iterator[str]:
     for way in found:
         yield f"{way.seconds:.2g} s  {way.settings or 'one GPU'}"
     if "max_staleness" in found[0].settings:
-        yield "with rollout.max_staleness documents are as many updates old as it says at most: docs/staleness.md"
+        yield "with rollout.max_staleness documents are as many updates old as it says at most: docs/rollouts.md"
 
 
 def _tokens_of(c: Config) -> tuple[float, float]:
