@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import pgtoolkit
+from benchmarks import rooms
 
 PACKAGE = Path(__file__).parents[1] / "pgtoolkit"
 ORDER = (
@@ -186,6 +187,16 @@ def test_the_architecture_has_a_line_for_every_file():
             listed.append(name if len(indent) == 2 else folder + name)
     files = [str(file.relative_to(PACKAGE)) for file in FILES if file.name != "__init__.py"]
     assert sorted(listed) == files
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_the_imports():
+    """`python -m benchmarks.rooms` draws it anew."""
+    page = rooms.PAGE.read_text()
+    assert page == rooms.with_picture(page)
+    arrows = re.findall(r"^  (\w+) --> (\w+)$", page, flags=re.MULTILINE)
+    assert all(ORDER.index(above) > ORDER.index(below) for above, below in arrows)
+    rooms_drawn = {room for arrow in arrows for room in arrow}
+    assert rooms_drawn == {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
 
 
 def test_the_command_line_starts_without_the_heavy_libraries():
