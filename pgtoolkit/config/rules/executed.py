@@ -24,9 +24,15 @@ def commands_not_typed(config: Config, typed: list[tuple[str, Any]]) -> list[str
     problems = []
     for key, value in named_commands(config).items():
         if "${" in str(values.get(key, "${")):  # a reference could stand for anything
-            reason = "It is run as a command, which the file of a run does not decide."
-            use = f"{key}=VALUE on the command line"
-            problems.append(refusal(f"{key}={text(value)}", "to be typed", "it from the run's file", reason, use))
+            problems.append(
+                refusal(
+                    setting=f"{key}={text(value)}",
+                    needs="to be typed",
+                    got="it from the run's file",
+                    reason="It is run as a command, which the file of a run does not decide.",
+                    use=f"{key}=VALUE on the command line",
+                )
+            )
     return problems
 
 
@@ -38,8 +44,15 @@ def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[st
     problems = []
     for name, value in folders_outside(config, run_dir).items():
         if name not in typed:
-            reason, use = "The run would write outside of its directory.", f"{name}=FOLDER on the command line"
-            problems.append(refusal(f"{name}={value}", "to be typed", "it from the run's file", reason, use))
+            problems.append(
+                refusal(
+                    setting=f"{name}={value}",
+                    needs="to be typed",
+                    got="it from the run's file",
+                    reason="The run would write outside of its directory.",
+                    use=f"{name}=FOLDER on the command line",
+                )
+            )
     return problems
 
 
@@ -117,9 +130,13 @@ def address_not_typed(command: str, uri: str) -> str | None:
     names = mlflow_credentials()
     if not is_server(uri) or is_in_environment or not names:
         return None
-    reason = f"It would be sent {names}."
-    use = "--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment, if it may have them"
-    return refusal(command, "the server's address to be typed", f"{redact(uri)} from the run's file", reason, use)
+    return refusal(
+        setting=command,
+        needs="the server's address to be typed",
+        got=f"{redact(uri)} from the run's file",
+        reason=f"It would be sent {names}.",
+        use="--uri=ADDRESS, or MLFLOW_TRACKING_URI=ADDRESS in the environment, if it may have them",
+    )
 
 
 def is_server(uri: str | None) -> bool:

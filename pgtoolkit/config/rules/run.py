@@ -31,40 +31,74 @@ def rollout(c: Config, report: Report) -> None:
         existing(report, "rollout.path", rollout.path)
         return
     if rollout.save_path is not None and batches_in(rollout.save_path) is None:
-        setting, reason = f"rollout.save_path={rollout.save_path}", "It becomes a folder with one file per batch."
-        needs, use = "a new or empty folder, or one of rollouts to resume", "rollout.save_path=recorded_rollouts"
-        report.refuse(setting, needs, "other files at that place", reason, use)
+        report.refuse(
+            setting=f"rollout.save_path={rollout.save_path}",
+            needs="a new or empty folder, or one of rollouts to resume",
+            got="other files at that place",
+            reason="It becomes a folder with one file per batch.",
+            use="rollout.save_path=recorded_rollouts",
+        )
     if (batch := rollout.prompts_per_batch * rollout.group_size) > 10**6:  # as accumulation.docs_per_step may be
-        needs, reason = "at most 1000000 documents a batch", "A batch is kept in memory until it is trained on."
-        setting, most = f"rollout.prompts_per_batch={rollout.prompts_per_batch}", 10**6 // rollout.group_size
-        report.refuse(setting, needs, batch, reason, f"rollout.prompts_per_batch={most}")
-    top_p, old, length = rollout.top_p, rollout.old_log_probs, rollout.max_completion_length
+        most = 10**6 // rollout.group_size
+        report.refuse(
+            setting=f"rollout.prompts_per_batch={rollout.prompts_per_batch}",
+            needs="at most 1000000 documents a batch",
+            got=batch,
+            reason="A batch is kept in memory until it is trained on.",
+            use=f"rollout.prompts_per_batch={most}",
+        )
+    top_p = rollout.top_p
+    old = rollout.old_log_probs
+    length = rollout.max_completion_length
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
         if old == "sampling":
             effect = "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
         report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect}.")
     if rollout.overlong_buffer is not None and rollout.overlong_buffer > length:
-        reason, needs = "It is the last part of a completion.", f"at most rollout.max_completion_length={length}"
-        report.refuse_value("rollout.overlong_buffer", rollout.overlong_buffer, needs, reason, max(1, length // 5))
+        report.refuse_value(
+            key="rollout.overlong_buffer",
+            value=rollout.overlong_buffer,
+            needs=f"at most rollout.max_completion_length={length}",
+            reason="It is the last part of a completion.",
+            better=max(1, length // 5),
+        )
     if "" in rollout.stop:
-        reason = "Every completion contains it."
-        report.refuse(f"rollout.stop={rollout.stop}", "texts that are not empty", "''", reason, "rollout.stop=[]")
+        report.refuse(
+            setting=f"rollout.stop={rollout.stop}",
+            needs="texts that are not empty",
+            got="''",
+            reason="Every completion contains it.",
+            use="rollout.stop=[]",
+        )
     if re.search(r"\\[nt]", "".join(rollout.stop)):
         report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
     steps = steps_of(batch, c.accumulation) if is_counted else 0
     if rollout.lag > max(_LONGEST_LAG, c.trainer.max_steps):
-        needs = f"at most {_LONGEST_LAG}, or trainer.max_steps"
-        reason = "The batches of so many steps are sampled, and kept, before the first step."
-        report.refuse_value("rollout.lag", rollout.lag, needs, reason, 16)
+        report.refuse_value(
+            key="rollout.lag",
+            value=rollout.lag,
+            needs=f"at most {_LONGEST_LAG}, or trainer.max_steps",
+            reason="The batches of so many steps are sampled, and kept, before the first step.",
+            better=16,
+        )
     if rollout.max_staleness is not None and rollout.max_staleness < steps:
-        needs, reason = f"at least the {steps} steps of a batch", "Below it, there is nothing to train meanwhile."
-        report.refuse_value("rollout.max_staleness", rollout.max_staleness, needs, reason, 2 * steps - 1)
+        report.refuse_value(
+            key="rollout.max_staleness",
+            value=rollout.max_staleness,
+            needs=f"at least the {steps} steps of a batch",
+            reason="Below it, there is nothing to train meanwhile.",
+            better=2 * steps - 1,
+        )
     if c.trainer.deterministic is True and samples_beside(c):
-        needs, got = "completions from another process", "rollout.max_staleness with sampler.gpus=null"
-        reason = "PyTorch has one setting for a process, and what samples beside training must not have it."
-        report.refuse("trainer.deterministic=true", needs, got, reason, "trainer.deterministic=auto")
+        report.refuse(
+            setting="trainer.deterministic=true",
+            needs="completions from another process",
+            got="rollout.max_staleness with sampler.gpus=null",
+            reason="PyTorch has one setting for a process, and what samples beside training must not have it.",
+            use="trainer.deterministic=auto",
+        )
     if isinstance(c.task, GeneratedTaskConfig):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:
@@ -77,18 +111,28 @@ _LONGEST_LAG = 1000
 def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:
     """Check that the longest reference answer fits a completion. key: of the longest completion."""
     if length < (needed := task.longest[1]):
-        setting, needs = f"task.{task.size}={getattr(task, task.size)}", f"{key} >= {needed}"
-        reason = "The longest reference answer has that many tokens with its end; cut off, it would score 0."
-        report.refuse(setting, needs, length, reason, f"{key}={needed}")
+        report.refuse(
+            setting=f"task.{task.size}={getattr(task, task.size)}",
+            needs=f"{key} >= {needed}",
+            got=length,
+            reason="The longest reference answer has that many tokens with its end; cut off, it would score 0.",
+            use=f"{key}={needed}",
+        )
 
 
 def model(c: Config, report: Report) -> None:
     model = c.model
     if model.name == "tiny":
-        width, heads = model.hidden_size, model.num_heads
+        width = model.hidden_size
+        heads = model.num_heads
         if width % heads:
-            needs, reason = f"a multiple of model.num_heads={heads}", "Every head takes an equal share of the width."
-            report.refuse_value("model.hidden_size", width, needs, reason, width + -width % heads)
+            report.refuse_value(
+                key="model.hidden_size",
+                value=width,
+                needs=f"a multiple of model.num_heads={heads}",
+                reason="Every head takes an equal share of the width.",
+                better=width + -width % heads,
+            )
         room_for(c, tokens_at_least(c), "the longest document", report)
     else:
         existing(report, "model.path", model.path, hub=True)
@@ -96,8 +140,13 @@ def model(c: Config, report: Report) -> None:
             installed(report, f"model.lora_rank={model.lora_rank}", "peft", "lora")
         targets = model.lora_targets
         if not targets or len(set(targets)) < len(targets) or ("all-linear" in targets and len(targets) > 1):
-            needs, reason = "names, each of them once, or all-linear by itself", "They say which layers get adapters."
-            report.refuse_value("model.lora_targets", targets, needs, reason, ["all-linear"])
+            report.refuse_value(
+                key="model.lora_targets",
+                value=targets,
+                needs="names, each of them once, or all-linear by itself",
+                reason="They say which layers get adapters.",
+                better=["all-linear"],
+            )
     if problem := unknown_parts(model, shape(model).get("type")):
         report.problems.append(problem)
     coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
@@ -119,15 +168,25 @@ def unknown_parts(model: ModelConfig, kind: str | None) -> str | None:
     """
     if model.compile is not True or kind in (None, *MODEL_TYPES):
         return None
-    needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "The parts of other models are not known."
-    return refusal("model.compile=true", needs, kind, reason, "model.compile=auto")
+    return refusal(
+        setting="model.compile=true",
+        needs=f"a model of type {', '.join(MODEL_TYPES)}",
+        got=kind,
+        reason="The parts of other models are not known.",
+        use="model.compile=auto",
+    )
 
 
 def room_for(c: Config, tokens: int, of: str, report: Report) -> None:
     """Check that the tiny model has positions for a document of this many tokens."""
     if c.model.name == "tiny" and tokens > c.model.max_positions:
-        needs, reason = f"{of}, {tokens} tokens", "The model has a position for every token of a document."
-        report.refuse_value("model.max_positions", c.model.max_positions, needs, reason, tokens)
+        report.refuse_value(
+            key="model.max_positions",
+            value=c.model.max_positions,
+            needs=f"{of}, {tokens} tokens",
+            reason="The model has a position for every token of a document.",
+            better=tokens,
+        )
 
 
 def kernel(c: Config, report: Report) -> None:
@@ -137,8 +196,13 @@ def kernel(c: Config, report: Report) -> None:
 
 def no_triton(got: str) -> str:
     """Return the refusal of kernel=triton. got: the device that there is in the place of a GPU."""
-    reason = "Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU."
-    return refusal("kernel=triton", "a GPU", got, reason, "kernel=torch")
+    return refusal(
+        setting="kernel=triton",
+        needs="a GPU",
+        got=got,
+        reason="Triton compiles for GPUs; TRITON_INTERPRET=1 runs its kernels slowly on a CPU.",
+        use="kernel=torch",
+    )
 
 
 def optimizer(c: Config, report: Report) -> None:
@@ -157,22 +221,46 @@ def optimizer(c: Config, report: Report) -> None:
 def tracking(c: Config, report: Report) -> None:
     t = c.tracking
     if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
-        needs = "1 to 80 letters, digits, '.', '_' or '-', a letter or digit first"
-        safe = re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run"
-        report.refuse_value("tracking.run_name", t.run_name, needs, "It is also the name of the run directory.", safe)
+        report.refuse_value(
+            key="tracking.run_name",
+            value=t.run_name,
+            needs="1 to 80 letters, digits, '.', '_' or '-', a letter or digit first",
+            reason="It is also the name of the run directory.",
+            better=re.sub(r"[^A-Za-z0-9._-]+", "-", str(t.run_name)).strip("-._")[:80] or "run",
+        )
     if t.name == "mlflow" and not t.experiment:
-        reason = "MLflow keeps runs in experiments."
-        report.refuse("tracking=mlflow", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
+        report.refuse(
+            setting="tracking=mlflow",
+            needs="tracking.experiment",
+            got=t.experiment,
+            reason="MLflow keeps runs in experiments.",
+            use="tracking.experiment=pgtoolkit",
+        )
     if "wandb" in (t.name, *t.also) and not t.experiment:
-        reason = "Weights & Biases keeps runs in projects."
-        report.refuse("wandb", "tracking.experiment", t.experiment, reason, "tracking.experiment=pgtoolkit")
+        report.refuse(
+            setting="wandb",
+            needs="tracking.experiment",
+            got=t.experiment,
+            reason="Weights & Biases keeps runs in projects.",
+            use="tracking.experiment=pgtoolkit",
+        )
     for name in t.also:
         if name not in _FURTHER:
-            needs, reason = "wandb or tensorboard", "Other trackers are not known; MLflow goes first: tracking=mlflow."
-            report.refuse(f"tracking.also={text(t.also)}", needs, name, reason, "tracking.also=[tensorboard]")
+            report.refuse(
+                setting=f"tracking.also={text(t.also)}",
+                needs="wandb or tensorboard",
+                got=name,
+                reason="Other trackers are not known; MLflow goes first: tracking=mlflow.",
+                use="tracking.also=[tensorboard]",
+            )
     if len({t.name, *t.also}) <= len(t.also):
-        reason = "A run has one record with each tracker."
-        report.refuse(f"tracking.also={text(t.also)}", "each tracker once", f"tracking={t.name}", reason, "another")
+        report.refuse(
+            setting=f"tracking.also={text(t.also)}",
+            needs="each tracker once",
+            got=f"tracking={t.name}",
+            reason="A run has one record with each tracker.",
+            use="another",
+        )
     for name in _FURTHER:
         if name == t.name:
             installed(report, f"tracking={name}", name, name)
@@ -193,8 +281,13 @@ def _uri(uri: str, report: Report) -> None:
         scheme = None
     usual = "sqlite:///outputs/mlflow.db"
     if scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
-        needs, reason = "sqlite:///FILE, http(s)://HOST:PORT or a database", "MLflow refuses plain files as a store."
-        report.refuse_value("tracking.uri", uri, needs, reason, usual)
+        report.refuse_value(
+            key="tracking.uri",
+            value=uri,
+            needs="sqlite:///FILE, http(s)://HOST:PORT or a database",
+            reason="MLflow refuses plain files as a store.",
+            better=usual,
+        )
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
         report.refuse_value("tracking.uri", uri, "a file, not a folder", "SQLite keeps a store in one file.", usual)
 
@@ -205,23 +298,37 @@ def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
         return
     place = os.path.expanduser(value)  # as the functions of os.path, at home with any text
     if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):
-        reason = "There is nothing at that path, seen from the current directory."
-        report.refuse_value(path, value, "an existing file, folder or glob", reason, "PATH")
+        report.refuse_value(
+            key=path,
+            value=value,
+            needs="an existing file, folder or glob",
+            reason="There is nothing at that path, seen from the current directory.",
+            better="PATH",
+        )
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
     """Refuse a text that is not a dotted path of a function or class; importing it is tried before the start."""
     if not is_dotted_path(path):
-        needs, use = f"{alternatives}a dotted path to a {kind_of(key)}", f"{key}=package.module.{kind_of(key)}"
-        report.refuse(f"{key}={path}", needs, path, reason, use)
+        report.refuse(
+            setting=f"{key}={path}",
+            needs=f"{alternatives}a dotted path to a {kind_of(key)}",
+            got=path,
+            reason=reason,
+            use=f"{key}=package.module.{kind_of(key)}",
+        )
 
 
 def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
     """Refuse launchers and sweepers that are not ours or not installed, and numbers of jobs that cannot be."""
     if launcher.kind is None:
-        needs = "one of local, slurm and ray_cluster"
-        reason = "Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out."
-        report.refuse_value("hydra/launcher", launcher.choice, needs, reason, "local")
+        report.refuse_value(
+            key="hydra/launcher",
+            value=launcher.choice,
+            needs="one of local, slurm and ray_cluster",
+            reason="Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out.",
+            better="local",
+        )
     for setting, kind in ((f"hydra/launcher={launcher.choice}", launcher.kind), (f"hydra/sweeper={sweeper}", sweeper)):
         if kind in _EXTRAS:
             installed(report, setting, *_EXTRAS[kind])
@@ -231,8 +338,14 @@ def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
         if value < 1:
             report.refuse_value(f"hydra.launcher.{name}", value, "a whole number >= 1", counts[name], 1)
     if len(given) == 2 and given["n_jobs"] != 1:
-        needs, reason = "hydra.launcher.n_jobs=1", "It says by itself how many jobs run at a time."
-        report.refuse(f"hydra.launcher.jobs_per_gpu={given['jobs_per_gpu']}", needs, given["n_jobs"], reason, needs)
+        needs = "hydra.launcher.n_jobs=1"
+        report.refuse(
+            setting=f"hydra.launcher.jobs_per_gpu={given['jobs_per_gpu']}",
+            needs=needs,
+            got=given["n_jobs"],
+            reason="It says by itself how many jobs run at a time.",
+            use=needs,
+        )
 
 
 _EXTRAS = {"slurm": ("submitit", "submitit"), "ray_cluster": ("ray", "ray"), SEARCH: ("optuna", "optuna")}
@@ -242,8 +355,13 @@ _EXTRAS = {"slurm": ("submitit", "submitit"), "ray_cluster": ("ray", "ray"), SEA
 def installed(report: Report, setting: str, module: str, extra: str) -> None:
     """Refuse a setting whose package, an extra of pgtk, is missing."""
     if not _is_installed(module):
-        needs, reason = f"the package {module.rpartition('.')[2]}", "The package is an extra, not installed by default."
-        report.refuse(setting, needs, "not installed", reason, f'pip install "pgtk[{extra}]"')
+        report.refuse(
+            setting=setting,
+            needs=f"the package {module.rpartition('.')[2]}",
+            got="not installed",
+            reason="The package is an extra, not installed by default.",
+            use=f'pip install "pgtk[{extra}]"',
+        )
 
 
 def _is_installed(module: str) -> bool:
@@ -261,18 +379,29 @@ def sampler(c: Config, report: Report) -> None:
     if samples(c) and isinstance(c.sampler, TransformersSamplerConfig):
         _copies(c, c.sampler, world_size(c.parallelism), report)
     if samples(c) and isinstance(c.sampler, VllmSamplerConfig):
-        world, seconds, most = world_size(c.parallelism), c.sampler.answer_seconds, c.parallelism.timeout_seconds
-        urls, plain = c.sampler.urls, [url.rstrip("/") for url in c.sampler.urls]
+        world = world_size(c.parallelism)
+        seconds = c.sampler.answer_seconds
+        most = c.parallelism.timeout_seconds
+        urls = c.sampler.urls
+        plain = [url.rstrip("/") for url in c.sampler.urls]
         if not urls:
             _started(c, c.sampler, world, report)
         elif not all(map(_is_address, plain)) or len({*plain}) < len(urls):
-            needs = "http(s)://HOST:PORT of each server, once"
-            reason, use = "Each server of vLLM gets its share of the requests.", "sampler.urls=[http://127.0.0.1:8000]"
-            report.refuse(f"sampler.urls={redact(text(urls))}", needs, redact(text(urls)), reason, use)
+            report.refuse(
+                setting=f"sampler.urls={redact(text(urls))}",
+                needs="http(s)://HOST:PORT of each server, once",
+                got=redact(text(urls)),
+                reason="Each server of vLLM gets its share of the requests.",
+                use="sampler.urls=[http://127.0.0.1:8000]",
+            )
         if world > 1 and seconds > most:
-            setting, reason = f"sampler.answer_seconds={seconds}", "The other ranks would not wait so long."
-            needs = f"at most parallelism.timeout_seconds={most}"
-            report.refuse(setting, needs, seconds, reason, f"parallelism.timeout_seconds={seconds}")
+            report.refuse(
+                setting=f"sampler.answer_seconds={seconds}",
+                needs=f"at most parallelism.timeout_seconds={most}",
+                got=seconds,
+                reason="The other ranks would not wait so long.",
+                use=f"parallelism.timeout_seconds={seconds}",
+            )
 
 
 def _is_address(url: str) -> bool:
@@ -294,16 +423,26 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
         report.refuse_value("sampler.executable", sampler.executable, "a command", "It is how vLLM is called.", "vllm")
     for argument in sampler.arguments:
         if (option := argument.partition("=")[0]) in _SET:
-            setting, use = f"sampler.arguments={text(sampler.arguments)}", "the keys of pgtk that stand for it"
-            report.refuse(setting, f"no {option}", argument, "pgtk sets this option, and relies on it.", use)
+            report.refuse(
+                setting=f"sampler.arguments={text(sampler.arguments)}",
+                needs=f"no {option}",
+                got=argument,
+                reason="pgtk sets this option, and relies on it.",
+                use="the keys of pgtk that stand for it",
+            )
     if sampler.gpus is None:
         return
     size = sampler.tensor_parallel
     use = f"sampler.gpus={text(_first_free(c, world, size))}"
     reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
     if _are_free(c, sampler.gpus, world, reason, use, report) and len(sampler.gpus) % size:
-        needs, reason = f"a multiple of sampler.tensor_parallel={size} GPUs", "Each server takes that many."
-        report.refuse(f"sampler.gpus={text(sampler.gpus)}", needs, len(sampler.gpus), reason, use)
+        report.refuse(
+            setting=f"sampler.gpus={text(sampler.gpus)}",
+            needs=f"a multiple of sampler.tensor_parallel={size} GPUs",
+            got=len(sampler.gpus),
+            reason="Each server takes that many.",
+            use=use,
+        )
 
 
 def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
@@ -313,20 +452,35 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
     use = f"sampler.processes={world}"
     if sampler.gpus is not None:
         if sampler.processes:
-            reason = "On each GPU one process samples."
-            report.refuse(setting, "sampler.gpus=null", text(sampler.gpus), reason, "sampler.processes=0")
+            report.refuse(
+                setting=setting,
+                needs="sampler.gpus=null",
+                got=text(sampler.gpus),
+                reason="On each GPU one process samples.",
+                use="sampler.processes=0",
+            )
         setting = f"sampler.gpus={text(sampler.gpus)}"
         if c.trainer.device == "cpu":
-            reason = "What samples computes on what trains does."
-            report.refuse(setting, "trainer.device other than cpu", "cpu", reason, use)
+            report.refuse(
+                setting=setting,
+                needs="trainer.device other than cpu",
+                got="cpu",
+                reason="What samples computes on what trains does.",
+                use=use,
+            )
             return
         use = f"sampler.gpus={text(_first_free(c, world, world))}"
         reason = "On each of them a process samples."
         if not _are_free(c, sampler.gpus, world, reason, use, report):
             return
     if count % world:
-        needs, reason = f"a multiple of the {world} processes that train", "Each has others complete its prompts."
-        report.refuse(setting, needs, count, reason, use)
+        report.refuse(
+            setting=setting,
+            needs=f"a multiple of the {world} processes that train",
+            got=count,
+            reason="Each has others complete its prompts.",
+            use=use,
+        )
     elif count and c.rollout.name == "policy" and c.rollout.max_staleness is None:
         report.note(
             f"{setting} without rollout.max_staleness: training waits while a batch is sampled. "
@@ -348,7 +502,12 @@ def _are_free(c: Config, gpus: list[int], world: int, reason: str, use: str, rep
         report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
         return False
     if min(gpus) < first:
-        needs, reason = f"numbers from {first} on", f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}."
-        report.refuse(setting, needs, min(gpus), reason, f"{use}, or sampler.gpus=null to share it")
+        report.refuse(
+            setting=setting,
+            needs=f"numbers from {first} on",
+            got=min(gpus),
+            reason=f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}.",
+            use=f"{use}, or sampler.gpus=null to share it",
+        )
         return False
     return True

@@ -23,22 +23,34 @@ from pgtoolkit.system.report import Report, is_whole, refusal, text
 
 
 def loss(c: Config, report: Report) -> None:
-    splits, family = c.loss.num_splits, family_of_config(c)
+    splits = c.loss.num_splits
+    family = family_of_config(c)
     if isinstance(c.loss, CustomLossConfig) and c.loss.path is not None:
         importable(report, "loss.path", str(c.loss.path), "It is imported when the run starts.")
     for note in family.notes() if family is not None else ():
         report.note(note)
     if family is not None and family.by_document and splits != 1:
-        reason = "The sequence ratio is exp of a mean over the whole document, and pieces do not recombine."
-        report.refuse(f"loss={c.loss.name}", "loss.num_splits=1", splits, reason, "loss.num_splits=1")
+        report.refuse(
+            setting=f"loss={c.loss.name}",
+            needs="loss.num_splits=1",
+            got=splits,
+            reason="The sequence ratio is exp of a mean over the whole document, and pieces do not recombine.",
+            use="loss.num_splits=1",
+        )
 
 
 def aggregation(c: Config, report: Report) -> None:
-    mode, divisor, reducer = c.aggregation.mode, c.aggregation.divisor, c.aggregation.reducer
+    mode = c.aggregation.mode
+    divisor = c.aggregation.divisor
+    reducer = c.aggregation.reducer
     if mode == "constant" and divisor is None:
-        reason = "aggregation=constant divides by it; it must not depend on the data."
-        longest = c.rollout.max_completion_length or "LONGEST_COMPLETION"
-        report.refuse_value("aggregation.divisor", divisor, "a number", reason, longest)
+        report.refuse_value(
+            key="aggregation.divisor",
+            value=divisor,
+            needs="a number",
+            reason="aggregation=constant divides by it; it must not depend on the data.",
+            better=c.rollout.max_completion_length or "LONGEST_COMPLETION",
+        )
     if reducer is not None:
         importable(report, "aggregation.reducer", str(reducer), "It is imported when the run starts.")
     family = family_of_config(c)
@@ -51,10 +63,16 @@ def correction(c: Config, report: Report) -> Config:
 
     Returns the configuration for the rules that follow, without what is refused.
     """
-    low, high = getattr(c.correction, "low", None), getattr(c.correction, "high", None)
+    low = getattr(c.correction, "low", None)
+    high = getattr(c.correction, "high", None)
     if low is not None and low > high:
-        needs = f"at most correction.high={text(high)}"
-        report.refuse_value("correction.low", low, needs, "It is the lower of two bounds.", high)
+        report.refuse_value(
+            key="correction.low",
+            value=low,
+            needs=f"at most correction.high={text(high)}",
+            reason="It is the lower of two bounds.",
+            better=high,
+        )
         c = with_values(c, {"correction.low": None})
     if getattr(c.correction, "mean", None) == "worst" and getattr(c.correction, "factor", None) == "document":
         report.refuse(
@@ -65,61 +83,111 @@ def correction(c: Config, report: Report) -> Config:
             use="correction.factor=one",
         )
         c = with_values(c, {"correction.factor": "one"})
-    chosen, setting, rollout = configured(c.correction, CORRECTIONS), f"correction={c.correction.name}", c.rollout
+    chosen = configured(c.correction, CORRECTIONS)
+    setting = f"correction={c.correction.name}"
+    rollout = c.rollout
     if chosen is None:
         return c
     if chosen.of_policy and c.loss.num_splits != 1:
-        reason = "It masks whole documents, by all their new log-probs."
-        report.refuse(setting, "loss.num_splits=1", c.loss.num_splits, reason, "loss.num_splits=1")
+        report.refuse(
+            setting=setting,
+            needs="loss.num_splits=1",
+            got=c.loss.num_splits,
+            reason="It masks whole documents, by all their new log-probs.",
+            use="loss.num_splits=1",
+        )
     if rollout.name == "policy" and rollout.old_log_probs == "sampling":
         if chosen.of_policy:
             return c
-        reason = "The old log-probs are then the sampler's own, and the factor is 1 everywhere."
         use = "rollout.old_log_probs=training"
-        report.refuse(setting, use, "sampling", reason, f"{use} or correction=none")
+        report.refuse(
+            setting=setting,
+            needs=use,
+            got="sampling",
+            reason="The old log-probs are then the sampler's own, and the factor is 1 everywhere.",
+            use=f"{use} or correction=none",
+        )
     elif rollout.name == "policy" and rollout.top_p is not None and rollout.top_p < 1:
-        reason = "Sampling log-probs are renormalised over what top_p keeps, so each ratio would hold that share."
-        use = "rollout.top_p=null or correction=none"
-        report.refuse(setting, "rollout.top_p=null", rollout.top_p, reason, use)
+        report.refuse(
+            setting=setting,
+            needs="rollout.top_p=null",
+            got=rollout.top_p,
+            reason="Sampling log-probs are renormalised over what top_p keeps, so each ratio would hold that share.",
+            use="rollout.top_p=null or correction=none",
+        )
     return c
 
 
 def advantage(c: Config, report: Report) -> None:
-    estimator, size = c.advantage.estimator, c.rollout.group_size
+    estimator = c.advantage.estimator
+    size = c.rollout.group_size
     if estimator == "given" and c.rollout.name == "policy":
-        reason = "Advantages can only be given with recorded rollouts."
-        report.refuse("advantage=given", "rollout=recorded", "rollout=policy", reason, "advantage=dr_grpo")
+        report.refuse(
+            setting="advantage=given",
+            needs="rollout=recorded",
+            got="rollout=policy",
+            reason="Advantages can only be given with recorded rollouts.",
+            use="advantage=dr_grpo",
+        )
     if estimator == "none" and c.kl.kind in ("none", "k1") and c.entropy.coefficient == 0 and c.loss.name != "custom":
-        setting, needs = "advantage=none", "kl other than none and k1, or entropy.coefficient > 0"
-        reason = "Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference."
-        report.refuse(setting, needs, f"kl={c.kl.kind}", reason, "kl=k3_ratio with kl.coefficient and kl.reference")
+        report.refuse(
+            setting="advantage=none",
+            needs="kl other than none and k1, or entropy.coefficient > 0",
+            got=f"kl={c.kl.kind}",
+            reason="Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference.",
+            use="kl=k3_ratio with kl.coefficient and kl.reference",
+        )
     elif needs_teacher(c) and c.kl.reference == "initial":
-        reason = "The policy begins there, where the distance from it is least, and would stay."
-        report.refuse("advantage=none", "kl.reference to be a teacher", "initial", reason, "kl.reference=FOLDER")
+        report.refuse(
+            setting="advantage=none",
+            needs="kl.reference to be a teacher",
+            got="initial",
+            reason="The policy begins there, where the distance from it is least, and would stay.",
+            use="kl.reference=FOLDER",
+        )
     if estimator == "none" and c.loss.name not in ("kimi", "custom"):
         if c.loss.name != "reinforce":
             report.note(f"advantage=none: loss={c.loss.name} is 0 and trains nothing; penalties alone do.")
-        reason, use = "It multiplies the surrogate, which is 0, and no penalty.", "correction=none or advantage=dr_grpo"
+        reason = "It multiplies the surrogate, which is 0, and no penalty."
+        use = "correction=none or advantage=dr_grpo"
         if c.correction.name != "none":
             report.refuse("advantage=none", "correction=none", c.correction.name, reason, use)
     if estimator == "custom" and c.advantage.path is None:
-        reason, use = "It makes advantages of rewards.", "advantage=my_module.my_advantages"
-        report.refuse("advantage=custom", "the path of a function", None, reason, use)
+        report.refuse(
+            setting="advantage=custom",
+            needs="the path of a function",
+            got=None,
+            reason="It makes advantages of rewards.",
+            use="advantage=my_module.my_advantages",
+        )
     elif estimator == "custom":
         importable(report, "advantage.path", str(c.advantage.path), "It is imported when the run starts.")
     if estimator == "gdpo" and (c.rollout.name != "policy" or len(getattr(c.task, "verifiers", {})) < 2):
-        got = f"rollout={c.rollout.name} task={c.task.name} with {len(getattr(c.task, 'verifiers', {}))} of them"
-        reason = "It normalises the score of each in its group, before it adds them up."
-        report.refuse("advantage=gdpo", "two or more task.verifiers to sample with", got, reason, "advantage=grpo")
+        report.refuse(
+            setting="advantage=gdpo",
+            needs="two or more task.verifiers to sample with",
+            got=f"rollout={c.rollout.name} task={c.task.name} with {len(getattr(c.task, 'verifiers', {}))} of them",
+            reason="It normalises the score of each in its group, before it adds them up.",
+            use="advantage=grpo",
+        )
     if estimator in ("none", "gdpo") and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
-        reason = "It takes off the reward, which no advantage reads."
-        use = "rollout.overlong_buffer=null or advantage=dr_grpo"
-        report.refuse(f"advantage={estimator}", "rollout.overlong_buffer=null", buffer, reason, use)
+        report.refuse(
+            setting=f"advantage={estimator}",
+            needs="rollout.overlong_buffer=null",
+            got=buffer,
+            reason="It takes off the reward, which no advantage reads.",
+            use="rollout.overlong_buffer=null or advantage=dr_grpo",
+        )
     if estimator == "gae":
         _critic(c, report)
     if estimator not in ("none", "given", "custom", "reinforce_plus_plus", "gae") and size == 1:
-        reason = "With one completion there is nothing to compare it with: the advantage is 0 or undefined."
-        report.refuse(f"advantage={estimator}", "rollout.group_size >= 2", size, reason, "rollout.group_size=8")
+        report.refuse(
+            setting=f"advantage={estimator}",
+            needs="rollout.group_size >= 2",
+            got=size,
+            reason="With one completion there is nothing to compare it with: the advantage is 0 or undefined.",
+            use="rollout.group_size=8",
+        )
 
 
 def _critic(c: Config, report: Report) -> None:
@@ -161,11 +229,11 @@ def _critic(c: Config, report: Report) -> None:
             )
     if c.critic.steps_before_policy >= c.trainer.max_steps:
         report.refuse_value(
-            "critic.steps_before_policy",
-            c.critic.steps_before_policy,
-            f"fewer than trainer.max_steps={c.trainer.max_steps}",
-            "The policy would never be trained.",
-            0,
+            key="critic.steps_before_policy",
+            value=c.critic.steps_before_policy,
+            needs=f"fewer than trainer.max_steps={c.trainer.max_steps}",
+            reason="The policy would never be trained.",
+            better=0,
         )
     if c.critic.path is not None and c.model.name != "huggingface":
         report.refuse(
@@ -190,24 +258,45 @@ def penalties(c: Config, report: Report) -> Config:
 
     Returns the configuration for the rules that follow, with other values in the place of some that are refused.
     """
-    kind, reference = c.kl.kind, c.kl.reference
+    kind = c.kl.kind
+    reference = c.kl.reference
     if kind == "none":
         return c
     if c.kl.coefficient is None:
-        reason = "The penalty is multiplied by it."
-        report.refuse(f"kl={kind}", "kl.coefficient, a number", None, reason, "kl.coefficient=0.04")
+        report.refuse(
+            setting=f"kl={kind}",
+            needs="kl.coefficient, a number",
+            got=None,
+            reason="The penalty is multiplied by it.",
+            use="kl.coefficient=0.04",
+        )
         c = with_values(c, {"kl.coefficient": 0.04})
     of_teacher = needs_teacher(c)
     usual = "kl.reference=FOLDER" if of_teacher else "kl.reference=initial"
     if reference is None:
-        use = f"{usual} of a teacher" if of_teacher else f"{usual} for the run's first weights, or kl=none"
-        report.refuse(f"kl={kind}", "kl.reference", None, "A penalty is the distance from a reference.", use)
+        report.refuse(
+            setting=f"kl={kind}",
+            needs="kl.reference",
+            got=None,
+            reason="A penalty is the distance from a reference.",
+            use=f"{usual} of a teacher" if of_teacher else f"{usual} for the run's first weights, or kl=none",
+        )
     if reference == "recorded" and c.rollout.name != "recorded":
-        reason = "The reference's log-probs of completions that are still to be sampled are in no file."
-        report.refuse("kl.reference=recorded", "rollout=recorded", "rollout=policy", reason, usual)
+        report.refuse(
+            setting="kl.reference=recorded",
+            needs="rollout=recorded",
+            got="rollout=policy",
+            reason="The reference's log-probs of completions that are still to be sampled are in no file.",
+            use=usual,
+        )
     elif reference == "recorded" and kind in FULL_KINDS:
-        reason = "Rollouts record the reference's log-prob of one token, and not of all that could stand there."
-        report.refuse(f"kl={kind}", "kl.reference to be a model", "recorded", reason, "kl=k3_ratio")
+        report.refuse(
+            setting=f"kl={kind}",
+            needs="kl.reference to be a model",
+            got="recorded",
+            reason="Rollouts record the reference's log-prob of one token, and not of all that could stand there.",
+            use="kl=k3_ratio",
+        )
     if c.kl.place == "reward":
         _kl_in_reward(c, report)
     if c.kl.reference_prompt is not None and not _takes_reference_prompt(c.kl.reference_prompt, report):
@@ -225,9 +314,13 @@ def penalties(c: Config, report: Report) -> Config:
     if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
         report.problems.append(other_vocabulary(c, f"a vocabulary of {sizes[0]} entries", sizes[1]))
     if c.kl.needs_model and (stages := c.parallelism.pipeline_parallel) > 1:
-        reason = "The stages hand on the training policy's hidden states, and no others."
-        use = "kl.reference=recorded, or parallelism.pipeline_parallel=1"
-        report.refuse(f"kl={kind}", "parallelism.pipeline_parallel=1", stages, reason, use)
+        report.refuse(
+            setting=f"kl={kind}",
+            needs="parallelism.pipeline_parallel=1",
+            got=stages,
+            reason="The stages hand on the training policy's hidden states, and no others.",
+            use="kl.reference=recorded, or parallelism.pipeline_parallel=1",
+        )
     return c
 
 
@@ -267,8 +360,13 @@ def needs_teacher(c: Config) -> bool:
 
 def other_vocabulary(c: Config, needs: str, got: Any) -> str:
     """Return the refusal of a reference whose tokens are not the policy's."""
-    use = "a model of the same family" + ("" if needs_teacher(c) else ", or kl.reference=initial")
-    return refusal(f"kl.reference={c.kl.reference}", needs, got, "Its log-probs would be those of other tokens.", use)
+    return refusal(
+        setting=f"kl.reference={c.kl.reference}",
+        needs=needs,
+        got=got,
+        reason="Its log-probs would be those of other tokens.",
+        use="a model of the same family" + ("" if needs_teacher(c) else ", or kl.reference=initial"),
+    )
 
 
 def _takes_reference_prompt(template: str, report: Report) -> bool:
@@ -280,8 +378,13 @@ def _takes_reference_prompt(template: str, report: Report) -> bool:
         fields = set()
     if fields and fields <= {("prompt", "", None), ("answer", "", None)}:
         return True
-    reason, use = "Each prompt fills it in, and other braces are doubled.", f"\"{key}='{{prompt}} ({{answer}})'\""
-    report.refuse(f"{key}={template}", "a template of {prompt} and {answer}", template, reason, use)
+    report.refuse(
+        setting=f"{key}={template}",
+        needs="a template of {prompt} and {answer}",
+        got=template,
+        reason="Each prompt fills it in, and other braces are doubled.",
+        use=f"\"{key}='{{prompt}} ({{answer}})'\"",
+    )
     return False
 
 
@@ -311,25 +414,45 @@ def anchor(c: Config, report: Report) -> None:
 
 
 def accumulation(c: Config, report: Report) -> None:
-    docs, fixed = c.accumulation.docs_per_step, c.accumulation.micro_batches_per_step
+    docs = c.accumulation.docs_per_step
+    fixed = c.accumulation.micro_batches_per_step
     if docs == 0 and fixed is None:
-        reason = "With docs_per_step=0 a step is a fixed number of micro-batches."
-        needs, use = "accumulation.micro_batches_per_step >= 1", "accumulation=fixed"
-        report.refuse("accumulation.docs_per_step=0", needs, fixed, reason, use)
+        report.refuse(
+            setting="accumulation.docs_per_step=0",
+            needs="accumulation.micro_batches_per_step >= 1",
+            got=fixed,
+            reason="With docs_per_step=0 a step is a fixed number of micro-batches.",
+            use="accumulation=fixed",
+        )
     if docs and fixed and fixed == report.usual("accumulation.micro_batches_per_step"):  # any other counts as ignored
-        reason, use = "A step then has that many documents.", "accumulation=dynamic or accumulation.docs_per_step=0"
-        report.refuse("accumulation=fixed", "accumulation.docs_per_step=0", docs, reason, use)
+        report.refuse(
+            setting="accumulation=fixed",
+            needs="accumulation.docs_per_step=0",
+            got=docs,
+            reason="A step then has that many documents.",
+            use="accumulation=dynamic or accumulation.docs_per_step=0",
+        )
     if (longest := tokens_at_least(c)) > (tokens := c.accumulation.max_tokens):
-        reason = "A document is never split over micro-batches, so the longest must fit into one."
-        needs = f"at least the longest document, {longest} tokens"
-        report.refuse_value("accumulation.max_tokens", tokens, needs, reason, longest)
-    setting, size = f"aggregation={c.aggregation.mode}", c.rollout.group_size or 1
+        report.refuse_value(
+            key="accumulation.max_tokens",
+            value=tokens,
+            needs=f"at least the longest document, {longest} tokens",
+            reason="A document is never split over micro-batches, so the longest must fit into one.",
+            better=longest,
+        )
+    setting = f"aggregation={c.aggregation.mode}"
+    size = c.rollout.group_size or 1
     reason = "A prompt's mean needs all its completions in one step."
     if AGGREGATIONS[c.aggregation.mode].needs_groups and docs == 0:
         report.refuse(setting, "accumulation.docs_per_step > 0", docs, reason, "accumulation=dynamic")
     elif AGGREGATIONS[c.aggregation.mode].needs_groups and docs % size:
-        needs = f"accumulation.docs_per_step to be a multiple of the group size {size}"
-        report.refuse(setting, needs, docs, reason, f"accumulation.docs_per_step={max(1, round(docs / size)) * size}")
+        report.refuse(
+            setting=setting,
+            needs=f"accumulation.docs_per_step to be a multiple of the group size {size}",
+            got=docs,
+            reason=reason,
+            use=f"accumulation.docs_per_step={max(1, round(docs / size)) * size}",
+        )
     batch = documents_per_batch(c.rollout)
     if batch is not None and docs > 0:
         _steps_per_batch(c, batch, docs, c.accumulation.last_step, report)
@@ -344,9 +467,13 @@ def accumulation(c: Config, report: Report) -> None:
 
 def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report) -> None:
     if docs > batch and last == "drop":
-        reason = "No batch of rollouts fills a step, so every one would be dropped."
-        needs = f"accumulation.docs_per_step <= {batch}, the documents of a batch"
-        report.refuse("accumulation.last_step=drop", needs, docs, reason, f"accumulation.docs_per_step={batch}")
+        report.refuse(
+            setting="accumulation.last_step=drop",
+            needs=f"accumulation.docs_per_step <= {batch}, the documents of a batch",
+            got=docs,
+            reason="No batch of rollouts fills a step, so every one would be dropped.",
+            use=f"accumulation.docs_per_step={batch}",
+        )
     elif docs > batch and last == "short":
         report.note(f"accumulation.docs_per_step={docs} is never reached: a batch of rollouts has {batch} documents.")
     elif batch % docs:
@@ -365,35 +492,57 @@ def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report
 
 def parallelism(c: Config, report: Report) -> None:
     """Check the sizes of parallelism against each other, the processes of a launcher, and the model."""
-    p, rank, product = c.parallelism, joined(), world_size(c.parallelism)
+    p = c.parallelism
+    rank = joined()
+    product = world_size(c.parallelism)
     sizes = {name: getattr(p, name) for name in AXES}
     report.problems += misfits(sizes, p.shard, shape(c.model), vocabulary_size(c.model, c.task))
     if rank is not None and rank.world_size != product:
         factors = " x ".join(f"{name}={getattr(p, name)}" for name in AXES)
-        needs = f"the product of the parallel sizes, {product} = {factors}"
-        use = f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself"
-        reason = "Every process has one place in the layout."
-        report.refuse(f"WORLD_SIZE={rank.world_size}", needs, rank.world_size, reason, use)
+        report.refuse(
+            setting=f"WORLD_SIZE={rank.world_size}",
+            needs=f"the product of the parallel sizes, {product} = {factors}",
+            got=rank.world_size,
+            reason="Every process has one place in the layout.",
+            use=f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself",
+        )
     if p.sequence_parallel and p.tensor_parallel == 1:
-        reason = "The activations are sharded over the same ranks as the matrices."
-        use = "parallelism.tensor_parallel=2, or parallelism.sequence_parallel=false"
-        setting, needs = "parallelism.sequence_parallel=true", "parallelism.tensor_parallel > 1"
-        report.refuse(setting, needs, p.tensor_parallel, reason, use)
+        report.refuse(
+            setting="parallelism.sequence_parallel=true",
+            needs="parallelism.tensor_parallel > 1",
+            got=p.tensor_parallel,
+            reason="The activations are sharded over the same ranks as the matrices.",
+            use="parallelism.tensor_parallel=2, or parallelism.sequence_parallel=false",
+        )
     if p.shard and p.data_parallel * p.sequence_data_parallel == 1:
-        reason = "The weights are divided over the ranks that see different tokens."
-        setting, needs = "parallelism.shard=true", "parallelism.data_parallel > 1"
-        use = "parallelism.data_parallel=2, or parallelism.shard=false"
-        report.refuse(setting, needs, p.data_parallel, reason, use)
+        report.refuse(
+            setting="parallelism.shard=true",
+            needs="parallelism.data_parallel > 1",
+            got=p.data_parallel,
+            reason="The weights are divided over the ranks that see different tokens.",
+            use="parallelism.data_parallel=2, or parallelism.shard=false",
+        )
     if p.pipeline_parallel == 1:
         return
-    needs, got = "parallelism.pipeline_parallel=1", p.pipeline_parallel
+    needs = "parallelism.pipeline_parallel=1"
+    got = p.pipeline_parallel
     if c.metrics.level != "none":
-        reason = "Stages without the loss have no advantage extrema to give."
-        report.refuse(f"metrics={c.metrics.level}", needs, got, reason, f"metrics=none or {needs}")
+        report.refuse(
+            setting=f"metrics={c.metrics.level}",
+            needs=needs,
+            got=got,
+            reason="Stages without the loss have no advantage extrema to give.",
+            use=f"metrics=none or {needs}",
+        )
     for name, whole in (("sequence_data_parallel", 1), ("sequence_parallel", False)):
         if (value := getattr(p, name)) != whole:
-            reason, use = "Stages hand over whole micro-batches.", f"parallelism.{name}={text(whole)}"
-            report.refuse(f"parallelism.{name}={text(value)}", needs, got, reason, use)
+            report.refuse(
+                setting=f"parallelism.{name}={text(value)}",
+                needs=needs,
+                got=got,
+                reason="Stages hand over whole micro-batches.",
+                use=f"parallelism.{name}={text(whole)}",
+            )
 
 
 def misfits(sizes: Mapping[str, int], shard: bool, known: dict[str, Any], vocabulary: int | None) -> list[str]:
@@ -408,24 +557,59 @@ def misfits(sizes: Mapping[str, int], shard: bool, known: dict[str, Any], vocabu
     spread = [f"{name}={sizes[name]}" for name in AXES if name != "data_parallel" and sizes[name] > 1]
     spread += ["shard=true"] if shard else []
     if spread and known.get("type") not in (None, *MODEL_TYPES):
-        needs, reason = f"a model of type {', '.join(MODEL_TYPES)}", "Only models of these types can be spread."
-        problems.append(refusal(f"parallelism.{spread[0]}", needs, known["type"], reason, "parallelism=ddp"))
+        problems.append(
+            refusal(
+                setting=f"parallelism.{spread[0]}",
+                needs=f"a model of type {', '.join(MODEL_TYPES)}",
+                got=known["type"],
+                reason="Only models of these types can be spread.",
+                use="parallelism=ddp",
+            )
+        )
     setting = f"parallelism.tensor_parallel={tensor}"
     heads = {what: known.get(what) for what in ("attention heads", "key-value heads")}
     heads = {what: number for what, number in heads.items() if is_whole(number) and number >= 1}
     if uneven := [what for what, number in heads.items() if number % tensor]:
         fitting = max(size for size in range(1, tensor) if not any(number % size for number in heads.values()))
-        needs = f"a divisor of the model's {heads[uneven[0]]} {uneven[0]}"
-        use = f"parallelism.tensor_parallel={fitting}"
-        problems.append(refusal(setting, needs, tensor, "Attention heads are dealt out whole.", use))
+        problems.append(
+            refusal(
+                setting=setting,
+                needs=f"a divisor of the model's {heads[uneven[0]]} {uneven[0]}",
+                got=tensor,
+                reason="Attention heads are dealt out whole.",
+                use=f"parallelism.tensor_parallel={fitting}",
+            )
+        )
     if vocabulary is not None and -(-vocabulary // tensor) * (tensor - 1) >= vocabulary:
-        reason, use = "One rank would hold none of the vocabulary.", "parallelism.tensor_parallel=1"
-        problems.append(refusal(setting, f"fewer shards of {vocabulary} tokens", tensor, reason, use))
-    setting, layers = f"parallelism.pipeline_parallel={stages}", known.get("layers")
+        problems.append(
+            refusal(
+                setting=setting,
+                needs=f"fewer shards of {vocabulary} tokens",
+                got=tensor,
+                reason="One rank would hold none of the vocabulary.",
+                use="parallelism.tensor_parallel=1",
+            )
+        )
+    setting = f"parallelism.pipeline_parallel={stages}"
+    layers = known.get("layers")
     if known.get("tied") and stages > 1:
-        needs, got = "a model whose embedding and LM head are two matrices", "one for both"
-        problems.append(refusal(setting, needs, got, "They lie on different stages.", "parallelism=fsdp"))
+        problems.append(
+            refusal(
+                setting=setting,
+                needs="a model whose embedding and LM head are two matrices",
+                got="one for both",
+                reason="They lie on different stages.",
+                use="parallelism=fsdp",
+            )
+        )
     if is_whole(layers) and 1 <= layers < stages:
-        reason, use = "A stage holds whole layers, at least one.", f"parallelism.pipeline_parallel={layers}"
-        problems.append(refusal(setting, f"at most the model's {layers} layers", stages, reason, use))
+        problems.append(
+            refusal(
+                setting=setting,
+                needs=f"at most the model's {layers} layers",
+                got=stages,
+                reason="A stage holds whole layers, at least one.",
+                use=f"parallelism.pipeline_parallel={layers}",
+            )
+        )
     return problems

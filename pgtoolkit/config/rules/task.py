@@ -39,10 +39,16 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
     if isinstance(task, tasks.ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif isinstance(task, tasks.GeneratedTaskConfig):
-        most, least = getattr(task, task.size), getattr(task, task.size.replace("max", "min"))
+        most = getattr(task, task.size)
+        least = getattr(task, task.size.replace("max", "min"))
         if least > most:
-            reason = "It is how large a problem is at least."
-            report.refuse_value(f"task.{task.size.replace('max', 'min')}", least, f"at most {most}", reason, most)
+            report.refuse_value(
+                key=f"task.{task.size.replace('max', 'min')}",
+                value=least,
+                needs=f"at most {most}",
+                reason="It is how large a problem is at least.",
+                better=most,
+            )
     elif isinstance(task, tasks.ConversationTaskConfig):
         if task.environment is not None:  # as it is while nobody has chosen one, of which more is said elsewhere
             importable(report, "task.environment", task.environment, "It answers the policy, and scores conversations.")
@@ -51,8 +57,13 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
         _path(task, report)
         groups, got = _groups(task.answer_pattern)
         if task.answer_pattern is not None and groups != 1:
-            needs, reason = "a regular expression with one group", "What its group finds last is the answer."
-            report.refuse("task.answer_pattern", needs, got, reason, "\"task.answer_pattern='#### (.*)'\"")
+            report.refuse(
+                setting="task.answer_pattern",
+                needs="a regular expression with one group",
+                got=got,
+                reason="What its group finds last is the answer.",
+                use="\"task.answer_pattern='#### (.*)'\"",
+            )
         if "math_verify" in _verifiers(task, report):
             installed(report, "math_verify among the verifiers", "math_verify", "math-verify")
 
@@ -65,8 +76,13 @@ def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: 
     existing(report, "task.path", task.path)
     config = getattr(task, "config", None)
     if config is not None:
-        needs, reason = "task.path=OWNER/NAME of a data set on the hub", "Files have no configurations."
-        report.refuse(f"task.config={config}", needs, task.path, reason, "task.config=null, or the folder of one")
+        report.refuse(
+            setting=f"task.config={config}",
+            needs="task.path=OWNER/NAME of a data set on the hub",
+            got=task.path,
+            reason="Files have no configurations.",
+            use="task.config=null, or the folder of one",
+        )
 
 
 def _groups(pattern: str | None) -> tuple[int, str | None]:
@@ -82,8 +98,13 @@ def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
     entries: dict[str, dict[str, Any]] = {}
     entries |= {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
     if not task.verifiers and task.verifier is None:
-        reason, use = "Completions need a score.", f"task.verifier=exact_match or {_EXAMPLE}"
-        report.refuse("task.verifier=null", "task.verifiers", "none", reason, use)
+        report.refuse(
+            setting="task.verifier=null",
+            needs="task.verifiers",
+            got="none",
+            reason="Completions need a score.",
+            use=f"task.verifier=exact_match or {_EXAMPLE}",
+        )
     elif not task.verifiers:
         entries = {"": {"verifier": task.verifier, "pattern": task.pattern}}
     for prefix, entry in entries.items():
@@ -93,19 +114,35 @@ def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
 
 def _is_entry(name: str, entry: Any, report: Report) -> bool:
     """Return whether an entry of task.verifiers has the right form."""
-    key, named = f"task.verifiers.{name}", re.fullmatch(r"[A-Za-z]\w{0,39}", name)
+    key = f"task.verifiers.{name}"
+    named = re.fullmatch(r"[A-Za-z]\w{0,39}", name)
     if not named:
-        needs = "a name of up to 40 letters, digits and '_', a letter first"
-        report.refuse(key, needs, name, "reward/NAME is its metric.", _EXAMPLE)
+        report.refuse(
+            setting=key,
+            needs="a name of up to 40 letters, digits and '_', a letter first",
+            got=name,
+            reason="reward/NAME is its metric.",
+            use=_EXAMPLE,
+        )
     if not isinstance(entry, dict) or set(entry) - set(_KEYS) or not isinstance(entry.get("verifier"), str):
-        needs, reason = "the keys verifier and, if need be, weight and pattern", "It says what scores, and how much."
-        report.refuse(key, needs, entry, reason, _EXAMPLE)
+        report.refuse(
+            setting=key,
+            needs="the keys verifier and, if need be, weight and pattern",
+            got=entry,
+            reason="It says what scores, and how much.",
+            use=_EXAMPLE,
+        )
         return False
     weight = entry.get("weight", 1)
     if is_number(weight) and 0 < abs(weight) <= 1e6:
         return bool(named)
-    reason = "The reward is the sum of weight x score."
-    report.refuse_value(f"{key}.weight", weight, "a number up to 1e6, not 0", reason, 1)
+    report.refuse_value(
+        key=f"{key}.weight",
+        value=weight,
+        needs="a number up to 1e6, not 0",
+        reason="The reward is the sum of weight x score.",
+        better=1,
+    )
     return False
 
 
@@ -117,13 +154,23 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
     needs = f"{prefix}verifier=regular_expression"
     if name != "regular_expression":
         if pattern is not None:
-            reason = "It would be ignored: other verifiers take none."
-            report.refuse(f"{prefix}pattern={pattern}", needs, name, reason, f"{needs} or {prefix}pattern=null")
+            report.refuse(
+                setting=f"{prefix}pattern={pattern}",
+                needs=needs,
+                got=name,
+                reason="It would be ignored: other verifiers take none.",
+                use=f"{needs} or {prefix}pattern=null",
+            )
         return
     groups, got = _groups(pattern)
     if groups != 1:
-        reason = "What its group finds last is compared with the answer; (?:...) captures nothing."
-        report.refuse(needs, f"{prefix}pattern with one group", got, reason, f"\"{prefix}pattern='answer: (.*)'\"")
+        report.refuse(
+            setting=needs,
+            needs=f"{prefix}pattern with one group",
+            got=got,
+            reason="What its group finds last is compared with the answer; (?:...) captures nothing.",
+            use=f"\"{prefix}pattern='answer: (.*)'\"",
+        )
 
 
 KINDS = tuple(name.partition("/")[2] for name in SCHEMAS if name.startswith("task/"))
@@ -137,12 +184,19 @@ def evaluation(c: Config, report: Report) -> Config:
     _best(c, report)
     for held_out in held_out_sets(c):
         if reason := are_training_prompts(c, held_out):
-            got, use = f"seed {held_out.seed}", f"evaluation.seed={(c.seed + 10**9) % 2**32}"
+            got = f"seed {held_out.seed}"
+            use = f"evaluation.seed={(c.seed + 10**9) % 2**32}"
             if held_out.files is not None:
-                got, use = f"those of {held_out.files[0]}", "evaluation.sets.NAME.path=FILE"
+                got = f"those of {held_out.files[0]}"
+                use = "evaluation.sets.NAME.path=FILE"
             every = f"evaluation.every={c.evaluation.every}"
-            setting = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else every
-            report.refuse(setting, "prompts that training does not ask", got, reason, use)
+            report.refuse(
+                setting=f"evaluation.sets.{held_out.name}" if c.evaluation.sets else every,
+                needs="prompts that training does not ask",
+                got=got,
+                reason=reason,
+                use=use,
+            )
     return c
 
 
@@ -162,10 +216,16 @@ def _sets(c: Config, report: Report) -> Config:
     """Refuse invalid sets; returns the configuration without them."""
     valid = {}
     for name, given in c.evaluation.sets.items():
-        before, place = len(report.problems), f"evaluation.sets.{name}"
+        before = len(report.problems)
+        place = f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
-            needs = f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}"
-            report.refuse(place, needs, name, "Files and metrics bear it.", _SETS)
+            report.refuse(
+                setting=place,
+                needs=f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}",
+                got=name,
+                reason="Files and metrics bear it.",
+                use=_SETS,
+            )
         elif not isinstance(given, dict):
             report.refuse(place, "keys with values", given, "They say what differs from the task.", _SETS)
         else:
@@ -186,28 +246,49 @@ def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
     for name, value in [pair for pair in given.items() if pair[0] != "task"]:
         setting = f"{place}.{name}={text(value)}"
         if name not in known:
-            reason = f"A set has the keys of task={kind}, and {', '.join(OF_A_SET)}."
-            report.refuse(setting, f"one of {', '.join(known)}", name, reason, f"{place}.KEY=VALUE with one of them")
+            report.refuse(
+                setting=setting,
+                needs=f"one of {', '.join(known)}",
+                got=name,
+                reason=f"A set has the keys of task={kind}, and {', '.join(OF_A_SET)}.",
+                use=f"{place}.KEY=VALUE with one of them",
+            )
         elif not fits(known[name], value):
             report.refuse(
-                setting, values_in_words(known[name]), value, "Every key has a type.", f"{place}.{name}=VALUE"
+                setting=setting,
+                needs=values_in_words(known[name]),
+                got=value,
+                reason="Every key has a type.",
+                use=f"{place}.{name}=VALUE",
             )
 
 
 def _sampling(c: Config, report: Report) -> None:
-    settings, count = sampling(c), c.evaluation.completions_per_prompt
+    settings = sampling(c)
+    count = c.evaluation.completions_per_prompt
     if settings["temperature"] == 0 and count > 1:
-        reason = "At temperature 0 all completions of a prompt are the same."
         needs = "evaluation.completions_per_prompt=1"
-        report.refuse("evaluation.temperature=0", needs, count, reason, f"{needs} or a temperature above 0")
+        report.refuse(
+            setting="evaluation.temperature=0",
+            needs=needs,
+            got=count,
+            reason="At temperature 0 all completions of a prompt are the same.",
+            use=f"{needs} or a temperature above 0",
+        )
     if settings["max_completion_length"] is None:
-        reason = "Recorded rollouts do not say how long a completion may become."
-        report.refuse_value("evaluation.max_completion_length", None, "a number", reason, 256)
+        report.refuse_value(
+            key="evaluation.max_completion_length",
+            value=None,
+            needs="a number",
+            reason="Recorded rollouts do not say how long a completion may become.",
+            better=256,
+        )
 
 
 def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     """Apply the rules on a task to the task of a set."""
-    task, length = held_out.task, sampling(c)["max_completion_length"]
+    task = held_out.task
+    length = sampling(c)["max_completion_length"]
     of_set = Report(usual=lambda name: option_values("task", task.name)[name.removeprefix("task.")])
     place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
     ignored(dataclasses.replace(c, task=task), of_set, "task")
@@ -218,8 +299,13 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     elif getattr(task, "path", None) == "???":
         of_set.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
     elif getattr(task, "environment", None) == "???":
-        reason, use = "It names the class that answers the policy.", "task.environment=my_module.Environment"
-        of_set.refuse("task.environment", "a value", "none", reason, use)
+        of_set.refuse(
+            setting="task.environment",
+            needs="a value",
+            got="none",
+            reason="It names the class that answers the policy.",
+            use="task.environment=my_module.Environment",
+        )
     else:
         prompts(task, of_set)
     named = [problem.replace("task.", f"{place}.") for problem in of_set.problems]
@@ -227,19 +313,35 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
 
 
 def _best(c: Config, report: Report) -> None:
-    best, stop_at = watched(c), c.trainer.stop_at
+    best = watched(c)
+    stop_at = c.trainer.stop_at
     if best is None:
         return
     (name, number), names = best, [*c.evaluation.sets] or [USUAL]
-    setting, count = f"evaluation.best={c.evaluation.best}", c.evaluation.completions_per_prompt
+    setting = f"evaluation.best={c.evaluation.best}"
+    count = c.evaluation.completions_per_prompt
     known = ["avg", *(f"pass@{k}" for k in powers_of_two(count))]
     if name not in names:
-        needs, reason = f"one of the sets {', '.join(names)}", "It is NUMBER or SET/NUMBER."
-        report.refuse(setting, needs, name, reason, f"evaluation.best={names[0]}/pass@1")
+        report.refuse(
+            setting=setting,
+            needs=f"one of the sets {', '.join(names)}",
+            got=name,
+            reason="It is NUMBER or SET/NUMBER.",
+            use=f"evaluation.best={names[0]}/pass@1",
+        )
     elif number not in known:
-        reason = f"The best is the highest, and of {count} completions of a prompt these are known."
-        use = "evaluation.best=pass@1, or other evaluation.completions_per_prompt"
-        report.refuse(setting, f"one of {', '.join(known)}", number, reason, use)
+        report.refuse(
+            setting=setting,
+            needs=f"one of {', '.join(known)}",
+            got=number,
+            reason=f"The best is the highest, and of {count} completions of a prompt these are known.",
+            use="evaluation.best=pass@1, or other evaluation.completions_per_prompt",
+        )
     elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
-        needs, reason = "a number above 0, at most 1", f"{number} is a probability."
-        report.refuse_value("trainer.stop_at", stop_at, needs, reason, 0.9)
+        report.refuse_value(
+            key="trainer.stop_at",
+            value=stop_at,
+            needs="a number above 0, at most 1",
+            reason=f"{number} is a probability.",
+            better=0.9,
+        )
