@@ -1,4 +1,4 @@
-"""Rules on programs, folders and credentials that a run's own file names, and the lines on code before a start."""
+"""Rules on programs, folders and credentials that a run's file names, and the lines before a start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def commands_not_typed(config: Config, typed: list[tuple[str, Any]]) -> list[str
 
 
 def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[str]:
-    """Return a problem for each folder outside of a run's directory that its own file has it write to.
+    """Return a problem for each folder outside of a run's directory that its file has it write to.
 
     typed: keys that were typed, which may name any folder.
     """
@@ -57,15 +57,25 @@ def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[st
 
 
 def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
-    """Return, by key, the folders that a run of this configuration writes to, other than its own directory."""
-    written, top = {key.name: plain_value(config, key.name) for key in keys_of(config) if key.writes}, run_dir.resolve()
-    return {name: value for name, value in written.items() if value and not Path(value).resolve().is_relative_to(top)}
+    """Return, by key, the folders outside of its directory that a run of this configuration writes to."""
+    inside = run_dir.resolve()
+    outside = {}
+    for key in keys_of(config):
+        folder = plain_value(config, key.name) if key.writes else None
+        if folder and not Path(folder).resolve().is_relative_to(inside):
+            outside[key.name] = folder
+    return outside
 
 
 def named_commands(config: object) -> dict[str, Any]:
-    """Return, by key, the programs and their arguments that a configuration names, other than the default's."""
-    named = {key.name: plain_value(config, key.name) for key in keys_of(config) if key.code == "command"}
-    return {name: value for name, value in named.items() if value not in (None, default(config, name))}
+    """Return, by key, the programs and arguments that a configuration names, except the default's."""
+    named = {}
+    for key in keys_of(config):
+        if key.code == "command":
+            value = plain_value(config, key.name)
+            if value not in (None, default(config, key.name)):
+                named[key.name] = value
+    return named
 
 
 def named_functions(config: object) -> dict[str, str]:
@@ -84,12 +94,12 @@ def named_functions(config: object) -> dict[str, str]:
 
 
 def before_start(config: Config) -> list[str]:
-    """Return the lines to print before a start: the code that is imported, and who gets which credentials."""
+    """Return the lines to print before a start: the code that is imported, and who gets credentials."""
     return [*imports(config), *credentials(config)]
 
 
 def imports(*configs: Config) -> list[str]:
-    """Return a line with the code of the user's that configurations name, if any, and the keys that name it."""
+    """Return a line with the user's code that configurations name, and the keys that name it."""
     paths: dict[str, dict[str, None]] = {}
     for config in configs:
         for key, path in named_functions(config).items():
@@ -100,13 +110,16 @@ def imports(*configs: Config) -> list[str]:
 
 
 def credentials(config: Config) -> list[str]:
-    """Return a line for each kind of credentials of this machine, with the addresses that they are sent to."""
+    """Return a line for each kind of credentials of this machine, with the addresses that get them."""
     lines = []
-    uri = config.tracking.uri
-    if config.tracking.name != "none" and uri is not None and is_server(uri) and (names := mlflow_credentials()):
-        lines.append(f"sends {names} to {redact(uri)} (tracking.uri)")
-    is_offline = os.environ.get("WANDB_MODE", "online") != "online"
-    if "wandb" in (config.tracking.name, *config.tracking.also) and _WANDB_KEY in os.environ and not is_offline:
+    tracking = config.tracking
+    if tracking.name != "none" and tracking.uri is not None and is_server(tracking.uri):
+        names = mlflow_credentials()
+        if names:
+            lines.append(f"sends {names} to {redact(tracking.uri)} (tracking.uri)")
+    uses_wandb = "wandb" in (tracking.name, *tracking.also)
+    is_online = os.environ.get("WANDB_MODE", "online") == "online"
+    if uses_wandb and is_online and _WANDB_KEY in os.environ:
         address = redact(os.environ.get("WANDB_BASE_URL", "wandb's server"))
         lines.append(f"sends {_WANDB_KEY} to {address} (wandb)")
     urls = getattr(config.sampler, "urls", None)
@@ -116,7 +129,7 @@ def credentials(config: Config) -> list[str]:
 
 
 def announce(config: Config, before: set[str] | None = None) -> None:
-    """Print `before_start` of a run, leaving out the lines that are in `before`, and add its lines to them."""
+    """Print `before_start` of a run without the lines in `before`, and add those printed to it."""
     lines = [line for line in before_start(config) if line not in (before or ())]
     for line in lines:
         say(f"note: {line}", error=True)
@@ -125,7 +138,7 @@ def announce(config: Config, before: set[str] | None = None) -> None:
 
 
 def address_not_typed(command: str, uri: str) -> str | None:
-    """Return the problem with sending credentials to an address that stands in a run's file alone."""
+    """Return the problem with sending credentials to an address that only a run's file names."""
     is_in_environment = uri.rstrip("/") == os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
     names = mlflow_credentials()
     if not is_server(uri) or is_in_environment or not names:
@@ -145,7 +158,10 @@ def is_server(uri: str | None) -> bool:
 
 
 def mlflow_credentials() -> str:
-    """Return the names of MLflow's credentials on this machine, which it sends to any server; empty without any."""
+    """Return the names of MLflow's credentials on this machine, which it sends to any server.
+
+    Empty if there are none.
+    """
     names = [name for name in _MLFLOW_CREDENTIALS if os.environ.get(name)]
     file = Path.home() / ".mlflow" / "credentials"
     if file.is_file():

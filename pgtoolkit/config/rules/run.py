@@ -38,23 +38,23 @@ def rollout(c: Config, report: Report) -> None:
             reason="It becomes a folder with one file per batch.",
             use="rollout.save_path=recorded_rollouts",
         )
-    if (batch := rollout.prompts_per_batch * rollout.group_size) > 10**6:  # as accumulation.docs_per_step may be
-        most = 10**6 // rollout.group_size
+    batch = rollout.prompts_per_batch * rollout.group_size
+    if batch > 10**6:  # the highest accumulation.docs_per_step
         report.refuse(
             setting=f"rollout.prompts_per_batch={rollout.prompts_per_batch}",
             needs="at most 1000000 documents a batch",
             got=batch,
             reason="A batch is kept in memory until it is trained on.",
-            use=f"rollout.prompts_per_batch={most}",
+            use=f"rollout.prompts_per_batch={10**6 // rollout.group_size}",
         )
     top_p = rollout.top_p
-    old = rollout.old_log_probs
     length = rollout.max_completion_length
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
-        if old == "sampling":
+        if rollout.old_log_probs == "sampling":
             effect = "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
-        report.note(f"rollout.top_p={top_p} with rollout.old_log_probs={old}: {effect}.")
+        settings = f"rollout.top_p={top_p} with rollout.old_log_probs={rollout.old_log_probs}"
+        report.note(f"{settings}: {effect}.")
     if rollout.overlong_buffer is not None and rollout.overlong_buffer > length:
         report.refuse_value(
             key="rollout.overlong_buffer",
@@ -102,7 +102,8 @@ def rollout(c: Config, report: Report) -> None:
     if isinstance(c.task, GeneratedTaskConfig):
         room_for_answer(c.task, "rollout.max_completion_length", length, report)
     elif length < 16:
-        report.note(f"rollout.max_completion_length={length}: {plural(length, 'token')} is short for this task.")
+        tokens = plural(length, "token")
+        report.note(f"rollout.max_completion_length={length}: {tokens} is short for this task.")
 
 
 _LONGEST_LAG = 1000
@@ -110,7 +111,8 @@ _LONGEST_LAG = 1000
 
 def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Report) -> None:
     """Check that the longest reference answer fits a completion. key: of the longest completion."""
-    if length < (needed := task.longest[1]):
+    needed = task.longest[1]
+    if length < needed:
         report.refuse(
             setting=f"task.{task.size}={getattr(task, task.size)}",
             needs=f"{key} >= {needed}",
@@ -139,7 +141,9 @@ def model(c: Config, report: Report) -> None:
         if model.lora_rank is not None:
             installed(report, f"model.lora_rank={model.lora_rank}", "peft", "lora")
         targets = model.lora_targets
-        if not targets or len(set(targets)) < len(targets) or ("all-linear" in targets and len(targets) > 1):
+        are_repeated = len(set(targets)) < len(targets)
+        are_more_than_all = "all-linear" in targets and len(targets) > 1
+        if not targets or are_repeated or are_more_than_all:
             report.refuse_value(
                 key="model.lora_targets",
                 value=targets,
@@ -147,11 +151,12 @@ def model(c: Config, report: Report) -> None:
                 reason="They say which layers get adapters.",
                 better=["all-linear"],
             )
-    if problem := unknown_parts(model, shape(model).get("type")):
+    problem = unknown_parts(model, shape(model).get("type"))
+    if problem:
         report.problems.append(problem)
-    coarse = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
+    rounds_logits = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
     family = family_of_config(c)
-    if coarse and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
+    if rounds_logits and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
         half = "float16" if model.dtype == "float16" else "bfloat16"
         report.note(
             f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to {half}, which moves a "
@@ -207,7 +212,9 @@ def no_triton(got: str) -> str:
 
 def optimizer(c: Config, report: Report) -> None:
     usual_rate = report.usual("optimizer.learning_rate")  # for models of this kind
-    warmup, steps, rate = c.optimizer.warmup_steps, c.trainer.max_steps, c.optimizer.learning_rate
+    rate = c.optimizer.learning_rate
+    warmup = c.optimizer.warmup_steps
+    steps = c.trainer.max_steps
     if warmup >= steps:
         settings = f"optimizer.warmup_steps={warmup} with trainer.max_steps={steps}"
         report.note(f"{settings}: the run ends during warm-up.")
@@ -271,7 +278,7 @@ def tracking(c: Config, report: Report) -> None:
 
 
 _FURTHER = ("wandb", "tensorboard")
-"""Trackers that tracking.also may name; each is the package that it needs, and the extra of pgtk that installs it."""
+"""Trackers that tracking.also may name; each is called like its package and the extra with it."""
 
 
 def _uri(uri: str, report: Report) -> None:
@@ -279,21 +286,30 @@ def _uri(uri: str, report: Report) -> None:
         scheme = urlsplit(uri).scheme.partition("+")[0]
     except ValueError:  # such as a bracket that is not closed
         scheme = None
-    usual = "sqlite:///outputs/mlflow.db"
+    default_uri = "sqlite:///outputs/mlflow.db"
     if scheme not in ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks"):
         report.refuse_value(
             key="tracking.uri",
             value=uri,
             needs="sqlite:///FILE, http(s)://HOST:PORT or a database",
             reason="MLflow refuses plain files as a store.",
-            better=usual,
+            better=default_uri,
         )
     elif scheme == "sqlite" and os.path.isdir(uri.partition(":///")[2] or "."):
-        report.refuse_value("tracking.uri", uri, "a file, not a folder", "SQLite keeps a store in one file.", usual)
+        report.refuse_value(
+            key="tracking.uri",
+            value=uri,
+            needs="a file, not a folder",
+            reason="SQLite keeps a store in one file.",
+            better=default_uri,
+        )
 
 
 def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
-    """Refuse the value of the key `path` where there is no such file, folder or glob, nor, with `hub`, a name there."""
+    """Refuse the value of the key `path` where there is no such file, folder or glob.
+
+    hub: a name on the hub is allowed too, and is not looked up.
+    """
     if value is None or (hub and value and not value.startswith((".", "/", "~"))):
         return
     place = os.path.expanduser(value)  # as the functions of os.path, at home with any text
@@ -308,7 +324,7 @@ def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
 
 
 def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
-    """Refuse a text that is not a dotted path of a function or class; importing it is tried before the start."""
+    """Refuse a text that is not a dotted path; importing it is tried before the start."""
     if not is_dotted_path(path):
         report.refuse(
             setting=f"{key}={path}",
@@ -320,7 +336,7 @@ def importable(report: Report, key: str, path: str, reason: str, alternatives: s
 
 
 def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
-    """Refuse launchers and sweepers that are not ours or not installed, and numbers of jobs that cannot be."""
+    """Refuse launchers and sweepers that are not ours or not installed, and impossible numbers of jobs."""
     if launcher.kind is None:
         report.refuse_value(
             key="hydra/launcher",
@@ -329,20 +345,34 @@ def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
             reason="Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out.",
             better="local",
         )
-    for setting, kind in ((f"hydra/launcher={launcher.choice}", launcher.kind), (f"hydra/sweeper={sweeper}", sweeper)):
+    kinds = {f"hydra/launcher={launcher.choice}": launcher.kind, f"hydra/sweeper={sweeper}": sweeper}
+    for setting, kind in kinds.items():
         if kind in _EXTRAS:
             installed(report, setting, *_EXTRAS[kind])
-    counts = {"n_jobs": "It counts jobs at a time.", "jobs_per_gpu": "It counts jobs at a time on each GPU."}
-    given = {name: value for name in counts if (value := launcher.settings.get(name)) is not None}
-    for name, value in given.items():
-        if value < 1:
-            report.refuse_value(f"hydra.launcher.{name}", value, "a whole number >= 1", counts[name], 1)
-    if len(given) == 2 and given["n_jobs"] != 1:
+    n_jobs = launcher.settings.get("n_jobs")
+    jobs_per_gpu = launcher.settings.get("jobs_per_gpu")
+    if n_jobs is not None and n_jobs < 1:
+        report.refuse_value(
+            key="hydra.launcher.n_jobs",
+            value=n_jobs,
+            needs="a whole number >= 1",
+            reason="It counts jobs at a time.",
+            better=1,
+        )
+    if jobs_per_gpu is not None and jobs_per_gpu < 1:
+        report.refuse_value(
+            key="hydra.launcher.jobs_per_gpu",
+            value=jobs_per_gpu,
+            needs="a whole number >= 1",
+            reason="It counts jobs at a time on each GPU.",
+            better=1,
+        )
+    if n_jobs is not None and jobs_per_gpu is not None and n_jobs != 1:
         needs = "hydra.launcher.n_jobs=1"
         report.refuse(
-            setting=f"hydra.launcher.jobs_per_gpu={given['jobs_per_gpu']}",
+            setting=f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}",
             needs=needs,
-            got=given["n_jobs"],
+            got=n_jobs,
             reason="It says by itself how many jobs run at a time.",
             use=needs,
         )
@@ -381,12 +411,12 @@ def sampler(c: Config, report: Report) -> None:
     if samples(c) and isinstance(c.sampler, VllmSamplerConfig):
         world = world_size(c.parallelism)
         seconds = c.sampler.answer_seconds
-        most = c.parallelism.timeout_seconds
+        timeout = c.parallelism.timeout_seconds
         urls = c.sampler.urls
-        plain = [url.rstrip("/") for url in c.sampler.urls]
+        addresses = [url.rstrip("/") for url in urls]
         if not urls:
             _started(c, c.sampler, world, report)
-        elif not all(map(_is_address, plain)) or len({*plain}) < len(urls):
+        elif not all(map(_is_address, addresses)) or len(set(addresses)) < len(addresses):
             report.refuse(
                 setting=f"sampler.urls={redact(text(urls))}",
                 needs="http(s)://HOST:PORT of each server, once",
@@ -394,10 +424,10 @@ def sampler(c: Config, report: Report) -> None:
                 reason="Each server of vLLM gets its share of the requests.",
                 use="sampler.urls=[http://127.0.0.1:8000]",
             )
-        if world > 1 and seconds > most:
+        if world > 1 and seconds > timeout:
             report.refuse(
                 setting=f"sampler.answer_seconds={seconds}",
-                needs=f"at most parallelism.timeout_seconds={most}",
+                needs=f"at most parallelism.timeout_seconds={timeout}",
                 got=seconds,
                 reason="The other ranks would not wait so long.",
                 use=f"parallelism.timeout_seconds={seconds}",
@@ -407,9 +437,13 @@ def sampler(c: Config, report: Report) -> None:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        is_whole_url = parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment)
-        # /v1 is for clients of OpenAI's.
-        return bool(is_whole_url and parts.port != 0 and not parts.path.endswith("/v1") and redact(url) == url)
+        is_http = parts.scheme in ("http", "https")
+        is_server_only = not (parts.query or parts.fragment)
+        is_for_openai = parts.path.endswith("/v1")  # the address that clients of OpenAI's take
+        has_secret = redact(url) != url
+        return bool(
+            is_http and parts.hostname and parts.port != 0 and is_server_only and not is_for_openai and not has_secret
+        )
     except ValueError:  # such as a bracket that is not closed, or a port above 65535
         return False
 
@@ -420,9 +454,16 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
     except ValueError:  # a quotation mark that is not closed
         command = []
     if not command:
-        report.refuse_value("sampler.executable", sampler.executable, "a command", "It is how vLLM is called.", "vllm")
+        report.refuse_value(
+            key="sampler.executable",
+            value=sampler.executable,
+            needs="a command",
+            reason="It is how vLLM is called.",
+            better="vllm",
+        )
     for argument in sampler.arguments:
-        if (option := argument.partition("=")[0]) in _SET:
+        option = argument.partition("=")[0]
+        if option in _SET:
             report.refuse(
                 setting=f"sampler.arguments={text(sampler.arguments)}",
                 needs=f"no {option}",
@@ -446,7 +487,7 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
 
 
 def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
-    """Check the processes that sample from copies of the weights, which are divided among the ranks."""
+    """Check the processes that sample from copies of the weights and are divided among the ranks."""
     count = len(copies_of(c))
     setting = f"sampler.processes={sampler.processes}"
     use = f"sampler.processes={world}"
@@ -494,12 +535,26 @@ def _first_free(c: Config, world: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-def _are_free(c: Config, gpus: list[int], world: int, reason: str, use: str, report: Report) -> bool:
+def _are_free(
+    c: Config,
+    gpus: list[int],
+    world: int,
+    reason: str,
+    use: str,
+    report: Report,
+) -> bool:
     """Return whether these are numbers of GPUs that training leaves free; refuse others."""
     setting = f"sampler.gpus={text(gpus)}"
     first = _first_free(c, world, 1)[0]
-    if not gpus or len({*gpus}) < len(gpus) or not all(is_whole(gpu) and gpu >= 0 for gpu in gpus):
-        report.refuse(setting, "numbers of GPUs from 0 on, each once", text(gpus), reason, use)
+    are_numbers = all(is_whole(gpu) and gpu >= 0 for gpu in gpus)
+    if not gpus or len(set(gpus)) < len(gpus) or not are_numbers:
+        report.refuse(
+            setting=setting,
+            needs="numbers of GPUs from 0 on, each once",
+            got=text(gpus),
+            reason=reason,
+            use=use,
+        )
         return False
     if min(gpus) < first:
         report.refuse(

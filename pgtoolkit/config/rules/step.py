@@ -52,14 +52,16 @@ def aggregation(c: Config, report: Report) -> None:
             better=c.rollout.max_completion_length or "LONGEST_COMPLETION",
         )
     if reducer is not None:
-        importable(report, "aggregation.reducer", str(reducer), "It is imported when the run starts.")
+        reason = "It is imported when the run starts."
+        importable(report, "aggregation.reducer", str(reducer), reason)
     family = family_of_config(c)
     if family is not None and family.by_document and mode != "sample_mean" and reducer is None:
-        report.note(f"loss={c.loss.name} with aggregation={mode} weights a document by its number of trained tokens.")
+        settings = f"loss={c.loss.name} with aggregation={mode}"
+        report.note(f"{settings} weights a document by its number of trained tokens.")
 
 
 def correction(c: Config, report: Report) -> Config:
-    """Refuse bounds out of order, a factor that a mean does not have, and sampling log-probs equal to the old ones.
+    """Refuse bounds out of order, a factor that a mean does not have, and a factor that is always 1.
 
     Returns the configuration for the rules that follow, without what is refused.
     """
@@ -74,7 +76,9 @@ def correction(c: Config, report: Report) -> Config:
             better=high,
         )
         c = with_values(c, {"correction.low": None})
-    if getattr(c.correction, "mean", None) == "worst" and getattr(c.correction, "factor", None) == "document":
+    mean = getattr(c.correction, "mean", None)
+    factor = getattr(c.correction, "factor", None)
+    if mean == "worst" and factor == "document":
         report.refuse(
             setting="correction.mean=worst",
             needs="correction.factor=one or token",
@@ -129,7 +133,8 @@ def advantage(c: Config, report: Report) -> None:
             reason="Advantages can only be given with recorded rollouts.",
             use="advantage=dr_grpo",
         )
-    if estimator == "none" and c.kl.kind in ("none", "k1") and c.entropy.coefficient == 0 and c.loss.name != "custom":
+    has_penalty = c.kl.kind not in ("none", "k1") or c.entropy.coefficient != 0
+    if estimator == "none" and not has_penalty and c.loss.name != "custom":
         report.refuse(
             setting="advantage=none",
             needs="kl other than none and k1, or entropy.coefficient > 0",
@@ -147,11 +152,16 @@ def advantage(c: Config, report: Report) -> None:
         )
     if estimator == "none" and c.loss.name not in ("kimi", "custom"):
         if c.loss.name != "reinforce":
-            report.note(f"advantage=none: loss={c.loss.name} is 0 and trains nothing; penalties alone do.")
-        reason = "It multiplies the surrogate, which is 0, and no penalty."
-        use = "correction=none or advantage=dr_grpo"
+            effect = f"loss={c.loss.name} is 0 and trains nothing; penalties alone do"
+            report.note(f"advantage=none: {effect}.")
         if c.correction.name != "none":
-            report.refuse("advantage=none", "correction=none", c.correction.name, reason, use)
+            report.refuse(
+                setting="advantage=none",
+                needs="correction=none",
+                got=c.correction.name,
+                reason="It multiplies the surrogate, which is 0, and no penalty.",
+                use="correction=none or advantage=dr_grpo",
+            )
     if estimator == "custom" and c.advantage.path is None:
         report.refuse(
             setting="advantage=custom",
@@ -161,16 +171,19 @@ def advantage(c: Config, report: Report) -> None:
             use="advantage=my_module.my_advantages",
         )
     elif estimator == "custom":
-        importable(report, "advantage.path", str(c.advantage.path), "It is imported when the run starts.")
-    if estimator == "gdpo" and (c.rollout.name != "policy" or len(getattr(c.task, "verifiers", {})) < 2):
+        reason = "It is imported when the run starts."
+        importable(report, "advantage.path", str(c.advantage.path), reason)
+    num_verifiers = len(getattr(c.task, "verifiers", {}))
+    if estimator == "gdpo" and (c.rollout.name != "policy" or num_verifiers < 2):
         report.refuse(
             setting="advantage=gdpo",
             needs="two or more task.verifiers to sample with",
-            got=f"rollout={c.rollout.name} task={c.task.name} with {len(getattr(c.task, 'verifiers', {}))} of them",
+            got=f"rollout={c.rollout.name} task={c.task.name} with {num_verifiers} of them",
             reason="It normalises the score of each in its group, before it adds them up.",
             use="advantage=grpo",
         )
-    if estimator in ("none", "gdpo") and (buffer := getattr(c.rollout, "overlong_buffer", None)) is not None:
+    buffer = getattr(c.rollout, "overlong_buffer", None)
+    if estimator in ("none", "gdpo") and buffer is not None:
         report.refuse(
             setting=f"advantage={estimator}",
             needs="rollout.overlong_buffer=null",
@@ -191,7 +204,7 @@ def advantage(c: Config, report: Report) -> None:
 
 
 def _critic(c: Config, report: Report) -> None:
-    """Refuse what has no critic: recorded rollouts, adapters, a model that ranks share, and too few steps."""
+    """Refuse recorded rollouts, adapters, a model that ranks share, and too few steps for a critic."""
     setting = "advantage=gae"
     if c.rollout.name != "policy":
         report.refuse(
@@ -256,7 +269,7 @@ def _critic(c: Config, report: Report) -> None:
 def penalties(c: Config, report: Report) -> Config:
     """Refuse a penalty without a coefficient, or with a reference that does not fit.
 
-    Returns the configuration for the rules that follow, with other values in the place of some that are refused.
+    Returns the configuration for the rules that follow, in which other values replace refused ones.
     """
     kind = c.kl.kind
     reference = c.kl.reference
@@ -271,15 +284,19 @@ def penalties(c: Config, report: Report) -> Config:
             use="kl.coefficient=0.04",
         )
         c = with_values(c, {"kl.coefficient": 0.04})
-    of_teacher = needs_teacher(c)
-    usual = "kl.reference=FOLDER" if of_teacher else "kl.reference=initial"
+    if needs_teacher(c):
+        proposed = "kl.reference=FOLDER"
+        use = f"{proposed} of a teacher"
+    else:
+        proposed = "kl.reference=initial"
+        use = f"{proposed} for the run's first weights, or kl=none"
     if reference is None:
         report.refuse(
             setting=f"kl={kind}",
             needs="kl.reference",
             got=None,
             reason="A penalty is the distance from a reference.",
-            use=f"{usual} of a teacher" if of_teacher else f"{usual} for the run's first weights, or kl=none",
+            use=use,
         )
     if reference == "recorded" and c.rollout.name != "recorded":
         report.refuse(
@@ -287,7 +304,7 @@ def penalties(c: Config, report: Report) -> Config:
             needs="rollout=recorded",
             got="rollout=policy",
             reason="The reference's log-probs of completions that are still to be sampled are in no file.",
-            use=usual,
+            use=proposed,
         )
     elif reference == "recorded" and kind in FULL_KINDS:
         report.refuse(
@@ -299,7 +316,8 @@ def penalties(c: Config, report: Report) -> Config:
         )
     if c.kl.place == "reward":
         _kl_in_reward(c, report)
-    if c.kl.reference_prompt is not None and not _takes_reference_prompt(c.kl.reference_prompt, report):
+    template = c.kl.reference_prompt
+    if template is not None and not _takes_reference_prompt(template, report):
         c = with_values(c, {"kl.reference_prompt": None})
     if c.kl.update_every is not None and c.model.lora_rank is not None:
         report.refuse(
@@ -310,14 +328,16 @@ def penalties(c: Config, report: Report) -> Config:
             use="kl.update_every=null or model.lora_rank=null",
         )
     existing(report, "kl.reference", reference, hub=True)
-    sizes = vocabulary_size(c.model, c.task), model_settings(reference).get("vocab_size")
-    if all(is_whole(size) for size in sizes) and sizes[0] != sizes[1]:
-        report.problems.append(other_vocabulary(c, f"a vocabulary of {sizes[0]} entries", sizes[1]))
-    if c.kl.needs_model and (stages := c.parallelism.pipeline_parallel) > 1:
+    size = vocabulary_size(c.model, c.task)
+    size_of_reference = model_settings(reference).get("vocab_size")
+    if is_whole(size) and is_whole(size_of_reference) and size != size_of_reference:
+        needs = f"a vocabulary of {size} entries"
+        report.problems.append(other_vocabulary(c, needs, size_of_reference))
+    if c.kl.needs_model and c.parallelism.pipeline_parallel > 1:
         report.refuse(
             setting=f"kl={kind}",
             needs="parallelism.pipeline_parallel=1",
-            got=stages,
+            got=c.parallelism.pipeline_parallel,
             reason="The stages hand on the training policy's hidden states, and no others.",
             use="kl.reference=recorded, or parallelism.pipeline_parallel=1",
         )
@@ -325,7 +345,7 @@ def penalties(c: Config, report: Report) -> Config:
 
 
 def _kl_in_reward(c: Config, report: Report) -> None:
-    """Refuse a penalty in the reward of a kind that samples do not have, or with advantages that would lose it."""
+    """Refuse a penalty in the reward that samples do not have, or that the advantages would lose."""
     estimator = c.advantage.estimator
     if c.kl.kind not in REWARD_KINDS:
         report.refuse(
@@ -354,18 +374,24 @@ def _kl_in_reward(c: Config, report: Report) -> None:
 
 
 def needs_teacher(c: Config) -> bool:
-    """Return whether only the distance from the reference trains, and both models read the same prompt."""
-    return c.advantage.estimator == "none" and c.kl.reference_prompt is None and c.entropy.coefficient == 0
+    """Return whether nothing trains but the distance from a reference that reads the same prompt."""
+    has_advantage = c.advantage.estimator != "none"
+    has_entropy = c.entropy.coefficient != 0
+    has_own_prompt = c.kl.reference_prompt is not None
+    return not (has_advantage or has_entropy or has_own_prompt)
 
 
 def other_vocabulary(c: Config, needs: str, got: Any) -> str:
     """Return the refusal of a reference whose tokens are not the policy's."""
+    use = "a model of the same family"
+    if not needs_teacher(c):
+        use += ", or kl.reference=initial"
     return refusal(
         setting=f"kl.reference={c.kl.reference}",
         needs=needs,
         got=got,
         reason="Its log-probs would be those of other tokens.",
-        use="a model of the same family" + ("" if needs_teacher(c) else ", or kl.reference=initial"),
+        use=use,
     )
 
 
@@ -395,18 +421,25 @@ def _is_late(rollout: RolloutConfig) -> bool:
 
 def anchor(c: Config, report: Report) -> None:
     """Note at which weights ratios are anchored, if these are not the weights that sampled."""
-    rollout, family, correction = c.rollout, family_of_config(c), c.correction.name
+    rollout = c.rollout
+    family = family_of_config(c)
+    correction = c.correction.name
     if rollout.name != "policy" or (family is not None and not family.reads_old_log_probs):
         return
-    setting, is_proximal = f"rollout.old_log_probs={rollout.old_log_probs}", rollout.old_log_probs == "proximal"
+    setting = f"rollout.old_log_probs={rollout.old_log_probs}"
+    is_proximal = rollout.old_log_probs == "proximal"
     if not _is_late(rollout):
         if is_proximal:
-            report.note(f"{setting} without a lag is training: a batch is trained at once by the weights that sampled.")
+            effect = "a batch is trained at once by the weights that sampled"
+            report.note(f"{setting} without a lag is training: {effect}.")
         return
     if not is_proximal:
-        report.note(f"{setting} under a lag: ratios are to the weights that sampled, all updates since then included.")
+        effect = "ratios are to the weights that sampled, all updates since then included"
+        report.note(f"{setting} under a lag: {effect}.")
         return
-    corrects = f"correction={correction} corrects for" if correction != "none" else "nothing corrects for"
+    corrects = "nothing corrects for"
+    if correction != "none":
+        corrects = f"correction={correction} corrects for"
     report.note(
         f"{setting} under a lag: ratios are to the weights with which training on a batch begins, and {corrects} the "
         "updates between those and the weights that sampled."
@@ -424,7 +457,8 @@ def accumulation(c: Config, report: Report) -> None:
             reason="With docs_per_step=0 a step is a fixed number of micro-batches.",
             use="accumulation=fixed",
         )
-    if docs and fixed and fixed == report.usual("accumulation.micro_batches_per_step"):  # any other counts as ignored
+    default_fixed = report.usual("accumulation.micro_batches_per_step")
+    if docs and fixed and fixed == default_fixed:  # any other value is refused as ignored
         report.refuse(
             setting="accumulation=fixed",
             needs="accumulation.docs_per_step=0",
@@ -432,20 +466,28 @@ def accumulation(c: Config, report: Report) -> None:
             reason="A step then has that many documents.",
             use="accumulation=dynamic or accumulation.docs_per_step=0",
         )
-    if (longest := tokens_at_least(c)) > (tokens := c.accumulation.max_tokens):
+    longest = tokens_at_least(c)
+    if longest > c.accumulation.max_tokens:
         report.refuse_value(
             key="accumulation.max_tokens",
-            value=tokens,
+            value=c.accumulation.max_tokens,
             needs=f"at least the longest document, {longest} tokens",
             reason="A document is never split over micro-batches, so the longest must fit into one.",
             better=longest,
         )
     setting = f"aggregation={c.aggregation.mode}"
+    needs_groups = AGGREGATIONS[c.aggregation.mode].needs_groups
     size = c.rollout.group_size or 1
     reason = "A prompt's mean needs all its completions in one step."
-    if AGGREGATIONS[c.aggregation.mode].needs_groups and docs == 0:
-        report.refuse(setting, "accumulation.docs_per_step > 0", docs, reason, "accumulation=dynamic")
-    elif AGGREGATIONS[c.aggregation.mode].needs_groups and docs % size:
+    if needs_groups and docs == 0:
+        report.refuse(
+            setting=setting,
+            needs="accumulation.docs_per_step > 0",
+            got=docs,
+            reason=reason,
+            use="accumulation=dynamic",
+        )
+    elif needs_groups and docs % size:
         report.refuse(
             setting=setting,
             needs=f"accumulation.docs_per_step to be a multiple of the group size {size}",
@@ -457,8 +499,9 @@ def accumulation(c: Config, report: Report) -> None:
     if batch is not None and docs > 0:
         _steps_per_batch(c, batch, docs, c.accumulation.last_step, report)
         family = family_of_config(c)
-        off_policy = docs < batch or _is_late(c.rollout)
-        if family is not None and not family.reads_old_log_probs and off_policy and c.advantage.estimator != "none":
+        has_no_ratio = family is not None and not family.reads_old_log_probs
+        is_off_policy = docs < batch or _is_late(c.rollout)
+        if has_no_ratio and is_off_policy and c.advantage.estimator != "none":
             report.note(
                 f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, nothing corrects for "
                 "them. One step per batch of rollouts and no rollout.lag is what it is made for."
@@ -475,14 +518,16 @@ def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report
             use=f"accumulation.docs_per_step={batch}",
         )
     elif docs > batch and last == "short":
-        report.note(f"accumulation.docs_per_step={docs} is never reached: a batch of rollouts has {batch} documents.")
+        effect = f"is never reached: a batch of rollouts has {batch} documents"
+        report.note(f"accumulation.docs_per_step={docs} {effect}.")
     elif batch % docs:
-        what = {
+        effects = {
             "short": f"the last step of every batch has only {batch % docs}",
             "drop": f"the last {batch % docs} documents of every batch are not trained on",
             "carry": "some steps mix documents of two batches, sampled by different policies",
-        }[last]
-        report.note(f"accumulation.docs_per_step={docs} does not divide the {batch} documents of a batch: {what}.")
+        }
+        reason = f"does not divide the {batch} documents of a batch"
+        report.note(f"accumulation.docs_per_step={docs} {reason}: {effects[last]}.")
     elif docs == batch and not _is_late(c.rollout):
         report.note(
             "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and the losses differ "
@@ -491,7 +536,7 @@ def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report
 
 
 def parallelism(c: Config, report: Report) -> None:
-    """Check the sizes of parallelism against each other, the processes of a launcher, and the model."""
+    """Check the sizes of parallelism against each other, a launcher's processes, and the model."""
     p = c.parallelism
     rank = joined()
     product = world_size(c.parallelism)
@@ -534,28 +579,36 @@ def parallelism(c: Config, report: Report) -> None:
             reason="Stages without the loss have no advantage extrema to give.",
             use=f"metrics=none or {needs}",
         )
-    for name, whole in (("sequence_data_parallel", 1), ("sequence_parallel", False)):
-        if (value := getattr(p, name)) != whole:
+    for name, off in (("sequence_data_parallel", 1), ("sequence_parallel", False)):
+        value = getattr(p, name)
+        if value != off:
             report.refuse(
                 setting=f"parallelism.{name}={text(value)}",
                 needs=needs,
                 got=got,
                 reason="Stages hand over whole micro-batches.",
-                use=f"parallelism.{name}={text(whole)}",
+                use=f"parallelism.{name}={text(off)}",
             )
 
 
-def misfits(sizes: Mapping[str, int], shard: bool, known: dict[str, Any], vocabulary: int | None) -> list[str]:
-    """Return the problems with a model that is spread so, as far as `check` knows it, or as it is loaded.
+def misfits(
+    sizes: Mapping[str, int],
+    shard: bool,
+    known: dict[str, Any],
+    vocabulary: int | None,
+) -> list[str]:
+    """Return the problems with spreading a model over these sizes.
 
-    sizes: of AXES. shard: whether FSDP2 divides it. known: type, attention heads, key-value heads, layers, tied; what
-    is not known is missing or None.
+    sizes: of AXES. shard: whether FSDP2 divides it. known: type, attention heads, key-value heads,
+    layers, tied, as far as `check` knows them or as the model is loaded; the others are missing or None.
     """
     problems = []
     tensor = sizes["tensor_parallel"]
     stages = sizes["pipeline_parallel"]
-    spread = [f"{name}={sizes[name]}" for name in AXES if name != "data_parallel" and sizes[name] > 1]
-    spread += ["shard=true"] if shard else []
+    axes = [name for name in AXES if name != "data_parallel" and sizes[name] > 1]
+    spread = [f"{name}={sizes[name]}" for name in axes]
+    if shard:
+        spread.append("shard=true")
     if spread and known.get("type") not in (None, *MODEL_TYPES):
         problems.append(
             refusal(
@@ -567,10 +620,12 @@ def misfits(sizes: Mapping[str, int], shard: bool, known: dict[str, Any], vocabu
             )
         )
     setting = f"parallelism.tensor_parallel={tensor}"
-    heads = {what: known.get(what) for what in ("attention heads", "key-value heads")}
-    heads = {what: number for what, number in heads.items() if is_whole(number) and number >= 1}
-    if uneven := [what for what, number in heads.items() if number % tensor]:
-        fitting = max(size for size in range(1, tensor) if not any(number % size for number in heads.values()))
+    heads = {kind: known.get(kind) for kind in ("attention heads", "key-value heads")}
+    heads = {kind: count for kind, count in heads.items() if is_whole(count) and count >= 1}
+    uneven = [kind for kind, count in heads.items() if count % tensor]
+    if uneven:
+        counts = heads.values()
+        fitting = max(size for size in range(1, tensor) if not any(count % size for count in counts))
         problems.append(
             refusal(
                 setting=setting,

@@ -39,19 +39,21 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
     if isinstance(task, tasks.ReasoningGymTaskConfig):
         installed(report, "task=reasoning_gym", "reasoning_gym", "reasoning-gym")
     elif isinstance(task, tasks.GeneratedTaskConfig):
-        most = getattr(task, task.size)
-        least = getattr(task, task.size.replace("max", "min"))
-        if least > most:
+        smallest_key = task.size.replace("max", "min")
+        smallest = getattr(task, smallest_key)
+        largest = getattr(task, task.size)
+        if smallest > largest:
             report.refuse_value(
-                key=f"task.{task.size.replace('max', 'min')}",
-                value=least,
-                needs=f"at most {most}",
+                key=f"task.{smallest_key}",
+                value=smallest,
+                needs=f"at most {largest}",
                 reason="It is how large a problem is at least.",
-                better=most,
+                better=largest,
             )
     elif isinstance(task, tasks.ConversationTaskConfig):
-        if task.environment is not None:  # as it is while nobody has chosen one, of which more is said elsewhere
-            importable(report, "task.environment", task.environment, "It answers the policy, and scores conversations.")
+        if task.environment is not None:  # None is refused elsewhere
+            reason = "It answers the policy, and scores conversations."
+            importable(report, "task.environment", task.environment, reason)
         _path(task, report)
     elif isinstance(task, tasks.PromptsTaskConfig):
         _path(task, report)
@@ -69,7 +71,7 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
 
 
 def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report) -> None:
-    """Refuse a path where there is nothing, and keys for a data set on the hub where the path is a file."""
+    """Refuse a path where there is nothing, and keys for a data set on the hub with a file's path."""
     if task.path is not None and tasks.is_data_set_name(task.path):
         installed(report, f"task.path={task.path}", "datasets", "datasets")
         return
@@ -86,7 +88,7 @@ def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: 
 
 
 def _groups(pattern: str | None) -> tuple[int, str | None]:
-    """Return how many groups a regular expression has, 0 where it is none, and the pattern or what is wrong with it."""
+    """Return how many groups a pattern has, with the pattern; if it is invalid, 0 with its error."""
     try:
         return re.compile(str(pattern)).groups, pattern
     except re.error as error:
@@ -96,7 +98,9 @@ def _groups(pattern: str | None) -> tuple[int, str | None]:
 def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
     """Refuse verifiers that cannot score; returns those that are used."""
     entries: dict[str, dict[str, Any]] = {}
-    entries |= {f"verifiers.{name}.": entry for name, entry in task.verifiers.items() if _is_entry(name, entry, report)}
+    for name, entry in task.verifiers.items():
+        if _is_entry(name, entry, report):
+            entries[f"verifiers.{name}."] = entry
     if not task.verifiers and task.verifier is None:
         report.refuse(
             setting="task.verifier=null",
@@ -115,8 +119,8 @@ def _verifiers(task: tasks.PromptsTaskConfig, report: Report) -> set[str]:
 def _is_entry(name: str, entry: Any, report: Report) -> bool:
     """Return whether an entry of task.verifiers has the right form."""
     key = f"task.verifiers.{name}"
-    named = re.fullmatch(r"[A-Za-z]\w{0,39}", name)
-    if not named:
+    is_name = re.fullmatch(r"[A-Za-z]\w{0,39}", name) is not None
+    if not is_name:
         report.refuse(
             setting=key,
             needs="a name of up to 40 letters, digits and '_', a letter first",
@@ -124,7 +128,8 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
             reason="reward/NAME is its metric.",
             use=_EXAMPLE,
         )
-    if not isinstance(entry, dict) or set(entry) - set(_KEYS) or not isinstance(entry.get("verifier"), str):
+    has_form = isinstance(entry, dict) and set(entry) <= set(_KEYS)
+    if not has_form or not isinstance(entry.get("verifier"), str):
         report.refuse(
             setting=key,
             needs="the keys verifier and, if need be, weight and pattern",
@@ -135,7 +140,7 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
         return False
     weight = entry.get("weight", 1)
     if is_number(weight) and 0 < abs(weight) <= 1e6:
-        return bool(named)
+        return is_name
     report.refuse_value(
         key=f"{key}.weight",
         value=weight,
@@ -149,8 +154,9 @@ def _is_entry(name: str, entry: Any, report: Report) -> bool:
 def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> None:
     """Refuse an unknown verifier, and a pattern that does not fit it. prefix: of its keys."""
     if name not in tasks.VERIFIERS:
+        reason = "It scores the completions."
         alternatives = f"one of {', '.join(tasks.VERIFIERS)}, or "
-        importable(report, f"{prefix}verifier", str(name), "It scores the completions.", alternatives)
+        importable(report, f"{prefix}verifier", str(name), reason, alternatives)
     needs = f"{prefix}verifier=regular_expression"
     if name != "regular_expression":
         if pattern is not None:
@@ -183,15 +189,18 @@ def evaluation(c: Config, report: Report) -> Config:
     c = evaluated(c, report)
     _best(c, report)
     for held_out in held_out_sets(c):
-        if reason := are_training_prompts(c, held_out):
+        reason = are_training_prompts(c, held_out)
+        if reason:
+            setting = f"evaluation.every={c.evaluation.every}"
+            if c.evaluation.sets:
+                setting = f"evaluation.sets.{held_out.name}"
             got = f"seed {held_out.seed}"
             use = f"evaluation.seed={(c.seed + 10**9) % 2**32}"
             if held_out.files is not None:
                 got = f"those of {held_out.files[0]}"
                 use = "evaluation.sets.NAME.path=FILE"
-            every = f"evaluation.every={c.evaluation.every}"
             report.refuse(
-                setting=f"evaluation.sets.{held_out.name}" if c.evaluation.sets else every,
+                setting=setting,
                 needs="prompts that training does not ask",
                 got=got,
                 reason=reason,
@@ -215,35 +224,51 @@ def evaluated(c: Config, report: Report) -> Config:
 def _sets(c: Config, report: Report) -> Config:
     """Refuse invalid sets; returns the configuration without them."""
     valid = {}
-    for name, given in c.evaluation.sets.items():
+    for name, settings in c.evaluation.sets.items():
         before = len(report.problems)
         place = f"evaluation.sets.{name}"
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,39}", name) or name == TRAINING:
+            needs = "a name of up to 40 letters, digits, '_' and '-', a letter first"
             report.refuse(
                 setting=place,
-                needs=f"a name of up to 40 letters, digits, '_' and '-', a letter first, other than {TRAINING}",
+                needs=f"{needs}, other than {TRAINING}",
                 got=name,
                 reason="Files and metrics bear it.",
                 use=_SETS,
             )
-        elif not isinstance(given, dict):
-            report.refuse(place, "keys with values", given, "They say what differs from the task.", _SETS)
+        elif not isinstance(settings, dict):
+            report.refuse(
+                setting=place,
+                needs="keys with values",
+                got=settings,
+                reason="They say what differs from the task.",
+                use=_SETS,
+            )
         else:
-            _keys(c, place, given, report)
+            _keys(c, place, settings, report)
         if len(report.problems) == before:
-            valid[name] = given
+            valid[name] = settings
     return with_values(c, {"evaluation.sets": valid})
 
 
-def _keys(c: Config, place: str, given: dict[str, Any], report: Report) -> None:
-    """Refuse a key of a set that is neither its task's nor in OF_A_SET, and a value that the key does not allow."""
-    kind = given.get("task", c.task.name)
+def _keys(c: Config, place: str, settings: dict[str, Any], report: Report) -> None:
+    """Refuse keys of a set that are neither its task's nor in OF_A_SET, and values of a wrong type."""
+    kind = settings.get("task", c.task.name)
     if kind not in KINDS:
-        report.refuse_value(f"{place}.task", kind, f"one of {', '.join(KINDS)}", "It is a task.", "prompts")
+        report.refuse_value(
+            key=f"{place}.task",
+            value=kind,
+            needs=f"one of {', '.join(KINDS)}",
+            reason="It is a task.",
+            better="prompts",
+        )
         return
     known = {key.leaf: key for key in KEYS if key.schema == f"task/{kind}" and key.leaf != "name"}
-    known |= {"seed": existing_key("seed", c), "prompts": existing_key("evaluation.prompts_per_set", c)}
-    for name, value in [pair for pair in given.items() if pair[0] != "task"]:
+    known["seed"] = existing_key("seed", c)
+    known["prompts"] = existing_key("evaluation.prompts_per_set", c)
+    for name, value in settings.items():
+        if name == "task":
+            continue
         setting = f"{place}.{name}={text(value)}"
         if name not in known:
             report.refuse(
@@ -294,10 +319,17 @@ def _task(c: Config, held_out: HeldOut, report: Report) -> None:
     ignored(dataclasses.replace(c, task=task), of_set, "task")
     if isinstance(task, tasks.GeneratedTaskConfig):
         room_for_answer(task, "evaluation.max_completion_length", length, of_set)
-        room_for(c, task.longest[0] + length, f"the longest document of evaluation set {held_out.name}", of_set)
+        longest = f"the longest document of evaluation set {held_out.name}"
+        room_for(c, task.longest[0] + length, longest, of_set)
         prompts(task, of_set)
     elif getattr(task, "path", None) == "???":
-        of_set.refuse("task.path", "a value", "none", "It names the file with the prompts.", "task.path=test.jsonl")
+        of_set.refuse(
+            setting="task.path",
+            needs="a value",
+            got="none",
+            reason="It names the file with the prompts.",
+            use="task.path=test.jsonl",
+        )
     elif getattr(task, "environment", None) == "???":
         of_set.refuse(
             setting="task.environment",
@@ -317,7 +349,8 @@ def _best(c: Config, report: Report) -> None:
     stop_at = c.trainer.stop_at
     if best is None:
         return
-    (name, number), names = best, [*c.evaluation.sets] or [USUAL]
+    name, number = best
+    names = list(c.evaluation.sets) or [USUAL]
     setting = f"evaluation.best={c.evaluation.best}"
     count = c.evaluation.completions_per_prompt
     known = ["avg", *(f"pass@{k}" for k in powers_of_two(count))]
