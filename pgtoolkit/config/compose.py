@@ -207,11 +207,21 @@ def _wrong_here(
     if problem := refusals.wrong_form(override, groups):
         return problem
     if evaluate and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
-        reason, use = "Nothing is trained: it would be ignored.", f"the keys {', '.join(evaluated_keys(evaluate))}"
-        return refusal(refusals.as_typed(override), "to be left out", key, reason, use)
+        return refusal(
+            setting=refusals.as_typed(override),
+            needs="to be left out",
+            got=key,
+            reason="Nothing is trained: it would be ignored.",
+            use=f"the keys {', '.join(evaluated_keys(evaluate))}",
+        )
     if is_saved and not evaluate and key in OPTIONAL:
-        reason, use = "A run is continued as it was: these are chosen when it starts.", "a new run"
-        return refusal(refusals.as_typed(override), "to be left out", key, reason, use)
+        return refusal(
+            setting=refusals.as_typed(override),
+            needs="to be left out",
+            got=key,
+            reason="A run is continued as it was: these are chosen when it starts.",
+            use="a new run",
+        )
     return refusals.unknown_option(override, groups) if is_choice else None
 
 
@@ -273,8 +283,15 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
     if key is None:
         return [refusals.unknown_key(config, name, value, groups)]
     if name == f"{key.group}.name":
-        reason = f"The other keys of {key.group} come with their option."
-        return [refusal(f"{name}={value}", "to be left alone", value, reason, f"{key.group}={value}")]
+        return [
+            refusal(
+                setting=f"{name}={value}",
+                needs="to be left alone",
+                got=value,
+                reason=f"The other keys of {key.group} come with their option.",
+                use=f"{key.group}={value}",
+            )
+        ]
     try:
         with open_dict(config) if is_free else contextlib.nullcontext():
             OmegaConf.update(config, name, value, force_add=is_free)

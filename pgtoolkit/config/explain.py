@@ -163,9 +163,15 @@ def pages_on(words: str) -> list[Page]:
         text_of_titles = "\n  ".join([f"{words}: a word in what `pgtk explain` says of", *titles])
         return [Page(text_of_titles, f"{words}: a word in what is said of others", {"others": ", ".join(titles)})]
     near = nearest(words, known, 0.65)
-    reason = "It is no key, group, option, metric or exit status."
-    use = f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md"
-    raise ConfigError(refusal(f"pgtk explain {words}", "a word that is known", words, reason, use))
+    raise ConfigError(
+        refusal(
+            setting=f"pgtk explain {words}",
+            needs="a word that is known",
+            got=words,
+            reason="It is no key, group, option, metric or exit status.",
+            use=f"pgtk explain {near}" if near else "pgtk --help, or docs/keys.md",
+        )
+    )
 
 
 @functools.cache

@@ -35,9 +35,15 @@ def sweep_file(name: str = "") -> Path:
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
     near = nearest(path.stem, shipped, 0.6)
-    use = f"pgtk sweep {near}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml"
-    reason = "The sweeps are files in sweeps/, or your own file ending in .yaml."
-    raise ConfigError(refusal("pgtk sweep", "a sweep that exists", name or "none", reason, use))
+    raise ConfigError(
+        refusal(
+            setting="pgtk sweep",
+            needs="a sweep that exists",
+            got=name or "none",
+            reason="The sweeps are files in sweeps/, or your own file ending in .yaml.",
+            use=f"pgtk sweep {near}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml",
+        )
+    )
 
 
 def read_options(file: Path) -> Any:

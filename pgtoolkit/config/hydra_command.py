@@ -28,14 +28,28 @@ def hydra_arguments(argv: list[str]) -> Namespace:
     args = parser.parse_args(argv)
     for flag in ("config_path", "config_name", "experimental_rerun"):
         if (value := getattr(args, flag)) is not None:
-            name = f"--{flag.replace('_', '-')}={value}"
-            reason = "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
-            use = "pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own"
-            raise ConfigError(refusal(name, "to be left out", "one", reason, use))
+            raise ConfigError(
+                refusal(
+                    setting=f"--{flag.replace('_', '-')}={value}",
+                    needs="to be left out",
+                    got="one",
+                    reason=(
+                        "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
+                    ),
+                    use="pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own",
+                )
+            )
     args.config_dir = args.config_dir and Path(args.config_dir)
     if args.config_dir is not None and not args.config_dir.is_dir():
-        name, reason = f"--config-dir={args.config_dir}", "It holds options of your own, such as experiment/mine.yaml."
-        raise ConfigError(refusal(name, "a folder", args.config_dir, reason, "--config-dir=FOLDER"))
+        raise ConfigError(
+            refusal(
+                setting=f"--config-dir={args.config_dir}",
+                needs="a folder",
+                got=args.config_dir,
+                reason="It holds options of your own, such as experiment/mine.yaml.",
+                use="--config-dir=FOLDER",
+            )
+        )
     return args
 
 

@@ -104,8 +104,15 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
     for path, value in _leaves(hydra):
         setting = ".".join(("hydra", *path))
         if path in (("launcher",), ("sweeper",)):
-            needs, reason = f"one of the options of hydra/{path[0]}", "It is what runs the jobs, and its settings."
-            problems.append(refusal(setting, needs, value, reason, f"hydra/{path[0]}=OPTION"))
+            problems.append(
+                refusal(
+                    setting=setting,
+                    needs=f"one of the options of hydra/{path[0]}",
+                    got=value,
+                    reason="It is what runs the jobs, and its settings.",
+                    use=f"hydra/{path[0]}=OPTION",
+                )
+            )
         elif "_target_" in path and setting not in _FIXED:
             problems.append(refusal(setting, "to be left out", value, *_NO_CODE))
         elif (
@@ -118,9 +125,15 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
         elif "_target_" in path:
             problems.append(refusal(setting, "to be left out", value, *_NO_CODE))
         elif any(is_inside(setting, acting) for acting in _ACTING):
-            reason, use = "Only the command line may set what can run code.", f"{setting}=VALUE on the command line"
-            got = "it from a file of a sweep or of --config-dir"
-            problems.append(refusal(setting, "to be typed", got, reason, use))
+            problems.append(
+                refusal(
+                    setting=setting,
+                    needs="to be typed",
+                    got="it from a file of a sweep or of --config-dir",
+                    reason="Only the command line may set what can run code.",
+                    use=f"{setting}=VALUE on the command line",
+                )
+            )
         else:
             problems.append(_does_nothing(setting, value))
     return problems
@@ -209,8 +222,15 @@ def folder_in(config: DictConfig, key: str) -> tuple[str | None, list[str]]:
     if path is None:
         return None, problems
     if ".." in PurePath(path).parts or not path.isprintable():  # it also stands in the scripts of SLURM's jobs
-        needs = "a path of printable characters without '..'"
-        return None, [refusal(key, needs, repr(path), _NAMES_A_FOLDER, f"{key}=FOLDER")]
+        return None, [
+            refusal(
+                setting=key,
+                needs="a path of printable characters without '..'",
+                got=repr(path),
+                reason=_NAMES_A_FOLDER,
+                use=f"{key}=FOLDER",
+            )
+        ]
     return path, []
 
 
@@ -239,8 +259,15 @@ def directory_of_job(config: DictConfig, name: str, digest: str, unnamed: list[s
     directory = os.path.normpath(directory)
     if PurePath(directory).parts and ".." not in PurePath(directory).parts and not os.path.isabs(directory):
         return directory, []
-    needs, use = "a folder inside hydra.sweep.dir", "the default"
-    return None, [refusal(f"hydra.sweep.subdir={directory}", needs, directory, _NAMES_A_FOLDER, use)]
+    return None, [
+        refusal(
+            setting=f"hydra.sweep.subdir={directory}",
+            needs="a folder inside hydra.sweep.dir",
+            got=directory,
+            reason=_NAMES_A_FOLDER,
+            use="the default",
+        )
+    ]
 
 
 def launcher_of(hydra: DictConfig) -> Launcher:

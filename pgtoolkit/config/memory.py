@@ -218,11 +218,18 @@ def refuse_overflow(c: Config, gpu: float) -> None:
     least = sum(found.always.values()) + sum(found.sampling.get(name, 0) for name in certain)
     least = max(least, sum(found.copies.get(name, 0) for name in certain))
     if least > gpu:
-        needs, reason = f"{least / 1e9:.3g} GB of each GPU", "pgtk check lists what they hold."
         setting = f"model={c.model.name}"
         if isinstance(c.model, HuggingFaceModelConfig):
             setting = f"model.path={c.model.path}"
-        raise ConfigError(refusal(setting, needs, f"{gpu / 1e9:.3g}", reason, _remedy(c, gpu)))
+        raise ConfigError(
+            refusal(
+                setting=setting,
+                needs=f"{least / 1e9:.3g} GB of each GPU",
+                got=f"{gpu / 1e9:.3g}",
+                reason="pgtk check lists what they hold.",
+                use=_remedy(c, gpu),
+            )
+        )
 
 
 def _remedy(c: Config, gpu: float) -> str:

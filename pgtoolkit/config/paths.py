@@ -72,8 +72,15 @@ def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list
     if by := occupied_by(path, more):
         return [occupied(f"{key}={path}", path, by)]
     if why := cannot_hold_files(path):
-        needs = "a place where folders can be made"
-        return [refusal(f"{key}={path}", needs, why, "It names a folder.", f"{key}=outputs/FOLDER")]
+        return [
+            refusal(
+                setting=f"{key}={path}",
+                needs="a place where folders can be made",
+                got=why,
+                reason="It names a folder.",
+                use=f"{key}=outputs/FOLDER",
+            )
+        ]
     return []
 
 
@@ -93,9 +100,13 @@ def occupied_by_rollouts(save_path: str | None) -> str | None:
     """The problem of a run that begins where another one has recorded its rollouts."""
     if not save_path or not (batches := batches_in(save_path)):
         return None
-    needs, got = "a new or empty folder", f"one with {batches} batches of rollouts"
-    reason, use = "The rollouts of two runs would mix.", "another folder, or remove this one"
-    return refusal(f"rollout.save_path={save_path}", needs, got, reason, use)
+    return refusal(
+        setting=f"rollout.save_path={save_path}",
+        needs="a new or empty folder",
+        got=f"one with {batches} batches of rollouts",
+        reason="The rollouts of two runs would mix.",
+        use="another folder, or remove this one",
+    )
 
 
 def batches_in(save_path: str) -> int | None:

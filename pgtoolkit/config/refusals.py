@@ -79,9 +79,13 @@ def pattern(override: Override, groups: dict[str, list[str]]) -> str:
     value = override.value()
     assert isinstance(value, Glob)  # which Hydra's annotation of `value` leaves out
     matching = value.filter(groups.get(key, []))
-    use = f"pgtk -m {key}={','.join(matching)}" if matching else f"{key}=OPTION"
-    reason = "Options are chosen by their names, not by a pattern."
-    return refusal(as_typed(override), "names of options", "a pattern", reason, use)
+    return refusal(
+        setting=as_typed(override),
+        needs="names of options",
+        got="a pattern",
+        reason="Options are chosen by their names, not by a pattern.",
+        use=f"pgtk -m {key}={','.join(matching)}" if matching else f"{key}=OPTION",
+    )
 
 
 def _as_list(key: str, value: str) -> str:
@@ -105,8 +109,13 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
     if key == "hydra.searchpath":
         return SEARCH_PATH
     if key.startswith("hydra.") and key not in _NAMES_OF_FOLDERS and "${" in typed:
-        reason = "pgtk reads it before other keys have values."
-        return refusal(typed, "a plain value", "an interpolation", reason, f"{key}=VALUE")
+        return refusal(
+            setting=typed,
+            needs="a plain value",
+            got="an interpolation",
+            reason="pgtk reads it before other keys have values.",
+            use=f"{key}=VALUE",
+        )
     if override.package is not None:
         return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
     return None
@@ -126,9 +135,13 @@ def _one_value(key: str, typed: str) -> str:
 
 def holds_secret(setting: str) -> str:
     """A value that would be written to the run directory and to MLflow; setting: without it."""
-    use = "an environment variable, such as MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN"
-    reason = "It would be written to the run directory and to MLflow."
-    return refusal(setting, "to hold no secret", "what looks like one", reason, use)
+    return refusal(
+        setting=setting,
+        needs="to hold no secret",
+        got="what looks like one",
+        reason="It would be written to the run directory and to MLflow.",
+        use="an environment variable, such as MLFLOW_TRACKING_PASSWORD or MLFLOW_TRACKING_TOKEN",
+    )
 
 
 def given_twice(parsed: list[Override]) -> list[str]:
@@ -139,8 +152,15 @@ def given_twice(parsed: list[Override]) -> list[str]:
         typed = as_typed(override)
         for key in _keys(override):
             if first := seen.get(key):
-                needs, got, use = f"to be the only value of {key}", f"{first} before it", f"{first} or {typed}"
-                problems.append(refusal(typed, needs, got, "One of the two would be ignored.", use))
+                problems.append(
+                    refusal(
+                        setting=typed,
+                        needs=f"to be the only value of {key}",
+                        got=f"{first} before it",
+                        reason="One of the two would be ignored.",
+                        use=f"{first} or {typed}",
+                    )
+                )
         seen = dict.fromkeys(_keys(override), typed) | seen
     return problems
 
@@ -185,8 +205,13 @@ def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
     lines = [f"{group}: {text(value)}" for group, value in chosen.items() if not isinstance(value, dict | list)]
     if not lines:
         return None
-    reason, use = "A group's option is a file.", ", ".join(f"- override /{line}" for line in lines)
-    return refusal(", ".join(lines), "to stand in the list `defaults:`", "a key", reason, use)
+    return refusal(
+        setting=", ".join(lines),
+        needs="to stand in the list `defaults:`",
+        got="a key",
+        reason="A group's option is a file.",
+        use=", ".join(f"- override /{line}" for line in lines),
+    )
 
 
 def incomplete(config: DictConfig) -> list[str]:
@@ -200,9 +225,15 @@ def incomplete(config: DictConfig) -> list[str]:
             wrong.append(group)
     if not wrong:
         return []
-    needs, reason = "the keys of an option in every group", "A file changes the main configuration."
-    use = f"defaults: [config, override /{wrong[0]}: OPTION, _self_]"
-    return [refusal("the configuration", needs, f"none in {', '.join(wrong)}", reason, use)]
+    return [
+        refusal(
+            setting="the configuration",
+            needs="the keys of an option in every group",
+            got=f"none in {', '.join(wrong)}",
+            reason="A file changes the main configuration.",
+            use=f"defaults: [config, override /{wrong[0]}: OPTION, _self_]",
+        )
+    ]
 
 
 def _name_in(config: DictConfig, group: str) -> Any:
@@ -217,8 +248,13 @@ def _name_in(config: DictConfig, group: str) -> Any:
 def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str]) -> str:
     """Refuse a key that the schema of the chosen options does not have."""
     if not key:
-        needs = "a key before the equals sign"
-        return refusal(f"={text(value)}", needs, "none", "A value alone sets nothing.", "KEY=VALUE")
+        return refusal(
+            setting=f"={text(value)}",
+            needs="a key before the equals sign",
+            got="none",
+            reason="A value alone sets nothing.",
+            use="KEY=VALUE",
+        )
     group, _, leaf = key.partition(".")
     having = [known for known in KEYS if known.name == key and "/" in known.schema]
     if having:
@@ -283,9 +319,14 @@ def composition_problem(error: Exception) -> str:
     lines = [line.strip() for line in said.splitlines()]
     lines = [line for line in lines if line and not line.startswith(details)]
     if option := re.match(r"In '(\w+)/(\w+)'.*raised", lines[0]):
-        chosen, reason = "=".join(option.groups()), "It was written for other options."
-        use = f"other options, or leave {chosen} out"
-        return refusal(chosen, "options with the keys that it sets", lines[1], reason, use)
+        chosen = "=".join(option.groups())
+        return refusal(
+            setting=chosen,
+            needs="options with the keys that it sets",
+            got=lines[1],
+            reason="It was written for other options.",
+            use=f"other options, or leave {chosen} out",
+        )
     return f"the configuration cannot be composed: {' '.join(lines)}"
 
 

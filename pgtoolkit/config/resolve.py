@@ -59,9 +59,13 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
         if key.range and not fits(key, usual):
             usual = key.range[0]
         if value is not None:  # else `resolve` has said why
-            reason = key.help or "Every key has a type."
-            use = f"{key.name}={text(usual)}"
-            problem = refusal(f"{key.name}={text(value)}", values_in_words(key), value, reason, use)
+            problem = refusal(
+                setting=f"{key.name}={text(value)}",
+                needs=values_in_words(key),
+                got=value,
+                reason=key.help or "Every key has a type.",
+                use=f"{key.name}={text(usual)}",
+            )
             problems.setdefault(key.name, problem)
         values[key.name] = usual
     return with_values(config, values) if values else config
@@ -132,8 +136,13 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, s
     try:
         if OmegaConf.is_missing(parent, key):
             example = getattr(key_named(path, root), "example", "") or text(default_in(root, path))
-            reason = help_of(root, path, choices_of(root)) or "??? stands for a value that is still to be given."
-            problems[path] = refusal(path, "a value", "none", reason, f"{path}={example}")
+            problems[path] = refusal(
+                setting=path,
+                needs="a value",
+                got="none",
+                reason=help_of(root, path, choices_of(root)) or "??? stands for a value that is still to be given.",
+                use=f"{path}={example}",
+            )
         elif "_target_" in hidden:
             problems[path] = refusal(path, "plain values", "_target_", *_NO_CODE)
         else:

@@ -79,10 +79,15 @@ def compose_sweep(overrides: list[str], config_dir: Path | None = None, sweep_fi
         fixed = [override for override in described[0] if key_of(override) not in drawn]
         sweep.search = Search(drawn, fixed, hydra_keys.settings_in(hydra.sweeper))
     for override in [] if sweep.search else intervals(given):
-        reason = "An interval is searched, not gone through value by value."
-        use = f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B"
-        needs = "hydra/sweeper=optuna_search"
-        sweep.problems.append(refusal(override, needs, "the usual sweeper", reason, use))
+        sweep.problems.append(
+            refusal(
+                setting=override,
+                needs="hydra/sweeper=optuna_search",
+                got="the usual sweeper",
+                reason="An interval is searched, not gone through value by value.",
+                use=f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B",
+            )
+        )
     hydra.overrides.task = of_jobs
     path, problems = hydra_keys.folder_in(node.config, "hydra.sweep.dir")
     sweep.problems += problems
@@ -91,8 +96,15 @@ def compose_sweep(overrides: list[str], config_dir: Path | None = None, sweep_fi
     try:
         sweep.launcher = hydra_keys.launcher_of(hydra)
     except OmegaConfBaseException as error:
-        reason, use = "It is what runs the jobs.", "plain values of its keys"
-        sweep.problems.append(refusal("hydra.launcher", "values that resolve", first_line(error), reason, use))
+        sweep.problems.append(
+            refusal(
+                setting="hydra.launcher",
+                needs="values that resolve",
+                got=first_line(error),
+                reason="It is what runs the jobs.",
+                use="plain values of its keys",
+            )
+        )
     keys = dict.fromkeys(key_of(override) for of_job in described for override in of_job)
     unnamed = [key for key in keys if key not in varying] if varying else []
     sweep.compose = _Jobs(of_hydra, config_dir, sweep_file, sweep.folder, unnamed)

@@ -53,8 +53,15 @@ class Their:
                 return float(value)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        reason = "It is translated by its value."
-        raise ConfigError(refusal(f"{name}={text(value)}", "a number", value, reason, f"{name}=NUMBER"))
+        raise ConfigError(
+            refusal(
+                setting=f"{name}={text(value)}",
+                needs="a number",
+                got=value,
+                reason="It is translated by its value.",
+                use=f"{name}=NUMBER",
+            )
+        )
 
     def _key(self, name: str) -> str | None:
         # A critic has keys of the same names as the policy.
@@ -89,8 +96,15 @@ def default_of(trainer: str, name: str) -> Value:
 def read(path: Path) -> Their:
     """Return the configuration in a YAML or JSON file of TRL or verl. Raises ConfigError where there is none."""
     if not path.is_file():
-        use = "a YAML or JSON file, such as the one that trl grpo --config or verl's trainer takes"
-        raise ConfigError(refusal(f"pgtk translate {path}", "a file", path, "It reads a configuration.", use))
+        raise ConfigError(
+            refusal(
+                setting=f"pgtk translate {path}",
+                needs="a file",
+                got=path,
+                reason="It reads a configuration.",
+                use="a YAML or JSON file, such as the one that trl grpo --config or verl's trainer takes",
+            )
+        )
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST + 1)
@@ -101,8 +115,15 @@ def read(path: Path) -> Their:
             raise ValueError(f"more than {_LARGEST} bytes")
         values = dict(_flat(plain_yaml(data)))
     except ValueError as error:
-        use = "a file of keys with their values"
-        raise ConfigError(refusal(f"pgtk translate {path}", "YAML or JSON", error, "It cannot be read.", use)) from None
+        raise ConfigError(
+            refusal(
+                setting=f"pgtk translate {path}",
+                needs="YAML or JSON",
+                got=error,
+                reason="It cannot be read.",
+                use="a file of keys with their values",
+            )
+        ) from None
     sections = {name.partition(".")[0] for name in values if "." in name}
     is_verl = bool(sections & {"actor_rollout_ref", "algorithm", "data", "trainer"})
     return Their("verl" if is_verl else "TRL", values)

@@ -167,8 +167,13 @@ def _place(sweep: Sweep, run: PlannedRun, job: Job) -> None:
     """Add a job to those of the sweep, and find out what became of it before."""
     run.job = sweep.jobs.setdefault(job.directory, job)
     if run.job is not job and run.job.config != job.config:
-        needs, reason = "a name of its own for each job", "Two jobs would write to one directory."
-        run.report.refuse("hydra.sweep.subdir", needs, job.directory, reason, "the default")
+        run.report.refuse(
+            setting="hydra.sweep.subdir",
+            needs="a name of its own for each job",
+            got=job.directory,
+            reason="Two jobs would write to one directory.",
+            use="the default",
+        )
     elif run.job is not job:
         run.report.note("the configuration of another job; it is run once")
     else:

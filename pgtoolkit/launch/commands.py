@@ -76,8 +76,15 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
 
         overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
         folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
-        reason, got = "A sweep with overrides has a folder of its own, named after them.", " ".join(overrides)
-        raise ConfigError(refusal("pgtk compare", "runs, folders or sweeps", got, reason, f"pgtk compare {folder}"))
+        raise ConfigError(
+            refusal(
+                setting="pgtk compare",
+                needs="runs, folders or sweeps",
+                got=" ".join(overrides),
+                reason="A sweep with overrides has a folder of its own, named after them.",
+                use=f"pgtk compare {folder}",
+            )
+        )
     metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
     runs = find_runs(args.runs, metrics)
     if not args.json and len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):

@@ -74,9 +74,15 @@ class RayEngine:
         except PgtoolkitError:  # of a signal
             raise
         except Exception as error:  # Ray has no common type
-            setting, reason = f"hydra.launcher.ray.init.address={address or 'null'}", "Jobs are sent to its head."
-            use = "ray start --head there, or hydra.launcher.ray.init.address=null"
-            raise ConfigError(refusal(setting, "a Ray cluster that answers", first_line(error), reason, use)) from error
+            raise ConfigError(
+                refusal(
+                    setting=f"hydra.launcher.ray.init.address={address or 'null'}",
+                    needs="a Ray cluster that answers",
+                    got=first_line(error),
+                    reason="Jobs are sent to its head.",
+                    use="ray start --head there, or hydra.launcher.ray.init.address=null",
+                )
+            ) from error
         finally:
             signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process at once
         self._task = ray.remote(**remote)(_run_job)
@@ -152,9 +158,15 @@ class SubmititEngine:
         try:
             yield
         except Exception as error:  # submitit has no common type
-            reason, use = "It takes the jobs of the sweep.", "its options in conf/hydra/launcher/slurm.yaml"
-            needs = "a cluster that takes such jobs"
-            raise ConfigError(refusal("hydra/launcher=slurm", needs, _last_line(error), reason, use)) from error
+            raise ConfigError(
+                refusal(
+                    setting="hydra/launcher=slurm",
+                    needs="a cluster that takes such jobs",
+                    got=_last_line(error),
+                    reason="It takes the jobs of the sweep.",
+                    use="its options in conf/hydra/launcher/slurm.yaml",
+                )
+            ) from error
 
 
 class _SubmittedJob:

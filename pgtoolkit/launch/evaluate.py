@@ -142,8 +142,15 @@ def _on_prompts(typed: list[str], trained: Config | None, on: Sequence[str]) -> 
     """
     for override in typed:
         if key_of(override) == "task.path" or key_of(override).startswith("evaluation.sets"):
-            reason = "Its files are the sets, in the place of all others."
-            raise ConfigError(refusal(f"--on {on[0]}", "no other prompts", override, reason, "one of the two"))
+            raise ConfigError(
+                refusal(
+                    setting=f"--on {on[0]}",
+                    needs="no other prompts",
+                    got=override,
+                    reason="Its files are the sets, in the place of all others.",
+                    use="one of the two",
+                )
+            )
     overrides = [*typed, f"task.path={json.dumps(on[0])}"]
     is_chosen = any(key_of(override) == "task" for override in typed)
     reads_files = trained is not None and hasattr(trained.task, "path")
@@ -184,17 +191,28 @@ def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
     for override in typed:
         key = key_of(override)
         if key == "task" and config.task.name != saved.task.name:
-            needs = f"the task of the run, {saved.task.name}"
-            reason = f"The run has the sets {names}, and typing a task does not change them."
-            use = f"'evaluation.sets.NAME={{task: {config.task.name}, ...}}'"
-            problems.append(refusal(override, needs, config.task.name, reason, use))
+            problems.append(
+                refusal(
+                    setting=override,
+                    needs=f"the task of the run, {saved.task.name}",
+                    got=config.task.name,
+                    reason=f"The run has the sets {names}, and typing a task does not change them.",
+                    use=f"'evaluation.sets.NAME={{task: {config.task.name}, ...}}'",
+                )
+            )
         if not key.startswith("task.") or plain_value(config, key) == plain_value(saved, key):
             continue
         leaf = key.split(".")[1]
         if all("task" in given or leaf in _decided_by(given) for given in sets.values()):
-            reason = f"It would be ignored: the sets {names} have their own."
-            use = f"evaluation.sets.NAME.{leaf}=VALUE, for one of them or for a new set"
-            problems.append(refusal(override, "a set that takes it", "none", reason, use))
+            problems.append(
+                refusal(
+                    setting=override,
+                    needs="a set that takes it",
+                    got="none",
+                    reason=f"It would be ignored: the sets {names} have their own.",
+                    use=f"evaluation.sets.NAME.{leaf}=VALUE, for one of them or for a new set",
+                )
+            )
     return problems
 
 
@@ -217,8 +235,15 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
             if held_out.files is None:
                 use = "another evaluation.seed"
             use += ", or --training-prompts to evaluate on these"
-            got = f"set {held_out.name}: {held_out.source}"
-            problems.append(refusal(command, "prompts that training did not ask", got, reason, use))
+            problems.append(
+                refusal(
+                    setting=command,
+                    needs="prompts that training did not ask",
+                    got=f"set {held_out.name}: {held_out.source}",
+                    reason=reason,
+                    use=use,
+                )
+            )
     return problems
 
 

@@ -27,11 +27,21 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     config = composed.config
     report = Report([*composed.problems], usual=functools.partial(default, config, choices=composed.choices))
     if out.suffix != ".jsonl" or out.exists():
-        got, use = "one that exists" if out.exists() else "another kind", str(out.with_name(f"{out.stem}-2.jsonl"))
-        report.refuse(f"OUT={out}", "a new .jsonl file", got, "Nothing is written over.", use)
+        report.refuse(
+            setting=f"OUT={out}",
+            needs="a new .jsonl file",
+            got="one that exists" if out.exists() else "another kind",
+            reason="Nothing is written over.",
+            use=str(out.with_name(f"{out.stem}-2.jsonl")),
+        )
     for other in [one for one in overrides if not re.match(r"task[.=]|seed=", one)]:
-        reason = "Prompts and answers follow from these alone."
-        report.refuse(other, "to be the task, a key of it, or the seed", "another key", reason, "task=chain_sum seed=7")
+        report.refuse(
+            setting=other,
+            needs="to be the task, a key of it, or the seed",
+            got="another key",
+            reason="Prompts and answers follow from these alone.",
+            use="task=chain_sum seed=7",
+        )
     if config is not None and not report.problems:
         prompts(config.task, report)
     if config is None or report.problems:

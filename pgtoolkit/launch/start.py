@@ -31,15 +31,29 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         return hydra_answers(for_hydra(argv, args.overrides))
     if args.cfg:
         if args.multirun:
-            reason, use = "It prints one configuration.", "pgtk check -m for a sweep"
-            raise ConfigError(refusal("--cfg", "one run", "-m", reason, use))
+            raise ConfigError(
+                refusal(
+                    setting="--cfg",
+                    needs="one run",
+                    got="-m",
+                    reason="It prints one configuration.",
+                    use="pgtk check -m for a sweep",
+                )
+            )
         if wrong := compose_node(args.overrides, args.config_dir).problems:
             raise refused(list(dict.fromkeys(wrong)))
         return hydra_answers(for_hydra(argv, args.overrides))
     rank = joined()
     if rank is not None and args.multirun:
-        reason, use = "The runs of a sweep start their own processes.", "pgtk -m without torchrun or srun"
-        raise ConfigError(refusal("-m", "one process", f"WORLD_SIZE={rank.world_size}", reason, use))
+        raise ConfigError(
+            refusal(
+                setting="-m",
+                needs="one process",
+                got=f"WORLD_SIZE={rank.world_size}",
+                reason="The runs of a sweep start their own processes.",
+                use="pgtk -m without torchrun or srun",
+            )
+        )
     if rank is not None and rank.number > 0:  # of torchrun or srun: the same run, whose directory rank 0 chooses
         run = check_run(compose(args.overrides, args.config_dir), args.overrides)
         if run.refused_anywhere:
@@ -64,8 +78,15 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     """
     folder, places = run_dir, [override for override in overrides if key_of(override) == "hydra.run.dir"]
     if step is None and places:
-        reason, use = "A run goes on where it lies.", f"pgtk resume {shell_path(run_dir)} --step N {places[0]}"
-        raise ConfigError(refusal(places[0], "--step N, which makes a run of its own", "none", reason, use))
+        raise ConfigError(
+            refusal(
+                setting=places[0],
+                needs="--step N, which makes a run of its own",
+                got="none",
+                reason="A run goes on where it lies.",
+                use=f"pgtk resume {shell_path(run_dir)} --step N {places[0]}",
+            )
+        )
     overrides = [override for override in overrides if override not in places]
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     assert run.config is not None  # a saved run has one
@@ -77,15 +98,25 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
         if problem := lacks_checkpoint(run_dir, f"pgtk resume {shell_path(run_dir)}", step, most):
             run.report.problems.insert(0, problem)
         elif step >= most:
-            needs, use = f"trainer.max_steps above {step}", f"trainer.max_steps={2 * step}"
-            run.report.refuse(f"--step={step}", needs, most, "There would be nothing left to train.", use)
+            run.report.refuse(
+                setting=f"--step={step}",
+                needs=f"trainer.max_steps above {step}",
+                got=most,
+                reason="There would be nothing left to train.",
+                use=f"trainer.max_steps={2 * step}",
+            )
         new = compose(places)
         run.report.problems += [*new.problems, *new.problems_of_directory]
         if places and new.directory is not None:
             folder = Path(new.directory)
         elif not new.problems_of_directory:
-            needs, reason = "hydra.run.dir=NEW", "It becomes a run of its own, and this one stays as it is."
-            run.report.refuse(f"--step={step}", needs, " ".join(places) or "none", reason, "hydra.run.dir=outputs/NEW")
+            run.report.refuse(
+                setting=f"--step={step}",
+                needs="hydra.run.dir=NEW",
+                got=" ".join(places) or "none",
+                reason="It becomes a run of its own, and this one stays as it is.",
+                use="hydra.run.dir=outputs/NEW",
+            )
         if problem := occupied_by_rollouts(getattr(run.config.rollout, "save_path", None)):
             run.report.problems.append(problem)
     rank = joined()

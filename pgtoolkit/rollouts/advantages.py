@@ -242,9 +242,15 @@ class Estimator:
             if sizes == wanted and not wrong:
                 return numbers
             got = str(wrong[:1]) if sizes == wanted else f"{sizes} numbers where there are {wanted} completions"
-        needs = f"a finite number within -{MAX_REWARD:g} and {MAX_REWARD:g} for each completion of each group"
-        use = "return [[... for one in group] for group in rewards]"
-        raise kind(refusal(setting, needs, got, f"It was called on {on}.", use))
+        raise kind(
+            refusal(
+                setting=setting,
+                needs=f"a finite number within -{MAX_REWARD:g} and {MAX_REWARD:g} for each completion of each group",
+                got=got,
+                reason=f"It was called on {on}.",
+                use="return [[... for one in group] for group in rewards]",
+            )
+        )
 
     def _try(self, size: int, names: Iterable[str]) -> None:
         """On three groups, one of them of equal rewards, in one order and in the other."""
@@ -257,9 +263,15 @@ class Estimator:
         found, other = (self._called(x, ConfigError) for x in (groups, groups[::-1]))
         for one, two in zip(found, other[::-1], strict=True):
             if not all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9) for x, y in zip(one, two, strict=True)):
-                needs, reason = "the same advantages in whichever order the groups come", "A batch has no first prompt."
-                setting, use = f"advantage={self.path}", "neither state nor random numbers"
-                raise ConfigError(refusal(setting, needs, f"{one} and {two}", reason, use))
+                raise ConfigError(
+                    refusal(
+                        setting=f"advantage={self.path}",
+                        needs="the same advantages in whichever order the groups come",
+                        got=f"{one} and {two}",
+                        reason="A batch has no first prompt.",
+                        use="neither state nor random numbers",
+                    )
+                )
 
 
 def _rewards(group: Sequence[Attempt]) -> list[float]:

@@ -116,9 +116,15 @@ class Indexing:
             )
         texts, chosen = self.rules.texts, (self.config.chat.value, self.config.trained_turns.value)
         if texts is not None and not texts.read and chosen != ("auto", "all"):
-            setting, reason = "rollout.chat={} with rollout.trained_turns={}".format(*chosen), "It would be ignored."
-            use = "rollout.chat=auto with rollout.trained_turns=all"
-            raise DataError(refusal(setting, "rows of messages, or of prompt and completion", "tokens", reason, use))
+            raise DataError(
+                refusal(
+                    setting="rollout.chat={} with rollout.trained_turns={}".format(*chosen),
+                    needs="rows of messages, or of prompt and completion",
+                    got="tokens",
+                    reason="It would be ignored.",
+                    use="rollout.chat=auto with rollout.trained_turns=all",
+                )
+            )
         if len(rows) == 0:
             raise DataError(f"{path} needs at least one row (got none in {', '.join(x.label for x in self.files)}).")
         if not rows["trained"].any() and not self._is_cut:

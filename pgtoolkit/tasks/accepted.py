@@ -58,10 +58,15 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
         return []
     setting = str(verifier) if verifier.pattern is None else f"{_pattern_key(verifier)}={verifier.pattern}"
     if len(rejected) == len(first) and number == 0 and not _accepts_any(task, verifier, rows):
-        got = f"{rejected[0].answer:.80} at {rejected[0].place}, and no other is one"
-        use = "answers of another form" if verifier.pattern is None else f"another {_pattern_key(verifier)}"
-        needs = "answers that it can read" if verifier.pattern is None else "answers that its group can capture"
-        raise DataError(refusal(setting, needs, got, "Every completion would score 0.", use))
+        raise DataError(
+            refusal(
+                setting=setting,
+                needs="answers that it can read" if verifier.pattern is None else "answers that its group can capture",
+                got=f"{rejected[0].answer:.80} at {rejected[0].place}, and no other is one",
+                reason="Every completion would score 0.",
+                use="answers of another form" if verifier.pattern is None else f"another {_pattern_key(verifier)}",
+            )
+        )
     way_out = "" if verifier.pattern is None else f", or use another {_pattern_key(verifier)}"
     return [
         f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all score 0: "
@@ -141,10 +146,15 @@ def _tried(
         ) from error
     for outcome in outcomes:
         if isinstance(outcome, Failure) and outcome.kind == UNREACHABLE:
-            reason = "Completions would be without a score."
-            got = outcome.reason.removeprefix(NOT_REACHED)
-            use = "it once that answers"
-            raise DataError(refusal(str(verifier), "the server that it asks", got, reason, use))
+            raise DataError(
+                refusal(
+                    setting=str(verifier),
+                    needs="the server that it asks",
+                    got=outcome.reason.removeprefix(NOT_REACHED),
+                    reason="Completions would be without a score.",
+                    use="it once that answers",
+                )
+            )
     return outcomes
 
 

@@ -50,9 +50,15 @@ class Between:
                 got = "one that ends an answer with none of eos_token_id in generation_config.json"
         except ValueError as error:
             got = str(error)
-        reason = "Messages become tokens once, behind those that were drawn."
-        use = "task.chat=never, with which contents follow each other as they are, or another chat template"
-        raise ConfigError(refusal("a task of several turns", "a chat template that adds to its end", got, reason, use))
+        raise ConfigError(
+            refusal(
+                setting="a task of several turns",
+                needs="a chat template that adds to its end",
+                got=got,
+                reason="Messages become tokens once, behind those that were drawn.",
+                use="task.chat=never, with which contents follow each other as they are, or another chat template",
+            )
+        )
 
     def _after(self, message: Message) -> str:
         """What follows an answer, its end first. ValueError for a template that leaves something out."""

@@ -136,9 +136,15 @@ def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
     if getattr(task, "chat", Chat.never) == Chat.auto and tokenizer.chat_template:
         template = ChatTemplate(tokenizer, system, arguments)
     if system is not None and (got := "none" if template is None else template.problem()):
-        needs, reason = "a chat template that has a place for it", "It would be ignored."
-        setting, use = f"task.system_prompt={system:.40}", "task.system_prompt=null, and instructions in the prompts"
-        raise ConfigError(refusal(setting, needs, got, reason, use))
+        raise ConfigError(
+            refusal(
+                setting=f"task.system_prompt={system:.40}",
+                needs="a chat template that has a place for it",
+                got=got,
+                reason="It would be ignored.",
+                use="task.system_prompt=null, and instructions in the prompts",
+            )
+        )
     if arguments:
         _check_arguments(arguments, tokenizer if template is not None else None)
     return template
@@ -156,8 +162,12 @@ def _check_arguments(arguments: Mapping[str, object], tokenizer: PreTrainedToken
         known = sorted(read - {*_OF_EVERY_TEMPLATE, *environment.globals, *tokenizer.special_tokens_map})
     unread = [name for name in arguments if name not in known]
     if unread:
-        got = f"one that reads {listed(known, 8) or 'none'}" if tokenizer is not None else "no template"
-        needs = f"a chat template that reads {', '.join(unread)}"
-        use = "'task.chat_arguments={}', or arguments of the model's template"
-        setting = f"task.chat_arguments.{unread[0]}={text(arguments[unread[0]])}"
-        raise ConfigError(refusal(setting, needs, got, "It would be ignored.", use))
+        raise ConfigError(
+            refusal(
+                setting=f"task.chat_arguments.{unread[0]}={text(arguments[unread[0]])}",
+                needs=f"a chat template that reads {', '.join(unread)}",
+                got=f"one that reads {listed(known, 8) or 'none'}" if tokenizer is not None else "no template",
+                reason="It would be ignored.",
+                use="'task.chat_arguments={}', or arguments of the model's template",
+            )
+        )

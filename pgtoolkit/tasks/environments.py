@@ -38,9 +38,15 @@ class Environments:
         self._path, self._pickled = path, pickled
         made = import_function("task.environment", path, (), tuple(options))
         if missing := [name for name in METHODS if not callable(getattr(made, name, None))]:
-            got, use = f"none named {', '.join(missing)}", f"a class with def {missing[0]}(self, ...)"
-            needs = f"methods {', '.join(METHODS)}"
-            raise ConfigError(refusal(f"task.environment={path}", needs, got, "They make a conversation.", use))
+            raise ConfigError(
+                refusal(
+                    setting=f"task.environment={path}",
+                    needs=f"methods {', '.join(METHODS)}",
+                    got=f"none named {', '.join(missing)}",
+                    reason="They make a conversation.",
+                    use=f"a class with def {missing[0]}(self, ...)",
+                )
+            )
         self._make = partial(made, **options)
 
     def answer(self, ask: Ask) -> tuple[Any, Any]:

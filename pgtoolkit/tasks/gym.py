@@ -31,10 +31,15 @@ class GymData:
         try:
             data = create_dataset(dataset, seed=seed, **options)
         except (TypeError, ValueError, AssertionError) as error:  # among them a seed of its own
-            setting = f"task.dataset={dataset} with task.options={given}"
-            needs = "a data set of reasoning-gym, and options that it has"
-            reason = "Its seed is that of the run."
-            raise ConfigError(refusal(setting, needs, first_line(error), reason, "task.dataset=chain_sum")) from error
+            raise ConfigError(
+                refusal(
+                    setting=f"task.dataset={dataset} with task.options={given}",
+                    needs="a data set of reasoning-gym, and options that it has",
+                    got=first_line(error),
+                    reason="Its seed is that of the run.",
+                    use="task.dataset=chain_sum",
+                )
+            ) from error
         self._score_answer = data.score_answer
         # A question is asked for again for each completion that is scored.
         self.entry = functools.lru_cache(maxsize=1024)(data.__getitem__)

@@ -29,19 +29,28 @@ def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, .
         try:
             splits = datasets.load_dataset(name, config)
         except Exception as error:  # the package, and those that it asks, raise what they like
-            got = " ".join(str(error).split())[:_MOST_CHARACTERS]
-            needs = "a data set of the Hugging Face hub, or of its cache on this machine"
-            reason = "There is no such folder here, so it is taken for a name on the hub."
-            use = "OWNER/NAME, task.config=NAME where it has several, or the path of a file or folder"
-            raise ConfigError(refusal(setting, needs, got, reason, use)) from error
+            raise ConfigError(
+                refusal(
+                    setting=setting,
+                    needs="a data set of the Hugging Face hub, or of its cache on this machine",
+                    got=" ".join(str(error).split())[:_MOST_CHARACTERS],
+                    reason="There is no such folder here, so it is taken for a name on the hub.",
+                    use="OWNER/NAME, task.config=NAME where it has several, or the path of a file or folder",
+                )
+            ) from error
     names = [str(name) for name in splits]
     if split is None and len(names) == 1:
         split = names[0]
     if split not in names:
-        use = " or ".join(f"task.split={text(name)}" for name in names)
-        needs = f"one of {', '.join(names)}"
-        reason = "These are the splits that it has."
-        raise ConfigError(refusal(f"task.split={text(split)} with {setting}", needs, split, reason, use))
+        raise ConfigError(
+            refusal(
+                setting=f"task.split={text(split)} with {setting}",
+                needs=f"one of {', '.join(names)}",
+                got=split,
+                reason="These are the splits that it has.",
+                use=" or ".join(f"task.split={text(name)}" for name in names),
+            )
+        )
     return tuple(Path(file["filename"]) for file in splits[split].cache_files)
 
 

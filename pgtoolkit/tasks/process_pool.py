@@ -154,9 +154,15 @@ class _Worker:
         if kind == "error":
             raise ConfigError(value)
         if kind != "ready":
-            got = f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {value}"
-            reason, use = "Importing it runs its code.", "a module that can be imported in seconds"
-            raise ConfigError(refusal(self._setting, "a process that imports it", got, reason, use))
+            raise ConfigError(
+                refusal(
+                    setting=self._setting,
+                    needs="a process that imports it",
+                    got=f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {value}",
+                    reason="Importing it runs its code.",
+                    use="a module that can be imported in seconds",
+                )
+            )
 
     def _ask(self, told: Any, seconds: float) -> tuple[str, Any]:
         kind, process = TIMEOUT, self.process

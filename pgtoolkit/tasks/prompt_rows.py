@@ -60,10 +60,16 @@ def prompt_files(path: str, split: str | None, config: str | None = None) -> lis
             return find_files(path, "task.path")
         if split is not None and (files := [file for file in files if _is_of(file, split)]):
             return _of_one_data_set(path, split, folder, files)
-    known, use = ", ".join(map(text, splits)), " or ".join(f"task.split={text(name)}" for name in splits)
-    needs = f"one of {known}" if len(splits) > 1 else known
-    setting = f"task.split={text(split)} with task.path={path}"
-    raise ConfigError(refusal(setting, needs, split, "These are the splits that it has.", use))
+    known = ", ".join(map(text, splits))
+    raise ConfigError(
+        refusal(
+            setting=f"task.split={text(split)} with task.path={path}",
+            needs=f"one of {known}" if len(splits) > 1 else known,
+            got=split,
+            reason="These are the splits that it has.",
+            use=" or ".join(f"task.split={text(name)}" for name in splits),
+        )
+    )
 
 
 def _saved(folder: Path) -> list[Path]:
@@ -82,8 +88,15 @@ def _of_one_data_set(path: str, split: str, folder: Path, files: list[Path]) -> 
     """The files of a split; ConfigError where they are of several data sets."""
     homes = sorted({file.parent.parent if file.parent.name == split else file.parent for file in files})
     if len(homes) > 1:
-        reason = f"The split is in {', '.join(str(home.relative_to(folder)) for home in homes[:4])}."
-        raise ConfigError(refusal(f"task.path={path}", "one data set", len(homes), reason, f"task.path={homes[0]}"))
+        raise ConfigError(
+            refusal(
+                setting=f"task.path={path}",
+                needs="one data set",
+                got=len(homes),
+                reason=f"The split is in {', '.join(str(home.relative_to(folder)) for home in homes[:4])}.",
+                use=f"task.path={homes[0]}",
+            )
+        )
     return files
 
 

@@ -106,9 +106,15 @@ class TokenizedTask:
     def _for_reference(self, prompt: Prompt) -> Prompt:
         assert self.reference_prompt is not None
         if "{answer" in self.reference_prompt and not prompt.answer:
-            needs, reason = "the answer of each prompt", "The template puts it before the reference."
-            got, use = f"none at {prompt.place}", "a template of {prompt} alone"
-            raise DataError(refusal(f"kl.reference_prompt={self.reference_prompt:.40}", needs, got, reason, use))
+            raise DataError(
+                refusal(
+                    setting=f"kl.reference_prompt={self.reference_prompt:.40}",
+                    needs="the answer of each prompt",
+                    got=f"none at {prompt.place}",
+                    reason="The template puts it before the reference.",
+                    use="a template of {prompt} alone",
+                )
+            )
         text = self.reference_prompt.format(prompt=prompt.text, answer=prompt.answer)
         messages = prompt.messages and (*prompt.messages[:-1], prompt.messages[-1] | {"content": text})
         return dataclasses.replace(prompt, text=text, messages=messages)

@@ -412,10 +412,15 @@ def _signature(setting: str, function: Callable[..., object]) -> Signature:
     in_other_order = any(name in SINGLE and name != SINGLE[place] for place, name in enumerate(first_two))
     if not in_other_order and _takes_two(function):
         return Signature(False, is_async, None, False, ())
-    shown = getattr(function, "__name__", type(function).__name__) + str(inspect.signature(function))
-    needs = f"a function with parameters among {', '.join(SINGLE)}, or with completions for a whole batch"
-    reason = "Its parameters say by name what it gets; two of other names are the completion and its answer."
-    raise ConfigError(refusal(setting, needs, shown, reason, "def score(completion, answer)"))
+    raise ConfigError(
+        refusal(
+            setting=setting,
+            needs=f"a function with parameters among {', '.join(SINGLE)}, or with completions for a whole batch",
+            got=getattr(function, "__name__", type(function).__name__) + str(inspect.signature(function)),
+            reason="Its parameters say by name what it gets; two of other names are the completion and its answer.",
+            use="def score(completion, answer)",
+        )
+    )
 
 
 def _takes_two(function: Callable[..., object]) -> bool:

@@ -29,12 +29,18 @@ class StopStrings:
         for one in strings:
             added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
             if names := [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token in one]:
-                setting, reason = (
-                    f"rollout.stop={self.strings}",
-                    "A completion ends by its text without special tokens.",
+                raise ConfigError(
+                    refusal(
+                        setting=f"rollout.stop={self.strings}",
+                        needs="texts without special tokens",
+                        got=" ".join(names),
+                        reason="A completion ends by its text without special tokens.",
+                        use=(
+                            "the text alone, and ids of special tokens in eos_token_id of the model's "
+                            "generation_config.json"
+                        ),
+                    )
                 )
-                use = "the text alone, and ids of special tokens in eos_token_id of the model's generation_config.json"
-                raise ConfigError(refusal(setting, "texts without special tokens", " ".join(names), reason, use))
 
     def __bool__(self) -> bool:
         return bool(self.strings)

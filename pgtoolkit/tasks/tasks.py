@@ -279,11 +279,15 @@ class PromptsTask(PromptRows):
         for name in signature.columns:
             lacking = next((prompt for prompt in self.rows() if name not in (prompt.row or {})), None)
             if lacking is not None:
-                needs = f"a column {name} in every row, which its function asks for"
-                got = f"{', '.join(lacking.row or {})} at {lacking.place}"
-                reason = "Parameters without a default are columns of the file, beside completions and prompts."
-                use = f"a file with this column, or a default: {name}=None"
-                raise DataError(refusal(str(verifier), needs, got, reason, use))
+                raise DataError(
+                    refusal(
+                        setting=str(verifier),
+                        needs=f"a column {name} in every row, which its function asks for",
+                        got=f"{', '.join(lacking.row or {})} at {lacking.place}",
+                        reason="Parameters without a default are columns of the file, beside completions and prompts.",
+                        use=f"a file with this column, or a default: {name}=None",
+                    )
+                )
 
     def _metrics(self, said: Sequence[BatchScores]) -> dict[str, float]:
         """Return what functions have logged of these completions as a whole, by metric."""

@@ -94,10 +94,15 @@ def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config 
 def refuse_any_order(policy: Policy) -> None:
     """A model whose attention on a GPU is not ours, where trainer.deterministic=true was asked for."""
     if not policy.by_document:
-        needs = f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16 or float16"
-        got = f"{policy.model.config.model_type} in {str(policy.compute_dtype).removeprefix('torch.')}"
-        reason = "PyTorch may add up attention's gradients in any order in others."
-        raise ConfigError(refusal("trainer.deterministic=true", needs, got, reason, "trainer.deterministic=auto"))
+        raise ConfigError(
+            refusal(
+                setting="trainer.deterministic=true",
+                needs=f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16 or float16",
+                got=f"{policy.model.config.model_type} in {str(policy.compute_dtype).removeprefix('torch.')}",
+                reason="PyTorch may add up attention's gradients in any order in others.",
+                use="trainer.deterministic=auto",
+            )
+        )
 
 
 def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:
@@ -181,8 +186,13 @@ def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
     dtype = NumberType.float32  # which is that of trained weights; it computes in the policy's
 
     def refused(needs: str, got: str) -> str:
-        reason = "It reads the policy's tokens."
-        return refusal(f"critic.path={path}", needs, got, reason, "a model of the same family, or critic.path=null")
+        return refusal(
+            setting=f"critic.path={path}",
+            needs=needs,
+            got=got,
+            reason="It reads the policy's tokens.",
+            use="a model of the same family, or critic.path=null",
+        )
 
     loaded = _loaded("critic.path", path, policy, layout, dtype, refused, checkpointing)
     return with_value_head(replace(loaded, compute_dtype=policy.compute_dtype))

@@ -87,9 +87,15 @@ def branch(parent: Path, step: int, folder: Path) -> None:
     """
     checkpoint = saved_state(parent, f"pgtk resume {shell_path(parent)}", step)["path"]
     if folder.resolve().is_relative_to(parent.resolve()):
-        place = f"hydra.run.dir={shell_path(parent)}-{step}"
-        reason = "A run in another would be taken for a part of it."
-        raise ConfigError(refusal(f"hydra.run.dir={folder}", f"a folder outside {parent}", folder, reason, place))
+        raise ConfigError(
+            refusal(
+                setting=f"hydra.run.dir={folder}",
+                needs=f"a folder outside {parent}",
+                got=folder,
+                reason="A run in another would be taken for a part of it.",
+                use=f"hydra.run.dir={shell_path(parent)}-{step}",
+            )
+        )
     refuse_occupied(f"hydra.run.dir={folder}", folder)
     check_rows(parent, checkpoint)
     with _whole(folder) as whole:
@@ -149,8 +155,15 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     if best:
         row = best_checkpoint(run_dir, watched(read_resolved(run_dir)))
         if row is None:
-            reason = "A run keeps one by evaluation.best, from its first evaluation after a step on."
-            raise ConfigError(refusal(f"{use} --best", "a run with evaluations and checkpoints", "none", reason, use))
+            raise ConfigError(
+                refusal(
+                    setting=f"{use} --best",
+                    needs="a run with evaluations and checkpoints",
+                    got="none",
+                    reason="A run keeps one by evaluation.best, from its first evaluation after a step on.",
+                    use=use,
+                )
+            )
         step = row["step"]
     if step is None:
         if (state := load_newest(folder)) is not None:
@@ -171,12 +184,21 @@ def lacks_checkpoint(run_dir: Path, use: str, step: int | None, most: float = ma
     if step in there:
         return None
     if not there:
-        reason = "A run saves one every trainer.checkpoint_every steps and at its end."
-        return refusal(use, "a checkpoint", "none", reason, f"pgtk resume {shell_path(run_dir)}")
-    needs = f"one of the steps with a checkpoint, {', '.join(map(str, there))}"
-    reason = "The run keeps trainer.keep_checkpoints of them, and the best."
+        return refusal(
+            setting=use,
+            needs="a checkpoint",
+            got="none",
+            reason="A run saves one every trainer.checkpoint_every steps and at its end.",
+            use=f"pgtk resume {shell_path(run_dir)}",
+        )
     more = f" trainer.max_steps={2 * there[-1]}" if there[-1] >= most else ""
-    return refusal(f"{use} --step={step}", needs, step, reason, f"--step={there[-1]}{more}")
+    return refusal(
+        setting=f"{use} --step={step}",
+        needs=f"one of the steps with a checkpoint, {', '.join(map(str, there))}",
+        got=step,
+        reason="The run keeps trainer.keep_checkpoints of them, and the best.",
+        use=f"--step={there[-1]}{more}",
+    )
 
 
 def refuse_occupied(use: str, folder: Path) -> None:

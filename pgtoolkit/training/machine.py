@@ -85,9 +85,14 @@ def lacking_devices(c: Config) -> list[str]:
         return []
     problems = []
     if c.trainer.device == "cuda":
-        reason = "Its driver or torch's CUDA build is missing."
         problems.append(
-            refusal("trainer.device=cuda", "a GPU that torch can use", "none", reason, "trainer.device=auto")
+            refusal(
+                setting="trainer.device=cuda",
+                needs="a GPU that torch can use",
+                got="none",
+                reason="Its driver or torch's CUDA build is missing.",
+                use="trainer.device=auto",
+            )
         )
     if c.kernel.needs_gpu and c.trainer.device != "cpu":  # which the rule on kernels has refused
         problems.append(no_triton("none"))
@@ -102,8 +107,13 @@ def _compiler(c: Config, report: Report) -> None:
 
     compiler = os.environ.get("CXX", "g++")
     if (c.trainer.device == "cpu" or not torch.cuda.is_available()) and shutil.which(compiler) is None:
-        needs, got = "a C++ compiler on a CPU", f"no {compiler}"
-        report.refuse("model.compile=true", needs, got, "torch.compile writes C++ there.", "model.compile=auto")
+        report.refuse(
+            setting="model.compile=true",
+            needs="a C++ compiler on a CPU",
+            got=f"no {compiler}",
+            reason="torch.compile writes C++ there.",
+            use="model.compile=auto",
+        )
 
 
 def _processes(c: Config, report: Report) -> None:
@@ -112,19 +122,26 @@ def _processes(c: Config, report: Report) -> None:
     size = world_size(c.parallelism)
     if joined() is None and size > (most := _PROCESSES_PER_CORE * cores):
         sizes = " ".join(f"parallelism.{axis}={getattr(c.parallelism, axis)}" for axis in AXES)
-        setting = next(one for one in sizes.split() if not one.endswith("=1"))
-        reason = f"pgtk starts all of them here, and this machine has {cores} CPU cores."
-        use = "torchrun or srun over several machines, or smaller sizes"
-        report.refuse(setting, f"at most {most} processes on this machine", f"{size} of them", reason, use)
+        report.refuse(
+            setting=next(one for one in sizes.split() if not one.endswith("=1")),
+            needs=f"at most {most} processes on this machine",
+            got=f"{size} of them",
+            reason=f"pgtk starts all of them here, and this machine has {cores} CPU cores.",
+            use="torchrun or srun over several machines, or smaller sizes",
+        )
 
 
 def _places(c: Config, report: Report) -> None:
     """Folders, an MLflow store and a server of Weights & Biases that a run can write to."""
     save_path = getattr(c.rollout, "save_path", None)
     if save_path and (why := cannot_hold_files(Path(save_path).expanduser())):
-        reason = "It becomes a folder with one file per batch."
-        use = "rollout.save_path=recorded_rollouts"
-        report.refuse(f"rollout.save_path={save_path}", "a place where folders can be made", why, reason, use)
+        report.refuse(
+            setting=f"rollout.save_path={save_path}",
+            needs="a place where folders can be made",
+            got=why,
+            reason="It becomes a folder with one file per batch.",
+            use="rollout.save_path=recorded_rollouts",
+        )
     if "wandb" in (c.tracking.name, *c.tracking.also):
         _wandb(report)
     if c.tracking.name != "mlflow":
@@ -142,13 +159,22 @@ def _wandb(report: Report) -> None:
 
     settings = wandb.setup(wandb.Settings(silent=True)).settings
     if settings.mode == "disabled":
-        use = "WANDB_MODE=offline, or tracking=none"
-        report.refuse("wandb", "WANDB_MODE online or offline", "disabled", "It would record nothing.", use)
+        report.refuse(
+            setting="wandb",
+            needs="WANDB_MODE online or offline",
+            got="disabled",
+            reason="It would record nothing.",
+            use="WANDB_MODE=offline, or tracking=none",
+        )
     known = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or settings.api_key
     if settings.mode == "online" and not known and get_netrc_auth(settings.base_url) is None:
-        reason = f"The run is sent to {settings.base_url}."
-        use = "`wandb login`, or WANDB_MODE=offline to keep the record in the run directory"
-        report.refuse("wandb", "an API key", "none", reason, use)
+        report.refuse(
+            setting="wandb",
+            needs="an API key",
+            got="none",
+            reason=f"The run is sent to {settings.base_url}.",
+            use="`wandb login`, or WANDB_MODE=offline to keep the record in the run directory",
+        )
 
 
 def _servers(c: Config, report: Report) -> None:
@@ -162,18 +188,31 @@ def _servers(c: Config, report: Report) -> None:
         and c.trainer.device != "cpu"
         and gpu_memory()
     ):
-        reason = "They sample on the CPU, what trains computes on a GPU."
-        setting = f"sampler.processes={sampler.processes}"
-        report.refuse(setting, "a machine without a GPU", "one with a GPU", reason, "sampler.gpus=[1]")
+        report.refuse(
+            setting=f"sampler.processes={sampler.processes}",
+            needs="a machine without a GPU",
+            got="one with a GPU",
+            reason="They sample on the CPU, what trains computes on a GPU.",
+            use="sampler.gpus=[1]",
+        )
     if isinstance(sampler, VllmSamplerConfig) and shutil.which(shlex.split(sampler.executable)[0]) is None:
-        reason = "vLLM needs other versions of libraries, so it has an environment of its own."
-        use = "sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]"
-        report.refuse(f"sampler.executable={sampler.executable}", "a program that is there", "none", reason, use)
+        report.refuse(
+            setting=f"sampler.executable={sampler.executable}",
+            needs="a program that is there",
+            got="none",
+            reason="vLLM needs other versions of libraries, so it has an environment of its own.",
+            use="sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]",
+        )
     if sampler.gpus:
         setting, reason = f"sampler.gpus={text(sampler.gpus)}", "They are numbered from 0, as torch sees them."
         if max(sampler.gpus) >= (count := len(visible_gpus())):
-            use = "others" if count or sampler.name == "vllm" else "sampler.processes=1"
-            report.refuse(setting, "GPUs of this machine", f"{count} of them", reason, use)
+            report.refuse(
+                setting=setting,
+                needs="GPUs of this machine",
+                got=f"{count} of them",
+                reason=reason,
+                use="others" if count or sampler.name == "vllm" else "sampler.processes=1",
+            )
 
 
 def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
@@ -182,18 +221,32 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
         return
     setting, reason = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}", "It counts jobs on each GPU of this machine."
     if c.trainer.device == "cpu" or not visible_gpus():
-        got = "trainer.device=cpu" if c.trainer.device == "cpu" else "none"
-        report.refuse(setting, "a GPU", got, reason, f"hydra.launcher.n_jobs={jobs_per_gpu}")
+        report.refuse(
+            setting=setting,
+            needs="a GPU",
+            got="trainer.device=cpu" if c.trainer.device == "cpu" else "none",
+            reason=reason,
+            use=f"hydra.launcher.n_jobs={jobs_per_gpu}",
+        )
     elif (size := _processes_of(c)) > 1 or (samples(c) and c.sampler.name == "vllm"):
-        got = f"{size} processes" if size > 1 else "sampler=vllm"
-        needs, reason = "jobs of one process, which samples by itself", "Each job sees one GPU, and shares it."
-        report.refuse(setting, needs, got, reason, "hydra.launcher.jobs_per_gpu=null")
+        report.refuse(
+            setting=setting,
+            needs="jobs of one process, which samples by itself",
+            got=f"{size} processes" if size > 1 else "sampler=vllm",
+            reason="Each job sees one GPU, and shares it.",
+            use="hydra.launcher.jobs_per_gpu=null",
+        )
     elif (gpu := gpu_memory()) and jobs_per_gpu > (most := max(1, int(gpu / (each := memory.of_process(c, gpu))))):
-        needs, reason = f"{jobs_per_gpu} times {each / 1e9:.3g} GB of each GPU", "That is what a job takes at most."
         use = f"hydra.launcher.jobs_per_gpu={most}"
         if tokens := memory.max_tokens_for(c, gpu / jobs_per_gpu, gpu):
             use += f", or accumulation.max_tokens={tokens}"
-        report.refuse(setting, needs, f"{gpu / 1e9:.3g}", reason, use)
+        report.refuse(
+            setting=setting,
+            needs=f"{jobs_per_gpu} times {each / 1e9:.3g} GB of each GPU",
+            got=f"{gpu / 1e9:.3g}",
+            reason="That is what a job takes at most.",
+            use=use,
+        )
 
 
 def _processes_of(c: Config) -> int:
@@ -222,9 +275,13 @@ def _models(c: Config, report: Report) -> None:
     positions = _positions(c) if not report.problems else None
     length = c.rollout.max_completion_length
     if c.rollout.name == "policy" and positions is not None and length is not None and length >= positions:
-        reason = "Prompt and completion share the model's positions."
-        better = max(1, positions // 2)
-        report.refuse_value("rollout.max_completion_length", length, f"a number < {positions}", reason, better)
+        report.refuse_value(
+            key="rollout.max_completion_length",
+            value=length,
+            needs=f"a number < {positions}",
+            reason="Prompt and completion share the model's positions.",
+            better=max(1, positions // 2),
+        )
 
 
 def _positions(c: Config) -> int | None:
@@ -284,9 +341,14 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | 
                 has_template = asks_for_messages and model is not None and not no_template and _has_template(model)
                 report.notes += notes_on_answers(task, has_template)
         if no_template and isinstance(task, PromptsTask) and any(prompt.messages is not None for prompt in task.rows()):
-            got, reason = f"chat messages with {no_template}", "Messages become tokens by the model's chat template."
             raise ConfigError(
-                refusal("task.prompt_field", "texts", got, reason, "model=huggingface with task.chat=auto")
+                refusal(
+                    setting="task.prompt_field",
+                    needs="texts",
+                    got=f"chat messages with {no_template}",
+                    reason="Messages become tokens by the model's chat template.",
+                    use="model=huggingface with task.chat=auto",
+                )
             )
     return report
 

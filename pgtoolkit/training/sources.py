@@ -164,8 +164,15 @@ def _tokenized(
     tokenized.check_lengths(room, longest, skip, longest_prompt, once)
     if isinstance(task, ConversationTask):
         if chat is None and config.model.name == "huggingface" and getattr(chosen, "chat", Chat.never) == Chat.auto:
-            reason, use = "A conversation's messages have roles.", "task.chat=never, with which they are their contents"
-            raise ConfigError(refusal("task.chat=auto", "a chat template of the model's", "none", reason, use))
+            raise ConfigError(
+                refusal(
+                    setting="task.chat=auto",
+                    needs="a chat template of the model's",
+                    got="none",
+                    reason="A conversation's messages have roles.",
+                    use="task.chat=never, with which they are their contents",
+                )
+            )
         tokenized.between.check(task.prompt(0).messages or ())
     return tokenized
 
