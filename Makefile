@@ -1,13 +1,13 @@
 # make demo: set up .venv and run the main job. make test: add what the tests need, and run them but for those that take
 # long and rarely fail, which make test-all runs as well. make mutants: tests of the tests, about half an hour.
-# make lint: style checks. make types: pyright, about a minute.
+# make lint: style checks. make types: pyright, about a minute. make docs: the documentation as a site, in outputs/site.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: demo test test-all mutants lint types format clean
+.PHONY: demo test test-all mutants lint types docs format clean
 
 demo: $(INSTALLED)
 	.venv/bin/pgtk loss=gspo aggregation=constant
@@ -27,6 +27,9 @@ lint: $(FOR_TESTS)
 
 types: $(FOR_TESTS)
 	.venv/bin/pyright
+
+docs: $(FOR_TESTS)
+	.venv/bin/mkdocs build --strict
 
 format: $(FOR_TESTS)
 	.venv/bin/ruff check --fix .
