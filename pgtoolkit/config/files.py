@@ -29,7 +29,8 @@ def sweep_file(name: str = "") -> Path:
 
     Raises ConfigError if there is none.
     """
-    path, shipped = Path(name), sweep_files()
+    path = Path(name)
+    shipped = sweep_files()
     if name in shipped:
         return shipped[name]
     if path.suffix == ".yaml" and path.is_file():

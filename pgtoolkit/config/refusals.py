@@ -180,7 +180,8 @@ def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | No
     if word is None:
         return None
     use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
-    elsewhere = next((f"{one}={word}" for one in groups if word != "none" and word in groups[one]), None)
+    others = [group for group in groups if word != "none" and word in groups[group]]
+    elsewhere = f"{others[0]}={word}" if others else None
     use = ALSO_CALLED.get(word) or elsewhere or _as_value(key, word, names) or use
     reason = f"The options of {key} are the files in conf/{key}."
     needs = f"one of {', '.join(names)}"
@@ -315,8 +316,8 @@ def wrong_type(key: Key, value: Any, usual: Any) -> str:
 def composition_problem(error: Exception) -> str:
     """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
     details = ("To append", "full_key", "reference_type", "object_type")
-    said = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0]
-    lines = [line.strip() for line in said.splitlines()]
+    message = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0]
+    lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line and not line.startswith(details)]
     if option := re.match(r"In '(\w+)/(\w+)'.*raised", lines[0]):
         chosen = "=".join(option.groups())

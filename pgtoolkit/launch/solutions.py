@@ -48,7 +48,8 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
         raise refused(report.problems)
     task = config.task
     made = make_task(scored_by_nobody(task), config.seed)
-    count, different = min(count, made.num_prompts or count), set()
+    count = min(count, made.num_prompts or count)
+    different = set()
     with replacing(out) as file:
         for prompt in map(made.prompt, range(count)):
             asked = prompt.messages or prompt.text

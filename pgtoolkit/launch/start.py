@@ -76,7 +76,8 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
 
     step: continue from the checkpoint of this step, as a run of its own in hydra.run.dir, which is then among them.
     """
-    folder, places = run_dir, [override for override in overrides if key_of(override) == "hydra.run.dir"]
+    folder = run_dir
+    places = [override for override in overrides if key_of(override) == "hydra.run.dir"]
     if step is None and places:
         raise ConfigError(
             refusal(

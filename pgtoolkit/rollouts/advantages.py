@@ -231,14 +231,17 @@ class Estimator:
     def _called(self, groups: Sequence[Sequence[Attempt]], kind: type[PgtoolkitError]) -> list[list[float]]:
         """What the function makes of a batch; an error of it, or what are no advantages, becomes one of this kind."""
         rewards, lengths, measures = ([[one[i] for one in group] for group in groups] for i in range(3))
-        setting, on = f"advantage={self.path}", f"{len(groups)} groups, the first with the rewards {rewards[0]}"
+        setting = f"advantage={self.path}"
+        on = f"{len(groups)} groups, the first with the rewards {rewards[0]}"
         assert self.function is not None
         with blaming(setting, kind, on):
             found = self.function(rewards, lengths=lengths, measures=measures)
-        wanted, got = [len(group) for group in groups], f"{found!r:.60}"
+        wanted = [len(group) for group in groups]
+        got = f"{found!r:.60}"
         with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
             numbers = [[float(one) for one in group] for group in found]
-            sizes, wrong = [*map(len, numbers)], [*filter(reward_problem, itertools.chain.from_iterable(numbers))]
+            sizes = [*map(len, numbers)]
+            wrong = [*filter(reward_problem, itertools.chain.from_iterable(numbers))]
             if sizes == wanted and not wrong:
                 return numbers
             got = str(wrong[:1]) if sizes == wanted else f"{sizes} numbers where there are {wanted} completions"

@@ -108,13 +108,15 @@ class Indexing:
 
     def _check_use(self) -> None:
         """Something is there that can be learned."""
-        path, rows = f"rollout.path={self.config.path}", self._rows
+        path = f"rollout.path={self.config.path}"
+        rows = self._rows
         if self._num_too_long:
             count = f"{self._num_too_long} of {len(rows) + self._num_too_long} rows"
             self.notes.append(
                 f"rollout.too_long=skip leaves out {count}, with more than {self.rules.max_tokens} tokens."
             )
-        texts, chosen = self.rules.texts, (self.config.chat.value, self.config.trained_turns.value)
+        texts = self.rules.texts
+        chosen = (self.config.chat.value, self.config.trained_turns.value)
         if texts is not None and not texts.read and chosen != ("auto", "all"):
             raise DataError(
                 refusal(

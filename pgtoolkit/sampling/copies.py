@@ -73,9 +73,15 @@ class CopySampler:
         hosts = gather_objects(socket.gethostname(), layout.world_group)
         with failing_together(layout):
             if len(set(hosts)) > 1:
-                needs, reason = "ranks of one machine", "They share the weights through its memory."
-                use = "sampler.gpus=null"
-                raise ConfigError(refusal("sampler.gpus", needs, f"{len(set(hosts))} machines", reason, use))
+                raise ConfigError(
+                    refusal(
+                        setting="sampler.gpus",
+                        needs="ranks of one machine",
+                        got=f"{len(set(hosts))} machines",
+                        reason="They share the weights through its memory.",
+                        use="sampler.gpus=null",
+                    )
+                )
         self._policy = policy
         self._layout = layout
         self._run_dir = run_dir

@@ -41,8 +41,10 @@ class Between:
         if self._chat is None:
             return
         try:
-            before, more = self._chat.under_system([*start, ANSWER, start[-1]]), {"role": "user", "content": "more"}
-            after, whole = self._after(more), self._chat.text([*before, ANSWER, more], True)
+            before = self._chat.under_system([*start, ANSWER, start[-1]])
+            more = {"role": "user", "content": "more"}
+            after = self._after(more)
+            whole = self._chat.text([*before, ANSWER, more], True)
             got = "one that writes messages in another way when more is said"
             if whole.startswith(self._chat.text(before)) and whole.endswith(after):
                 if self._ends & {*self._encode(after)}:

@@ -101,7 +101,8 @@ def branch(parent: Path, step: int, folder: Path) -> None:
     with _whole(folder) as whole:
         shutil.copytree(parent, whole, ignore=shutil.ignore_patterns(*_OWN))
         shutil.copytree(checkpoint, whole / "checkpoints" / checkpoint.name)
-        drift, config = read_drift(parent), read_resolved(parent)
+        drift = read_drift(parent)
+        config = read_resolved(parent)
         for entry in reversed(drift):
             for key, (before, _) in entry["changes"].items() if entry["step"] > step else ():
                 _put_back(config, key, before)

@@ -123,7 +123,7 @@ def _processes(c: Config, report: Report) -> None:
     if joined() is None and size > (most := _PROCESSES_PER_CORE * cores):
         sizes = " ".join(f"parallelism.{axis}={getattr(c.parallelism, axis)}" for axis in AXES)
         report.refuse(
-            setting=next(one for one in sizes.split() if not one.endswith("=1")),
+            setting=next(size_of_axis for size_of_axis in sizes.split() if not size_of_axis.endswith("=1")),
             needs=f"at most {most} processes on this machine",
             got=f"{size} of them",
             reason=f"pgtk starts all of them here, and this machine has {cores} CPU cores.",
@@ -204,13 +204,13 @@ def _servers(c: Config, report: Report) -> None:
             use="sampler.executable=ENVIRONMENT/bin/vllm, or sampler.urls=[http://HOST:PORT]",
         )
     if sampler.gpus:
-        setting, reason = f"sampler.gpus={text(sampler.gpus)}", "They are numbered from 0, as torch sees them."
-        if max(sampler.gpus) >= (count := len(visible_gpus())):
+        count = len(visible_gpus())
+        if max(sampler.gpus) >= count:
             report.refuse(
-                setting=setting,
+                setting=f"sampler.gpus={text(sampler.gpus)}",
                 needs="GPUs of this machine",
                 got=f"{count} of them",
-                reason=reason,
+                reason="They are numbered from 0, as torch sees them.",
                 use="others" if count or sampler.name == "vllm" else "sampler.processes=1",
             )
 
@@ -219,13 +219,13 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
     """Whether so many jobs at a time of this configuration have room on each GPU, by the estimate of `pgtk check`."""
     if report.problems:
         return
-    setting, reason = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}", "It counts jobs on each GPU of this machine."
+    setting = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}"
     if c.trainer.device == "cpu" or not visible_gpus():
         report.refuse(
             setting=setting,
             needs="a GPU",
             got="trainer.device=cpu" if c.trainer.device == "cpu" else "none",
-            reason=reason,
+            reason="It counts jobs on each GPU of this machine.",
             use=f"hydra.launcher.n_jobs={jobs_per_gpu}",
         )
     elif (size := _processes_of(c)) > 1 or (samples(c) and c.sampler.name == "vllm"):
@@ -328,7 +328,8 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | 
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
     from pgtoolkit.tasks.tasks import PromptsTask
 
-    config, report = pickle.loads(pickled), Report()
+    config = pickle.loads(pickled)
+    report = Report()
     with _added_to(report):
         task = make_task(config, 0)
         with contextlib.closing(task):

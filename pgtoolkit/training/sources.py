@@ -139,7 +139,8 @@ def _tokenized(
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
     chat = chat_of(chosen, tokenizer)
-    vocabulary, longest = module.policy.vocabulary_size, config.rollout.max_completion_length
+    vocabulary = module.policy.vocabulary_size
+    longest = config.rollout.max_completion_length
     tokenized = TokenizedTask(
         task,
         tokenizer,
@@ -159,7 +160,8 @@ def _tokenized(
             "all tokens of a longer one: it could not be sampled token by token as it is trained."
         )
         room = unscaled
-    skip, longest_prompt = getattr(chosen, "too_long", None) == TooLong.skip, getattr(chosen, "max_prompt_length", None)
+    skip = getattr(chosen, "too_long", None) == TooLong.skip
+    longest_prompt = getattr(chosen, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
     tokenized.check_lengths(room, longest, skip, longest_prompt, once)
     if isinstance(task, ConversationTask):
