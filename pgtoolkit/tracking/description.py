@@ -19,7 +19,10 @@ from pgtoolkit.tracking.store import flatten, parameter_name, text_of
 _LONGEST_TAG = 4000
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
-"""Metrics that are logged a second time as `by_documents/NAME`, with documents_seen in the place of the step."""
+"""Metrics that are logged a second time as `NAME_by_documents`, with documents_seen in the place of the step.
+
+The name comes first, since MLflow cuts the titles of its charts after a few letters.
+"""
 
 EVALUATION = "evaluation/{}/{}"
 """Name of a metric of an evaluation: of which set, and which number."""
@@ -116,7 +119,7 @@ def metrics_of(row: dict) -> list:
     """A row of metrics.jsonl: all its metrics, and some of them once more over the documents seen."""
     metrics = _as_metrics(row, row["step"], values_of(row, row))
     if "documents_seen" in row:
-        metrics += _as_metrics(row, row["documents_seen"], values_of(row, BY_DOCUMENTS, "by_documents/"))
+        metrics += _as_metrics(row, row["documents_seen"], by_documents_of(row))
     return metrics
 
 
@@ -128,15 +131,18 @@ def evaluation_metrics_of(row: dict) -> list:
 def evaluation_values_of(row: dict) -> dict[str, float]:
     """Return what a row of evaluations.jsonl measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
     measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
-    return values_of(measured, measured, EVALUATION.format(row["set"], ""))
+    return {EVALUATION.format(row["set"], name): value for name, value in values_of(measured, measured).items()}
 
 
-def values_of(row: dict, names: Iterable[str], prefix: str = "") -> dict[str, float]:
-    """Return the finite values of these names, as far as the row has them, under their names with a prefix."""
+def by_documents_of(row: dict) -> dict[str, float]:
+    """Return the values that are logged over the documents seen, under their names there."""
+    return {f"{name}_by_documents": value for name, value in values_of(row, BY_DOCUMENTS).items()}
+
+
+def values_of(row: dict, names: Iterable[str]) -> dict[str, float]:
+    """Return the finite values of these names, as far as the row has them."""
     return {
-        prefix + name: row[name]
-        for name in names
-        if name in row and name not in ("step", "time") and math.isfinite(row[name])
+        name: row[name] for name in names if name in row and name not in ("step", "time") and math.isfinite(row[name])
     }
 
 

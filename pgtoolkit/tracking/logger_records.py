@@ -16,9 +16,9 @@ from pgtoolkit.runs.series import final, read_metrics, values
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import shell_path
 from pgtoolkit.tracking.description import (
-    BY_DOCUMENTS,
     Description,
     RowFile,
+    by_documents_of,
     description_of,
     evaluation_values_of,
     values_of,
@@ -219,8 +219,7 @@ class TensorBoardRecord(LoggerRecord):
     def _points(self, row: dict) -> list[Point]:
         points = super()._points(row)
         if "documents_seen" in row:
-            by_documents = values_of(row, BY_DOCUMENTS, "by_documents/")
-            points.append((row["documents_seen"], by_documents))
+            points.append((row["documents_seen"], by_documents_of(row)))
         return points
 
     def _log_points(self, points: Iterable[Point]) -> None:

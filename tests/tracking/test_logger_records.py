@@ -134,7 +134,7 @@ def test_a_run_arrives_complete(kind, run):
     assert history(kind, run, "evaluation/held_out/pass_at_1") == [(0, 0.25), (40, 0.75)]
     assert history(kind, run, "final/loss") == [(40, (37 + 38 + 39 + 40) / 4 / 8)]
     if kind == "tensorboard":
-        assert history(kind, run, "by_documents/loss") == [(64 * step, step / 8) for step in range(1, 41)]
+        assert history(kind, run, "loss_by_documents") == [(64 * step, step / 8) for step in range(1, 41)]
         assert record.where == f"tensorboard --logdir {run.path}/tensorboard"
         assert hyperparameters_of_tensorboard(run) == FLAT
     else:

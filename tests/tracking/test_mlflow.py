@@ -68,7 +68,7 @@ def test_a_run_arrives_complete(uri, run):
         "run_directory": str(run.path),
     }
     assert history(uri, saved.info.run_id) == [(step, step / 8) for step in range(1, 501)]
-    by_documents = history(uri, saved.info.run_id, "by_documents/loss")
+    by_documents = history(uri, saved.info.run_id, "loss_by_documents")
     assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
     assert "time" not in saved.data.metrics
     artifacts = Path(uri.removeprefix("sqlite:///")).parent / "artifacts" / saved.info.run_id / "artifacts"
@@ -90,7 +90,7 @@ def test_resume_doubles_nothing_and_loses_nothing(uri, run):
     train(run, 8, 15)
     tracker.finish("done")
     assert history(uri, run_id) == [(step, step / 8) for step in range(1, 16)]
-    assert len(history(uri, run_id, "by_documents/reward")) == 15
+    assert len(history(uri, run_id, "reward_by_documents")) == 15
     saved = MlflowClient(uri).get_run(run_id)
     assert saved.data.params["seed"] == "1"
     assert saved.data.tags["seed"] == "2"
