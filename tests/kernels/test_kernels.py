@@ -126,7 +126,7 @@ def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
     trained = int((case.labels >= 0).sum())
     for aggregation, number, message in (
         ("token_mean", 0, rf"totals.num_tokens needs to count at least the {trained} trained tokens"),
-        ("prompt_mean", trained, r"weight of a trained token is not finite: .* the totals count none"),
+        ("prompt_mean", trained, r"weight of a trained token is not finite: .* totals that count none"),
     ):
         totals = StepTotals(2, number, 2, 2, torch.tensor([0, 0]))
         options = {"aggregation": aggregation, "group_index": case.group_index.to(DEVICE), "totals": totals}

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.lora import adapted_layers, adapter_weights, merge, settings
 from pgtoolkit.model.setup import build_policy
@@ -106,7 +107,7 @@ def test_the_merged_weights_are_the_policy(folder):
 
 @torch.no_grad()
 def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
-    wide, half = adapted(folder), adapted(folder, dtype="bfloat16")
+    wide, half = adapted(folder), adapted(folder, dtype=NumberType.bfloat16)
     for name, weight in adapter_weights(half.model).items():
         weight.copy_(adapter_weights(wide.model)[name])
     rounded = {name: weight.bfloat16().float() for name, weight in wide.weights().items()}

@@ -95,8 +95,8 @@ ASKED = {
 
 
 @contextlib.contextmanager
-def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Iterator[Sampling]:
-    """Within, its servers are asked for something else than what it expects, which is given."""
+def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Iterator[int]:
+    """Within, its servers are asked for something else than what it expects in the way to sample that is given."""
 
     class Otherwise(Vllm):
         def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
@@ -106,6 +106,7 @@ def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Itera
     before = [server._api for server in sampler._servers]
     for server in sampler._servers:
         server._api = Otherwise()
-    yield dataclasses.replace(sampler._ways[0], **expected)
+    sampler._ways.append(dataclasses.replace(sampler._ways[0], **expected))
+    yield len(sampler._ways) - 1
     for server, api in zip(sampler._servers, before, strict=True):
         server._api = api

@@ -59,7 +59,7 @@ def server(small):
 
 def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
     with closing(tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']") as (module, sampler):
-        _, body = Vllm().completions(Request([1, 2], 3, seed=77), sampler._sampling, "salt")
+        _, body = Vllm().completions(Request([1, 2], 3, seed=77), sampler._ways[0], "salt")
     assert body == {
         "prompt": [1, 2],
         "n": 3,
@@ -79,7 +79,8 @@ def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
         "cache_salt": "salt",
     }
     evaluated = dataclasses.replace(module.config.rollout, temperature=0.0, top_p=None, max_completion_length=9)
-    sampling = sampler.sampling_otherwise(evaluated, lambda: None)._sampling
+    sampler.sampling_otherwise(evaluated, lambda: None)
+    sampling = sampler._ways[1]
     _, otherwise = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
     assert otherwise == body | {"temperature": 0.0, "top_p": 1.0, "max_tokens": 9}
 
@@ -165,10 +166,10 @@ def test_completions_that_were_not_drawn_are_seen(server, tmp_path):
         server.fault("identical")
         with pytest.raises(SamplerLost, match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+"):
             sampler.complete([Request([1, 2, 10], 16, seed=5)])
-        short = dataclasses.replace(sampler._sampling, max_tokens=1)  # of one token, chance may have it
-        sampler.complete([Request([1, 2, 10], 4, seed=5)], short)
+        sampler._ways.append(dataclasses.replace(sampler._ways[0], max_tokens=1))  # of one token, chance may have it
+        sampler.complete_in(1, [Request([1, 2, 10], 4, seed=5)], more=False)
         server.fault(None)
-        sampler.complete([Request([1, 2, 10], 64, seed=5)], short)
+        sampler.complete_in(1, [Request([1, 2, 10], 64, seed=5)], more=False)
 
 
 def test_a_server_that_is_busy_for_a_moment_is_asked_again(server, tmp_path):

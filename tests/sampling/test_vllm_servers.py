@@ -219,8 +219,8 @@ def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
     asked, expected, said = ASKED[fault]
     with servers.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        with otherwise(sampler, asked, expected) as sampling, pytest.raises(SamplerLost, match=said) as caught:
-            sampler.complete(REQUESTS, sampling)
+        with otherwise(sampler, asked, expected) as way, pytest.raises(SamplerLost, match=said) as caught:
+            sampler.complete_in(way, REQUESTS, more=False)
         print(caught.value)
         assert len(sampler.complete(REQUESTS)) == sum(one.completions for one in REQUESTS)
 

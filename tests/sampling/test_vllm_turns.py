@@ -121,7 +121,7 @@ def test_metrics_of_a_run_are_those_of_its_conversations(servers):
     assert run.process.wait(200) == 0, run.log.read_text()[-3000:]
     rows = metrics_of(run.directory)
     decode = servers.samplers["float32"][0].policy.tokenizer.decode
-    ends = {*servers.samplers["float32"][1]._sampling.ends}
+    ends = {*servers.samplers["float32"][1]._ways[0].ends}
     for row in rows:
         place = 8 * ((row["step"] - 1) % 2)
         documents = documents_of(run.directory, row["step"])[place : place + 8]
