@@ -32,12 +32,10 @@ def plain_yaml(data: bytes) -> Any:
             _refuse_aliases_and_depth(text)
         value = yaml.load(text, Loader=_loader(yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "a line"
         if "nesting depth" in str(error.problem):  # PyYAML's own limit, since 6.0.4
-            raise ValueError(
-                f"line {error.problem_mark.line + 1} is more than {_DEEPEST} lists or keys deep"
-            ) from error
-        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-        raise ValueError(f"no YAML, {line}{error.problem or error.context}") from error
+            raise ValueError(f"{line} is more than {_DEEPEST} lists or keys deep") from error
+        raise ValueError(f"no YAML, {line}: {error.problem or error.context}") from error
     except (yaml.YAMLError, OSError, AttributeError, TypeError) as error:
         raise ValueError(first_line(error)) from error
     except RecursionError as error:  # tags can hide levels from a quick look

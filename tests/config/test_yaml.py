@@ -1,6 +1,5 @@
 """YAML of anybody's: a run's configuration, a sweep, options of a user's own. What cannot be read is one sentence."""
 
-import re
 import shutil
 
 import pytest
@@ -60,7 +59,7 @@ DEEP = {
 
 @pytest.mark.parametrize("shape", DEEP)
 def test_a_text_nested_too_deep_is_refused_before_a_parser_breaks_off(shape):
-    with pytest.raises(ValueError, match=r"line \d+(:| is) more than 30 lists or keys deep"):
+    with pytest.raises(ValueError, match="is more than 30 lists or keys deep"):
         plain_yaml(DEEP[shape])
 
 
@@ -77,7 +76,7 @@ def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_bytes(DEEP["brackets"])
     assert main(["resume", "run"]) == 6
-    assert re.search(r"config.yaml is damaged \(line 1(:| is) more than 30", capsys.readouterr().err)
+    assert "config.yaml is damaged (line 1 is more than 30" in capsys.readouterr().err
     (tmp_path / "mine/loss").mkdir(parents=True)
     (tmp_path / "mine/loss/deep.yaml").write_bytes(DEEP["braces"])
     assert "deep.yaml needs YAML that can be read" in refusal(capsys, "check", "--config-dir=mine", "loss=deep")
