@@ -98,6 +98,8 @@ def keys_called(name: str) -> list[str]:
     name: with or without the sections of that trainer: `beta`, `actor_rollout_ref.rollout.n`.
     """
     keys = list(dict.fromkeys(key for _, row in known_as(name) for key in row.keys))
+    if "." not in name:  # `lr` is the policy's; a critic's has its section
+        keys = [key for key in keys if not key.startswith("critic.")] or keys
     ending = name.rpartition(".")[2].rpartition("_")[2]  # clip_ratio_low is one of two, epsilon both
     return [key for key in keys if key.endswith(f"_{ending}")] or keys
 

@@ -334,7 +334,7 @@ def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     module, sampler = module_and_sampler(tmp_path, f"sampler.weights_folder={tmp_path}/weights")
-    sampler._write(module.policy.weights())
+    sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
     folder = sampler._folder.path
     assert folder.parent == tmp_path / "weights"
     for _ in range(2):
@@ -343,7 +343,7 @@ def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
         assert all(torch.equal(loaded[name], weight) for name, weight in module.model.state_dict().items())
         del loaded
         update(module)
-        sampler._write(module.policy.weights())
+        sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
     assert AutoTokenizer.from_pretrained(folder)("12=").input_ids == module.policy.tokenizer("12=").input_ids
     sampler.close()
     assert list((tmp_path / "weights").iterdir()) == []
@@ -362,7 +362,7 @@ def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
     sampler = sampler_of(loader)
     with contextlib.closing(sampler):
         update(module)
-        sampler._write(module.policy.weights())
+        sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
         assert not (sampler._folder.path / "adapter_config.json").exists()
         loaded, report = AutoModelForCausalLM.from_pretrained(sampler._folder.path, output_loading_info=True)
         assert not {*report["missing_keys"], *report["unexpected_keys"]}

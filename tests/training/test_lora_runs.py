@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pgtoolkit.cli import main
+from pgtoolkit.config.schema_run import NumberType
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.training.build import build
@@ -167,7 +168,7 @@ def test_adapters_beside_other_weights_are_refused(base, trained, tmp_path, caps
 
 
 def test_the_base_is_known_again_in_another_number_type(base, trained):
-    for dtype in ("float32", "bfloat16"):
+    for dtype in (NumberType.float32, NumberType.bfloat16):
         policy = build_policy(model_config(base, dtype=dtype, lora_rank=2, lora_alpha=6.0), None, False)
         load_weights(policy, load_newest(trained / "checkpoints"))
         assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32, getattr(torch, dtype)}

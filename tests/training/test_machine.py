@@ -67,11 +67,12 @@ def test_a_check_of_the_defaults_imports_nothing_large(beside):
 
 def test_functions_that_are_not_there(capsys, beside):
     (beside / "prompts.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
-    (beside / "mine.py").write_text("def verify(other):\n    return 1\n")
-    both = ("task.verifier=mine.verify", "aggregation=mine.reduce")
+    (beside / "badly_asked.py").write_text("def verify(other):\n    return 1\n")
+    both = ("task.verifier=badly_asked.verify", "aggregation=badly_asked.reduce")
     said = refused(capsys, *PROMPTS, "task.path=prompts.jsonl", *both)
-    assert "task.verifier=mine.verify needs a function with parameters among completion, answer, prompt, row" in said
-    assert "aggregation=mine.reduce needs a function in the module mine (got no reduce)" in said
+    parameters = "completion, answer, prompt, row"
+    assert f"task.verifier=badly_asked.verify needs a function with parameters among {parameters}" in said
+    assert "aggregation=badly_asked.reduce needs a function in the module badly_asked (got no reduce)" in said
 
 
 def test_prompts_that_are_not_there(capsys, beside):
