@@ -24,7 +24,7 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     defaults, single, columns = default_options(), [], []
     for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
         if len(names) == 1:
-            single.append(f"{group} ({names[0]})")
+            single.append(group if names[0] == "default" else f"{group} ({names[0]})")
             continue
         marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
         columns.append(f"  {group:<13}" + "  ".join(marked))
