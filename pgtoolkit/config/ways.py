@@ -62,7 +62,7 @@ def ways(c: Config, gpus: int, memory: float) -> list[Way]:
     if steps == 0:
         return []
     ahead = f"rollout.max_staleness={2 * steps - 1} rollout.old_log_probs=sampling"
-    found: dict[str, list[Way]] = {"one": [], "ranks": [], "copies": [], "servers": []}
+    by_kind: dict[str, list[Way]] = {"one": [], "ranks": [], "copies": [], "servers": []}
     for ranks in range(1, gpus + 1):
         alone = {"parallelism.data_parallel": ranks, "sampler.gpus": None, "sampler.processes": 0}
         if c.sampler.name == "vllm":
@@ -74,7 +74,7 @@ def ways(c: Config, gpus: int, memory: float) -> list[Way]:
         update = _update(c, shape, ranks)
         if ranks in (1, gpus) and plan.most <= memory:
             in_turn = _sampling(c, shape, ranks) + update + _BETWEEN_STEPS
-            found["one" if ranks == 1 else "ranks"].append(Way(parallel, in_turn))
+            by_kind["one" if ranks == 1 else "ranks"].append(Way(parallel, in_turn))
         samplers = gpus - ranks
         if samplers == 0:
             continue
@@ -84,25 +84,25 @@ def ways(c: Config, gpus: int, memory: float) -> list[Way]:
         handed_over = 2 * shape.weights / _TO_HOST
         if samplers % ranks == 0 and plan_of_copies is not None and plan_of_copies.most <= memory:
             longer = max(_sampling(c, shape, samplers), update) + handed_over + _BETWEEN_STEPS
-            found["copies"].append(Way(f"{parallel} {own} {ahead}".strip(), longer))
+            by_kind["copies"].append(Way(f"{parallel} {own} {ahead}".strip(), longer))
         longer = max(_sampling_by_vllm(c, shape, samplers), update) + handed_over + _BETWEEN_STEPS
-        found["servers"].append(Way(f"{parallel} sampler=vllm {own} {ahead}".strip(), longer))
-    fastest = [min(of_kind, key=lambda way: way.seconds) for of_kind in found.values() if of_kind]
+        by_kind["servers"].append(Way(f"{parallel} sampler=vllm {own} {ahead}".strip(), longer))
+    fastest = [min(of_kind, key=lambda way: way.seconds) for of_kind in by_kind.values() if of_kind]
     return sorted(fastest, key=lambda way: way.seconds)
 
 
 def ways_in_words(c: Config, gpus: int, memory: float) -> Iterator[str]:
-    """Lines for `pgtk check`: one for each way, the fastest first."""
-    found = ways(c, gpus, memory)
-    if len(found) < 2:
+    """Yield lines for `pgtk check`: one for each way, the fastest first."""
+    known = ways(c, gpus, memory)
+    if len(known) < 2:
         return
     yield (
         "estimated seconds of an iteration (sampling and all steps of a batch), completions of full length, by the "
         "rates of an H100:"
     )
-    for way in found:
+    for way in known:
         yield f"{way.seconds:.2g} s  {way.settings or 'one GPU'}"
-    if "max_staleness" in found[0].settings:
+    if "max_staleness" in known[0].settings:
         yield "with rollout.max_staleness documents are as many updates old as it says at most: docs/rollouts.md"
 
 

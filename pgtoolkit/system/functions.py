@@ -91,7 +91,10 @@ def import_function(
         call = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
         needs = f"a {kind} that can be called as {name}({call})"
         got = f"{name}{signature}"
-        use = f"parameters that fit {name}{signature}" if kind == "class" else f"def {name}({call})"
+        use = f"def {name}({call})"
+        if kind == "class":
+            parameters = "task.options" if key == "task.environment" else "parameters"
+            use = f"{parameters} that fit {name}{signature}"
         raise ConfigError(refusal(setting, needs, got, f"Python says of that call: {error}.", use)) from error
     return function
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pgtoolkit.config.plan import copies_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
@@ -48,7 +49,14 @@ def _device(on_gpu: bool, layout: Layout) -> str:
 
 def _sampler(config: Config) -> str:
     if not isinstance(config.sampler, VllmSamplerConfig):
-        return f"{config.sampler.name}, in this process"
+        copies = copies_of(config)
+        if not copies:
+            where = "in this process"
+        elif config.sampler.gpus is None:
+            where = f"on the CPU in processes with copies of the weights: {len(copies)}"
+        else:
+            where = f"in processes with copies of the weights on GPU {', '.join(map(str, copies))}"
+        return f"{config.sampler.name}, {where}"
     if config.sampler.urls:
         return f"vllm at {', '.join(config.sampler.urls)}"
     return "vllm, on servers that this run starts"

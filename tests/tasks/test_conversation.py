@@ -138,7 +138,7 @@ def test_a_group_answers_one_prompt():
         ("tasks.environments_for_tests.Mute", "{}", "methods start, reply, score .got none named reply, score."),
         ("tasks.environments_for_tests.Nothing", "{}", "a class in the module tasks.environments_for_tests"),
         ("tasks.environments_for_tests.INSTANCE", "{}", r"Unpicklable, Mute\. Use task.environment=.*\.class\."),
-        (COUNTING, "{turns: 3}", r"Use parameters that fit Counting\(rounds=2"),
+        (COUNTING, "{turns: 3}", r"Use task\.options that fit Counting\(rounds=2"),
     ],
 )
 def test_a_class_that_is_none_is_refused(environment, options, needs):

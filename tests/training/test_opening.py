@@ -1,0 +1,25 @@
+"""The first lines of a run say what samples for it."""
+
+import pytest
+from builders.models import build
+from builders.runs import config_of
+
+from pgtoolkit.ranks.layout import ONE_PROCESS
+from pgtoolkit.training.opening import opening
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sampler"),
+    [
+        ([], "transformers, in this process"),
+        (["sampler.processes=2"], "transformers, on the CPU in processes with copies of the weights: 2"),
+        (["sampler.gpus=[1,3]"], "transformers, in processes with copies of the weights on GPU 1, 3"),
+        (["sampler=vllm"], "vllm, on servers that this run starts"),
+        (["sampler=vllm", "sampler.urls=[http://one:8000]"], "vllm at http://one:8000"),
+    ],
+)
+def test_the_last_of_the_first_lines_says_where_completions_are_drawn(overrides, sampler):
+    config = config_of(*overrides)
+    lines = opening(config, build("gpt2"), False, ONE_PROCESS).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["model", "device", "sampler"]
+    assert lines[-1].partition(" ")[2].strip() == sampler
