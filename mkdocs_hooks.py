@@ -1,7 +1,8 @@
-"""What `mkdocs build` does to pages that are written for the repository: README.md becomes the first page.
+"""What `mkdocs build` does to pages that are written for the repository: README.md becomes the
+first page.
 
-The site has no files but the pages and their pictures. A link to another file of the repository becomes plain text;
-of one that leads nowhere mkdocs warns, which `--strict` makes an error.
+The site has no files but the pages and their pictures. A link to another file of the repository
+becomes plain text; of one that leads nowhere mkdocs warns, which `--strict` makes an error.
 """
 
 import os
@@ -18,7 +19,8 @@ LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)
 
 
 def for_the_site(text: str, folder: Path, page_folder: Path) -> str:
-    """Return a page's text, whose links begin in `folder`, as it stands in `page_folder` of the site."""
+    """Return a page's text, whose links begin in `folder`, as it stands in `page_folder` of the
+    site."""
 
     def link(match: re.Match) -> str:
         target = (folder / match["path"]).resolve()

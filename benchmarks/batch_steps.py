@@ -1,8 +1,10 @@
-"""Steps of runs by their place in a batch of rollouts: the raw data behind "Healthy numbers" in docs/metrics.md.
+"""Steps of runs by their place in a batch of rollouts: the raw data behind "Healthy numbers" in
+docs/metrics.md.
 
     python benchmarks/batch_steps.py FILE.csv RUN...
 
-Writes a row per step of each run: its loss family, its place in the batch (from 1), and the metrics of the table.
+Writes a row per step of each run: its loss family, its place in the batch (from 1), and the metrics
+    of the table.
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ def main(file: str, *directories: str) -> None:
         for run in find_runs(directories):
             documents = run.config["rollout.prompts_per_batch"] * run.config["rollout.group_size"]
             steps = documents // run.config["accumulation.docs_per_step"]
-            for step, *row in zip(*(run.columns[name].tolist() for name in ("step", *METRICS)), strict=True):
+            for step, *row in zip(
+                *(run.columns[name].tolist() for name in ("step", *METRICS)), strict=True
+            ):
                 values = [f"{value:.4g}" for value in row]
-                writer.writerow([run.config["loss.name"], int(step), int(step - 1) % steps + 1, *values])
+                writer.writerow(
+                    [run.config["loss.name"], int(step), int(step - 1) % steps + 1, *values]
+                )
 
 
 if __name__ == "__main__":

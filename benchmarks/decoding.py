@@ -1,10 +1,12 @@
-"""Microseconds of a token while completions are sampled: of its kernels, of the whole, and what the whole consists of.
+"""Microseconds of a token while completions are sampled: of its kernels, of the whole, and what the
+whole consists of.
 
-    python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--compile] [--shape 1.5b]
+    python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--compile]
+    [--shape 1.5b]
 
-A model of Qwen2.5's shape with random weights in bfloat16; the attention of a small one in float32, too. Medians
-of replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes at 4.3 TB/s, an H200's rate.
-With `--shape tiny` it can be tried on a CPU.
+A model of Qwen2.5's shape with random weights in bfloat16; the attention of a small one in float32,
+too. Medians of replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes
+at 4.3 TB/s, an H200's rate. With `--shape tiny` it can be tried on a CPU.
 """
 
 from __future__ import annotations
@@ -37,11 +39,21 @@ SMALL_BODY = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", nargs="+", type=int, default=[64, 256], help="completions at a time, by 8")
-    parser.add_argument("--places", nargs="+", type=int, default=[256, 640, 4096], help="tokens of a row so far")
-    parser.add_argument("--tune", action="store_true", help="other sizes of the attention kernel, too")
-    parser.add_argument("--shape", default="0.5b", choices=BODIES, help="of the model, from Qwen2.5's")
-    parser.add_argument("--compile", action="store_true", help="then the tokens once more by model.compile=true")
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[64, 256], help="completions at a time, by 8"
+    )
+    parser.add_argument(
+        "--places", nargs="+", type=int, default=[256, 640, 4096], help="tokens of a row so far"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="other sizes of the attention kernel, too"
+    )
+    parser.add_argument(
+        "--shape", default="0.5b", choices=BODIES, help="of the model, from Qwen2.5's"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="then the tokens once more by model.compile=true"
+    )
     arguments = parser.parse_args()
     body = BODIES[arguments.shape]
     torch.manual_seed(0)
@@ -63,7 +75,9 @@ def main() -> None:
         parts |= {case: _whole(model, *case, how) for case in cases}
     for (rows, places), kernels in list(parts.items())[-len(arguments.places) :]:
         print(f"\nkernels of a token{how}, {rows} rows, {places} places: us, how many, and which")
-        for name, (microseconds, count) in sorted(kernels.items(), key=lambda kernel: -kernel[1][0])[:16]:
+        for name, (microseconds, count) in sorted(
+            kernels.items(), key=lambda kernel: -kernel[1][0]
+        )[:16]:
             print(f"{microseconds:9.1f} {count:6.1f}  {name[:80]}")
 
 
@@ -106,13 +120,19 @@ def _drawn(logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _draws(rows: int, vocabulary: int) -> None:
-    logits, uniform = 3 * torch.randn(rows, vocabulary, device=DEVICE), torch.rand(rows, device=DEVICE).double()
+    logits, uniform = (
+        3 * torch.randn(rows, vocabulary, device=DEVICE),
+        torch.rand(rows, device=DEVICE).double(),
+    )
     for what, function in (("draw, the kernel", _drawn), ("draw, PyTorch", draw)):
-        _say(what, rows, "", _microseconds(lambda f=function: f(logits, uniform)), 4 * logits.numel())
+        _say(
+            what, rows, "", _microseconds(lambda f=function: f(logits, uniform)), 4 * logits.numel()
+        )
 
 
 def _attention(rows: int, places: int, body: dict, dtype: torch.dtype, tune: bool) -> None:
-    """Each row's last place is the same: the limit is of that much, as where all are equally long."""
+    """Each row's last place is the same: the limit is of that much, as where all are equally
+    long."""
     heads, groups = body["num_attention_heads"], body["num_key_value_heads"]
     width = body["hidden_size"] // heads
     made = {"device": DEVICE, "dtype": dtype}
@@ -147,10 +167,15 @@ def _attention(rows: int, places: int, body: dict, dtype: torch.dtype, tune: boo
 
 
 @torch.no_grad()
-def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[str, tuple[float, float]]:
-    """Says how long a token takes at some `places`; gives its kernels, each with microseconds and count."""
+def _whole(
+    model: Qwen2ForCausalLM, rows: int, places: int, how: str
+) -> dict[str, tuple[float, float]]:
+    """Says how long a token takes at some `places`; gives its kernels, each with microseconds and
+    count."""
     tokens = min(64, places // 2)
-    prompts = torch.randint(9, model.config.vocab_size, (rows // GROUP, places - tokens)).tolist() * GROUP
+    prompts = (
+        torch.randint(9, model.config.vocab_size, (rows // GROUP, places - tokens)).tolist() * GROUP
+    )
     uniform = torch.rand(rows, tokens, device=DEVICE).double()
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -158,7 +183,9 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[st
 
     body = MergedBody(model) if how else None
     with decoding.decoding(model):
-        decoder = decoding.Decoding(model, logits, 1.0 if GPU else draw, uniform, lambda: None, [], body=body)
+        decoder = decoding.Decoding(
+            model, logits, 1.0 if GPU else draw, uniform, lambda: None, [], body=body
+        )
         decoder._begin(prompts, tokens)
         _wait()
         start = time.perf_counter()
@@ -188,7 +215,13 @@ def _whole(model: Qwen2ForCausalLM, rows: int, places: int, how: str) -> dict[st
     _say(f"a token{how}", rows, places, taken, whole + per_place * rows * places)
     if GPU:
         kernels = sum(microseconds for microseconds, _ in parts.values())
-        _say(f"  its {sum(count for _, count in parts.values()):.0f} kernels", rows, places, kernels, 0)
+        _say(
+            f"  its {sum(count for _, count in parts.values()):.0f} kernels",
+            rows,
+            places,
+            kernels,
+            0,
+        )
     return parts
 
 
@@ -210,7 +243,9 @@ def _kernels(step: Callable[[], object], times: int = 4) -> dict[str, tuple[floa
     for event in profile.events():
         if GPU and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        microseconds[event.name] += (event.time_range.elapsed_us() if GPU else event.self_cpu_time_total) / times
+        microseconds[event.name] += (
+            event.time_range.elapsed_us() if GPU else event.self_cpu_time_total
+        ) / times
         counts[event.name] += 1 / times
     return {name: (microseconds[name], counts[name]) for name in counts}
 

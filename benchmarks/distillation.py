@@ -1,9 +1,13 @@
-"""What the full KL against a teacher costs on this machine, and how exact it is: `python -m benchmarks.distillation`.
+"""What the full KL against a teacher costs on this machine, and how exact it is: `python -m
+benchmarks.distillation`.
 
-Forward and backward from the hidden states of student and teacher, with the gradients of the student's hidden states
-and head: by the fused head, alone and beside GRPO's surrogate; by TRL's DistillationTrainer and GKDTrainer, as far as
-TRL is installed; and the four matrix products that any of them needs, in the chunks of the fused head. Errors are those
-of loss and gradients against float64 on fewer tokens; without a GPU all is small and in float32.
+Forward and backward from the hidden states of student and teacher, with the gradients of the
+student's hidden states
+and head: by the fused head, alone and beside GRPO's surrogate; by TRL's DistillationTrainer and
+    GKDTrainer, as far as
+TRL is installed; and the four matrix products that any of them needs, in the chunks of the fused
+head. Errors are those of loss and gradients against float64 on fewer tokens; without a GPU all is
+small and in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +34,10 @@ def main() -> None:
     trl = importlib.metadata.version("trl") if importlib.util.find_spec("trl") else "none"
     print(f"{machine}; TRL {trl}")
     print(f"{large[0]} tokens, both models of width {large[1]}, vocabulary {large[2]}")
-    print(f"{'':14}{'':34}{'ms':>9}{'of products':>13}{'MiB':>8}{'loss error':>12}{'gradient error':>16}")
+    print(
+        f"{'':14}{'':34}{'ms':>9}{'of products':>13}{'MiB':>8}"
+        f"{'loss error':>12}{'gradient error':>16}"
+    )
     few, many = step(*small, device), step(*large, device)
     for kind in KINDS:
         exact = errors_against(*few[:4], few[4], kind)
@@ -45,11 +52,15 @@ def main() -> None:
             mebibytes = "" if memory[name] is None else f"{memory[name] / 2**20:.0f}"
             of_products = time / times["four products"]
             wrong = "" if errors[name] is None else "".join(f"{x:14.1e}" for x in errors[name])
-            print(f"{kind:14}{name:34}{1e3 * time:9.3f}{of_products:13.3f}{mebibytes:>8}{wrong}", flush=True)
+            print(
+                f"{kind:14}{name:34}{1e3 * time:9.3f}{of_products:13.3f}{mebibytes:>8}{wrong}",
+                flush=True,
+            )
 
 
 def step(tokens: int, width: int, vocabulary: int, device: str):
-    """(hidden, weight) of the student, which want gradients, (hidden, weight) of the teacher, and documents."""
+    """(hidden, weight) of the student, which want gradients, (hidden, weight) of the teacher, and
+    documents."""
     hidden, weight, workload = problem(tokens, width, vocabulary, device)
     draw = torch.Generator(device).manual_seed(3)
 
@@ -74,8 +85,18 @@ def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[s
 
     def ours(family: str, advantages: Tensor, **more):
         labels, old, _, index = workload.tensors
-        options = {"loss": family, "aggregation": "token_mean", "kl": kl.KL(kind, 1.0), "check_finite": False}
-        options |= {"ref_hidden": ref_hidden, "ref_lm_head_weight": ref_weight, "counts": workload.counts(), **more}
+        options = {
+            "loss": family,
+            "aggregation": "token_mean",
+            "kl": kl.KL(kind, 1.0),
+            "check_finite": False,
+        }
+        options |= {
+            "ref_hidden": ref_hidden,
+            "ref_lm_head_weight": ref_weight,
+            "counts": workload.counts(),
+            **more,
+        }
         tensors = hidden, weight, labels, old, advantages, index
         return linear_policy_loss(*tensors, num_documents=workload.num_documents, **options).loss
 
@@ -96,13 +117,17 @@ def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[s
 
         def chunked():
             states = hidden[None], ref_hidden[None]
-            return _chunked_divergence_loss(*states, weight, ref_weight, mask, beta, num_items_in_batch=len(hidden))[0]
+            return _chunked_divergence_loss(
+                *states, weight, ref_weight, mask, beta, num_items_in_batch=len(hidden)
+            )[0]
 
         def whole():
             with torch.no_grad():
                 ref_logits = ref_hidden @ ref_weight.T
             given = (hidden @ weight.T)[None], ref_logits[None]
-            return GKDTrainer.generalized_jsd_loss(*given, beta=beta, num_items_in_batch=len(hidden))
+            return GKDTrainer.generalized_jsd_loss(
+                *given, beta=beta, num_items_in_batch=len(hidden)
+            )
 
         found["TRL's DistillationTrainer"] = differentiated(chunked)
         found["TRL's GKDTrainer, all logits"] = differentiated(whole)
@@ -110,7 +135,8 @@ def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[s
 
 
 def products(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Callable:
-    """The logits of both models, and the two products that make gradients of the student's, chunk by chunk."""
+    """The logits of both models, and the two products that make gradients of the student's, chunk
+    by chunk."""
     rows = rows_within(default_logits_memory_mb(hidden.device), 2 * len(weight), hidden.dtype)
     with torch.no_grad():
         weight, hidden = weight.detach(), hidden.detach()
@@ -130,9 +156,13 @@ def products(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Ten
 
 
 def errors_against(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> Callable:
-    """(run, name) -> relative errors of a call's loss and of the worse of its gradients; None of products."""
+    """(run, name) -> relative errors of a call's loss and of the worse of its gradients; None of
+    products."""
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    p, f = (x.log_softmax(-1) for x in (leaves[0] @ leaves[1].T, ref_hidden.double() @ ref_weight.double().T))
+    p, f = (
+        x.log_softmax(-1)
+        for x in (leaves[0] @ leaves[1].T, ref_hidden.double() @ ref_weight.double().T)
+    )
     rows = p.exp() * (p - f) if kind == "full_reverse" else f.exp() * (f - p)
     penalty = rows.sum() / len(rows)
 
@@ -140,7 +170,11 @@ def errors_against(hidden, weight, ref_hidden, ref_weight, workload, kind: str) 
         """GRPO's, of float64, whose tokens clip where those of rounded logits do but for a few."""
         labels, old, advantages, index = workload.tensors
         given = *leaves, labels, old.double(), advantages.double(), index
-        options = {"loss": "grpo", "aggregation": "token_mean", "num_documents": workload.num_documents}
+        options = {
+            "loss": "grpo",
+            "aggregation": "token_mean",
+            "num_documents": workload.num_documents,
+        }
         return linear_policy_loss(*given, **options, impl="torch").loss
 
     def errors(run, name: str) -> tuple[float, float] | None:
@@ -149,7 +183,9 @@ def errors_against(hidden, weight, ref_hidden, ref_weight, workload, kind: str) 
         value = penalty + surrogate() if "surrogate" in name else penalty
         exact = torch.autograd.grad(value, leaves, retain_graph=True)
         loss, found = run()
-        worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+        worst = max(
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
+        )
         value = float(value.detach())
         return abs(float(loss) - value) / abs(value), worst
 

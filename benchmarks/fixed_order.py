@@ -1,8 +1,10 @@
-"""What a fixed order of sums costs on a GPU (`trainer.deterministic`): backward passes of attention and embeddings.
+"""What a fixed order of sums costs on a GPU (`trainer.deterministic`): backward passes of attention
+and embeddings.
 
     python benchmarks/fixed_order.py
 
-Milliseconds are medians of 12 calls; *differs*: how many of 20 further calls give other bits than the first.
+Milliseconds are medians of 12 calls; *differs*: how many of 20 further calls give other bits than
+the first.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from torch import Tensor, nn
 from pgtoolkit.model import fixed_order
 from pgtoolkit.model.attention import Documents, by_document
 
-ATTENTION = [(64, 80, 4, 32), (256, 128, 14, 64), (128, 256, 14, 64), (64, 640, 14, 64), (16, 2048, 14, 64)]
+ATTENTION = [
+    (64, 80, 4, 32),
+    (256, 128, 14, 64),
+    (128, 256, 14, 64),
+    (64, 640, 14, 64),
+    (16, 2048, 14, 64),
+]
 ATTENTION += [(8, 4096, 28, 128), (1, 32768, 14, 64), (1, 32768, 28, 128)]
 """Documents, tokens of each, heads and their width."""
 
@@ -46,9 +54,14 @@ def _row(what: str, case: tuple[int, ...], backward_of: Callable) -> None:
     print(f"{what} {case}: any order {found[0]}; fixed {found[1]}", flush=True)
 
 
-def _attention(documents: int, length: int, heads: int, width: int) -> Callable[[], tuple[Tensor, ...]]:
+def _attention(
+    documents: int, length: int, heads: int, width: int
+) -> Callable[[], tuple[Tensor, ...]]:
     shape = (documents * length, heads, width)
-    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
     whole = Documents.whole([length] * documents, shape[0], torch.device("cuda"))
     out = by_document(*inputs, whole, None, None)
     gradient = torch.randn_like(out)
@@ -77,7 +90,10 @@ def _timed(backward: Callable[[], tuple[Tensor, ...]]) -> float:
 
 def _different(backward: Callable[[], tuple[Tensor, ...]]) -> int:
     first = backward()
-    return sum(any(not torch.equal(a, b) for a, b in zip(backward(), first, strict=True)) for _ in range(20))
+    return sum(
+        any(not torch.equal(a, b) for a, b in zip(backward(), first, strict=True))
+        for _ in range(20)
+    )
 
 
 if __name__ == "__main__":

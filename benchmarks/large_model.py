@@ -1,12 +1,15 @@
-"""Iterations of rollouts and an update of a model whose weights, gradients and moments no single GPU holds.
+"""Iterations of rollouts and an update of a model whose weights, gradients and moments no single
+GPU holds.
 
-    python benchmarks/large_model.py FOLDER [--shape 7b] [--sampler transformers] [--kind fsdp] [--override KEY=VALUE]
+    python benchmarks/large_model.py FOLDER [--shape 7b] [--sampler transformers] [--kind fsdp]
+    [--override KEY=VALUE]
 
-First, unless `--no-check`, a small model in float32 on all GPUs: `parallelism=fsdp` against `ddp`, every metric of
-three steps. Then the model of Qwen2.5's shape with random weights, all of them trained (LoRA's adapters with `--lora`):
-32 prompts x 8 completions of 512 tokens an iteration, one update of these 256 documents. It prints a line of JSON for
-each iteration (seconds by stage, `fill`: of the weights on their way to the sampler; the most memory that PyTorch had
-in use, of each GPU) and the medians without the first. Without a GPU, or with `--shape tiny`, a small model on two
+First, unless `--no-check`, a small model in float32 on all GPUs: `parallelism=fsdp` against `ddp`,
+every metric of three steps. Then the model of Qwen2.5's shape with random weights, all of them
+trained (LoRA's adapters with `--lora`): 32 prompts x 8 completions of 512 tokens an iteration, one
+update of these 256 documents. It prints a line of JSON for each iteration (seconds by stage,
+`fill`: of the weights on their way to the sampler; the most memory that PyTorch had in use, of each
+GPU) and the medians without the first. Without a GPU, or with `--shape tiny`, a small model on two
 processes. With `--trl` the same job by TRL with FSDP (version 2), whose vLLM runs in its processes.
 """
 
@@ -26,7 +29,12 @@ from pathlib import Path
 import torch
 from rollouts_job import BODIES, GROUP, Case, write_inputs
 
-SIZES = {"ddp": "data_parallel", "fsdp": "data_parallel", "tensor": "tensor_parallel", "sequence": "tensor_parallel"}
+SIZES = {
+    "ddp": "data_parallel",
+    "fsdp": "data_parallel",
+    "tensor": "tensor_parallel",
+    "sequence": "tensor_parallel",
+}
 SIZES |= {"sequence_data": "sequence_data_parallel"}
 STAGES = ("sampling", "scoring", "old_log_probs", "update")
 
@@ -39,26 +47,44 @@ def main() -> int:
     if arguments.trl:
         print(_trl(folder / f"{arguments.shape}-trl", arguments), flush=True)
         return 0
-    rows = _run(folder / f"{arguments.shape}-{arguments.kind}-{arguments.sampler}", arguments, arguments.override)
+    rows = _run(
+        folder / f"{arguments.shape}-{arguments.kind}-{arguments.sampler}",
+        arguments,
+        arguments.override,
+    )
     for row in rows:
         print(json.dumps(row), flush=True)
     later = rows[1:] or rows
-    print(json.dumps({name: statistics.median(row[name] for row in later) for name in rows[0] if name != "peak_gb"}))
+    print(
+        json.dumps(
+            {
+                name: statistics.median(row[name] for row in later)
+                for name in rows[0]
+                if name != "peak_gb"
+            }
+        )
+    )
     return 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder")
-    parser.add_argument("--shape", choices=BODIES, default="7b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument(
+        "--shape", choices=BODIES, default="7b" if torch.cuda.is_available() else "tiny"
+    )
     parser.add_argument("--kind", choices=SIZES, default="fsdp")
     parser.add_argument("--sampler", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--trl", action="store_true", help="by TRL instead")
-    parser.add_argument("--lora", action="store_true", help="train adapters of rank 16 beside frozen weights")
+    parser.add_argument(
+        "--lora", action="store_true", help="train adapters of rank 16 beside frozen weights"
+    )
     parser.add_argument("--iterations", type=int, default=3, help="the first of which warms up")
     parser.add_argument("--processes", type=int, default=torch.cuda.device_count() or 2)
     parser.add_argument("--override", nargs="+", default=[], help="further overrides of pgtk")
-    parser.add_argument("--no-check", dest="check", action="store_false", help="not first fsdp against ddp")
+    parser.add_argument(
+        "--no-check", dest="check", action="store_false", help="not first fsdp against ddp"
+    )
     parser.add_argument("--seconds", type=float, default=480, help="until the large run is ended")
     return parser.parse_args()
 
@@ -67,17 +93,28 @@ def _check(folder: Path, arguments: argparse.Namespace) -> str:
     """The largest relative difference of a metric of a small model between the two kinds."""
     rows = {}
     for kind in ("ddp", "fsdp"):
-        small = argparse.Namespace(**vars(arguments) | {"shape": "tiny", "kind": kind, "sampler": "transformers"})
+        small = argparse.Namespace(
+            **vars(arguments) | {"shape": "tiny", "kind": kind, "sampler": "transformers"}
+        )
         small.lora, small.iterations = False, 3
         rows[kind] = _run(folder / f"check-{kind}", small, ["model.dtype=float32"], metrics=True)
     names = set(rows["ddp"][0]) - {"time", "tokens_per_second", "peak_memory_gb"}
     names = [name for name in names if not name.startswith("seconds")]
-    pairs = [(one[name], two[name]) for one, two in zip(rows["ddp"], rows["fsdp"], strict=True) for name in names]
+    pairs = [
+        (one[name], two[name])
+        for one, two in zip(rows["ddp"], rows["fsdp"], strict=True)
+        for name in names
+    ]
     worst = max(abs(x - y) / max(1e-3, abs(x), abs(y)) for x, y in pairs if x is not None)
-    return f"{'ok' if worst < 1e-4 else 'FAILED'}: fsdp against ddp, {len(pairs)} numbers, at most {worst:.2g} apart"
+    return (
+        f"{'ok' if worst < 1e-4 else 'FAILED'}: fsdp against ddp, {len(pairs)} numbers, at most "
+        f"{worst:.2g} apart"
+    )
 
 
-def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: bool = False) -> list[dict]:
+def _run(
+    folder: Path, arguments: argparse.Namespace, more: list[str], metrics: bool = False
+) -> list[dict]:
     """The iterations of a run of several processes; metrics: the rows of metrics.jsonl instead."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -85,12 +122,24 @@ def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: 
     length, prompts = (16, 4) if tiny else (512, 32)
     write_inputs(folder, prompts * arguments.iterations, arguments.shape, weights=arguments.lora)
     job = [
-        *("model=huggingface", f"model.path={folder}/model", f"model.random_weights={str(not arguments.lora).lower()}"),
-        *("model.gradient_checkpointing=true", "model.dtype=bfloat16", "loss=gspo", f"parallelism={arguments.kind}"),
+        *(
+            "model=huggingface",
+            f"model.path={folder}/model",
+            f"model.random_weights={str(not arguments.lora).lower()}",
+        ),
+        *(
+            "model.gradient_checkpointing=true",
+            "model.dtype=bfloat16",
+            "loss=gspo",
+            f"parallelism={arguments.kind}",
+        ),
         f"parallelism.{SIZES[arguments.kind]}={count}",
         *("task=prompts", f"task.path={folder}/prompts.jsonl", "task.verifier=rollouts_job.reward"),
         *(f"rollout.prompts_per_batch={prompts}", f"rollout.group_size={GROUP}"),
-        *(f"rollout.max_completion_length={length}", f"accumulation.docs_per_step={prompts * GROUP}"),
+        *(
+            f"rollout.max_completion_length={length}",
+            f"accumulation.docs_per_step={prompts * GROUP}",
+        ),
         *(f"accumulation.max_tokens={256 if tiny else 32768}", f"sampler={arguments.sampler}"),
         *("aggregation=constant", f"aggregation.divisor={length}", "tracking=none"),
         *(f"trainer.max_steps={arguments.iterations}", "trainer.checkpoint_every=1000000"),
@@ -99,28 +148,49 @@ def _run(folder: Path, arguments: argparse.Namespace, more: list[str], metrics: 
     ]
     given = {override.partition("=")[0]: override for override in job}
     status = _ended(folder, arguments, ["--child", str(folder), *given.values()])
-    rows = [json.loads(line) for file in folder.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in folder.rglob("metrics.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     if len(rows) < arguments.iterations:
-        raise SystemExit(f"ended {status}, {len(rows)} iterations made\n{(folder / 'output').read_text()[-3000:]}")
+        raise SystemExit(
+            f"ended {status}, {len(rows)} iterations "
+            f"made\n{(folder / 'output').read_text()[-3000:]}"
+        )
     if metrics:
         return rows
     by_rank = [
-        [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()] for rank in range(count)
+        [json.loads(line) for line in (folder / f"rank-{rank}.jsonl").read_text().splitlines()]
+        for rank in range(count)
     ]
     ends = [row["time"] for row in rows]
     return [
         {stage: row[f"seconds_{stage}"] for stage in STAGES}
-        | {"fill": by_rank[0][i]["fill"], "whole": end - before, "peak_gb": [ranks[i]["peak_gb"] for ranks in by_rank]}
+        | {
+            "fill": by_rank[0][i]["fill"],
+            "whole": end - before,
+            "peak_gb": [ranks[i]["peak_gb"] for ranks in by_rank],
+        }
         | {"most_gb": max(ranks[i]["peak_gb"] for ranks in by_rank)}
         for i, (row, end, before) in enumerate(zip(rows, ends, [*ends[:1], *ends], strict=False))
     ]
 
 
 def _ended(folder: Path, arguments: argparse.Namespace, child: list[str]) -> object:
-    """How the processes ended that run this file with these arguments; what they say is the file `output`."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    """How the processes ended that run this file with these arguments; what they say is the file
+    `output`."""
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    }
     environment.setdefault("OMP_NUM_THREADS", "8" if torch.cuda.is_available() else "1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.processes}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={arguments.processes}",
+    ]
     with (folder / "output").open("w") as output:
         processes = subprocess.Popen(
             [*command, __file__, *child],
@@ -145,7 +215,16 @@ def _trl(folder: Path, arguments: argparse.Namespace) -> str:
     length, prompts = (16, 4) if tiny else (512, 32)
     write_inputs(folder, prompts * arguments.iterations, arguments.shape)
     sampler = "vllm" if arguments.sampler == "vllm" else "generate"
-    case = Case(str(folder), "trl", sampler, length, prompts * GROUP, [], arguments.iterations, arguments.shape)
+    case = Case(
+        str(folder),
+        "trl",
+        sampler,
+        length,
+        prompts * GROUP,
+        [],
+        arguments.iterations,
+        arguments.shape,
+    )
     status = _ended(folder, arguments, ["--trl-child", case.as_json()])
     output = (folder / "output").read_text()
     said = [line for line in output.splitlines() if line.startswith('{"iterations"')]

@@ -1,4 +1,5 @@
-"""The made-up job of the benchmarks of a training step: a Qwen2-like model, and recorded rollouts from no policy."""
+"""The made-up job of the benchmarks of a training step: a Qwen2-like model, and recorded rollouts
+from no policy."""
 
 from __future__ import annotations
 
@@ -8,12 +9,21 @@ from pathlib import Path
 
 
 def write_inputs(
-    folder: Path, model: dict, num_documents: int, prompt: tuple[int, int], completion: tuple[int, int]
+    folder: Path,
+    model: dict,
+    num_documents: int,
+    prompt: tuple[int, int],
+    completion: tuple[int, int],
 ) -> None:
-    """model: entries of its config.json. prompt, completion: least and most tokens of a document's two parts."""
+    """model: entries of its config.json. prompt, completion: least and most tokens of a document's
+    two parts."""
     from pgtoolkit.model.setup import character_tokenizer
 
-    fixed = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 8192}
+    fixed = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "max_position_embeddings": 8192,
+    }
     (folder / "model").mkdir(exist_ok=True)
     character_tokenizer("abc").save_pretrained(folder / "model")
     config = fixed | {"tie_word_embeddings": False} | model

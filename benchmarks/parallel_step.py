@@ -1,12 +1,13 @@
-"""The training step on 1, 2 and 4 GPUs: tokens/s under each kind of parallelism, and the time spent in communication.
+"""The training step on 1, 2 and 4 GPUs: tokens/s under each kind of parallelism, and the time spent
+in communication.
 
     python benchmarks/parallel_step.py OUTPUT_FOLDER [MAX_TOKENS]
 
-Trains a Qwen2-like model of 0.55 billion parameters with random weights on made-up recorded rollouts, with the
-program's own main job, the same step of 64 documents however many GPUs there are, in micro-batches of MAX_TOKENS
-(default 65536; a pipeline, which needs several, takes a fourth). The last step runs under PyTorch's profiler and counts
-for the shares only. Runs that fit beside each other run at the same time. Without a GPU it rehearses with a small
-model on the CPU.
+Trains a Qwen2-like model of 0.55 billion parameters with random weights on made-up recorded
+rollouts, with the program's own main job, the same step of 64 documents however many GPUs there
+are, in micro-batches of MAX_TOKENS (default 65536; a pipeline, which needs several, takes a
+fourth). The last step runs under PyTorch's profiler and counts for the shares only. Runs that fit
+beside each other run at the same time. Without a GPU it rehearses with a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from made_up_job import overrides, write_inputs
 
 ON_GPU = torch.cuda.is_available()
 STEPS, DOCUMENTS_PER_STEP = (8, 64) if ON_GPU else (3, 8)
-PROMPT, COMPLETION, MAX_TOKENS = ((256, 512), (1024, 2048), 65536) if ON_GPU else ((2, 6), (8, 24), 128)
+PROMPT, COMPLETION, MAX_TOKENS = (
+    ((256, 512), (1024, 2048), 65536) if ON_GPU else ((2, 6), (8, 24), 128)
+)
 MODEL = {
     "hidden_size": 1024 if ON_GPU else 32,
     "intermediate_size": 4096 if ON_GPU else 64,
@@ -63,7 +66,9 @@ def main() -> int:
             children.append(_start(folder, kind, number, first_gpu, max_tokens))
             first_gpu += number
         for (kind, number), child in zip(runs, children, strict=True):
-            results.append({"kind": kind, "gpus": number} | _result(child, folder / f"{kind}-{number}"))
+            results.append(
+                {"kind": kind, "gpus": number} | _result(child, folder / f"{kind}-{number}")
+            )
             print(_line(results[-1], results), f"[{time.monotonic() - started:.0f} s]", flush=True)
         (folder / "parallel_step.json").write_text(json.dumps(results, indent=1))
     return 0
@@ -73,7 +78,10 @@ def _line(run: dict, results: list[dict]) -> str:
     name = f"{run['kind']:14s}{run['gpus']} GPUs "
     if "error" in run:
         return name + run["error"]
-    one = next((r["tokens_per_second"] for r in results if r["gpus"] == 1 and "error" not in r), float("nan"))
+    one = next(
+        (r["tokens_per_second"] for r in results if r["gpus"] == 1 and "error" not in r),
+        float("nan"),
+    )
     scaling = run["tokens_per_second"] / one
     shares = ", ".join(f"{part} {100 * share:.0f}%" for part, share in run["shares"].items())
     parts = (
@@ -86,7 +94,9 @@ def _line(run: dict, results: list[dict]) -> str:
     return "; ".join(parts)
 
 
-def _start(folder: Path, kind: str, number: int, first_gpu: int, max_tokens: int) -> subprocess.Popen:
+def _start(
+    folder: Path, kind: str, number: int, first_gpu: int, max_tokens: int
+) -> subprocess.Popen:
     if kind == "pipeline":
         max_tokens //= 4
     job = overrides(folder, DOCUMENTS_PER_STEP, max_tokens, STEPS)
@@ -101,7 +111,10 @@ def _start(folder: Path, kind: str, number: int, first_gpu: int, max_tokens: int
         job.append("metrics=none")
     where = folder / f"{kind}-{number}"
     where.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "8" if ON_GPU else "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "8" if ON_GPU else "1",
+    }
     if ON_GPU:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(first_gpu + i) for i in range(number))
     command = [sys.executable]
@@ -110,7 +123,12 @@ def _start(folder: Path, kind: str, number: int, first_gpu: int, max_tokens: int
     command += [__file__, "--child", *job]
     with (where / "output").open("w") as output:
         return subprocess.Popen(
-            command, cwd=where, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=where,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -128,7 +146,9 @@ def _result(child: subprocess.Popen, where: Path) -> dict:
     later = slice(2, None) if ON_GPU else slice(1, None)
     seconds, tokens = result["seconds_of_steps"][later], result["tokens_of_steps"][later]
     result["seconds"] = statistics.median(seconds)
-    result["tokens_per_second"] = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
+    result["tokens_per_second"] = statistics.median(
+        n / s for n, s in zip(tokens, seconds, strict=True)
+    )
     return result
 
 
@@ -143,12 +163,17 @@ def _run_child(job: list[str]) -> int:
 
     def timed(self, step, index):
         last = index == STEPS - 1
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if ON_GPU and last else None
+        profile = (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            if ON_GPU and last
+            else None
+        )
         if profile is not None:
             profile.start()
         _wait()
         if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(torch.zeros(()))  # over gloo: the start of a profiler takes its time
+            # over gloo: the start of a profiler takes its time
+            torch.distributed.all_reduce(torch.zeros(()))
         started = time.perf_counter()
         found = training_step(self, step, index)
         _wait()
@@ -179,7 +204,8 @@ def _wait() -> None:
 
 
 def _shares(profile) -> dict[str, float]:
-    """What rank 0's GPU did in the profiled step; where several kernels run at a time, the first of these counts."""
+    """What rank 0's GPU did in the profiled step; where several kernels run at a time, the first of
+    these counts."""
     if profile is None:
         return {}
     words = {
@@ -192,7 +218,9 @@ def _shares(profile) -> dict[str, float]:
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             name = event.name.lower()
-            part = next(part for part, known in words.items() if any(word in name for word in known))
+            part = next(
+                part for part, known in words.items() if any(word in name for word in known)
+            )
             parts[part].append((event.time_range.start, event.time_range.end))
     parts["communication"] = parts.pop("communication")  # last: only where nothing else runs
     everything = [span for spans in parts.values() for span in spans]

@@ -1,9 +1,11 @@
-"""How fast recorded rollouts are indexed, and how much memory that takes: Parquet and JSONL, with a column of texts.
+"""How fast recorded rollouts are indexed, and how much memory that takes: Parquet and JSONL, with a
+column of texts.
 
     python benchmarks/recorded_index.py [ROWS] [TOKENS]
 
-Writes made-up rollouts into a temporary folder, in groups of eight, and indexes each file in a process of its own.
-Rates are of the first pass, which checks and digests every row, and of a start that finds the index kept by the run.
+Writes made-up rollouts into a temporary folder, in groups of eight, and indexes each file in a
+process of its own. Rates are of the first pass, which checks and digests every row, and of a start
+that finds the index kept by the run.
 """
 
 from __future__ import annotations
@@ -26,12 +28,27 @@ BLOCK = 1024
 
 
 def main() -> None:
-    count, tokens = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, 100_000), (2, 512)))
+    count, tokens = (
+        int(sys.argv[i]) if len(sys.argv) > i else default
+        for i, default in ((1, 100_000), (2, 512))
+    )
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (("rows.parquet", 0), ("with_texts.parquet", 4 * tokens), ("rows.jsonl", 0)):
-            write(file := Path(folder) / name, count if name.endswith("t") else count // 10, tokens, text)
+        for name, text in (
+            ("rows.parquet", 0),
+            ("with_texts.parquet", 4 * tokens),
+            ("rows.jsonl", 0),
+        ):
+            write(
+                file := Path(folder) / name,
+                count if name.endswith("t") else count // 10,
+                tokens,
+                text,
+            )
             made = subprocess.run(
-                [sys.executable, __file__, "--index", file], capture_output=True, check=True, text=True
+                [sys.executable, __file__, "--index", file],
+                capture_output=True,
+                check=True,
+                text=True,
             )
             print(f"{name}, {file.stat().st_size / 1e6:.0f} MB: {made.stdout.strip()}", flush=True)
 
@@ -46,7 +63,9 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
                 {
                     "token_ids": draw.integers(0, VOCABULARY, tokens, np.int32),
                     "loss_mask": mask,
-                    "old_log_probs": np.where(mask, -draw.exponential(0.5, tokens), 0).astype(np.float32),
+                    "old_log_probs": np.where(mask, -draw.exponential(0.5, tokens), 0).astype(
+                        np.float32
+                    ),
                     "reward": float(draw.random()),
                     "group_id": number // 8,
                     **({"text": draw.bytes(text // 2).hex()} if text else {}),
@@ -59,7 +78,10 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
                 writer.write_table(table)
             else:
                 for row in rows:
-                    plain = {name: x.tolist() if isinstance(x, np.ndarray) else x for name, x in row.items()}
+                    plain = {
+                        name: x.tolist() if isinstance(x, np.ndarray) else x
+                        for name, x in row.items()
+                    }
                     file.write(json.dumps(plain).encode() + b"\n")
         if writer is not None:
             writer.close()
@@ -89,9 +111,14 @@ def index(path: Path) -> None:
         seconds, cpu = time.perf_counter(), time.process_time()
         rollouts = RecordedRollouts(config, Estimator("grpo"), VOCABULARY, run_dir=path.parent)
         seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
-        rate = f"{rollouts.batch_size / seconds:,.0f} rows a second ({rollouts.batch_size / cpu:,.0f} of CPU time)"
+        rate = (
+            f"{rollouts.batch_size / seconds:,.0f} rows a second "
+            f"({rollouts.batch_size / cpu:,.0f} of CPU time)"
+        )
         print(f"{pass_name} {rollouts.batch_size} rows in {seconds:.2f} s, {rate}", end="; ")
-    print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f} MB of memory")
+    print(
+        f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f} MB of memory"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""Iterations of rollouts and an update of a model with random weights: seconds by stage, and memory.
+"""Iterations of rollouts and an update of a model with random weights: seconds by stage, and
+memory.
 
-    python benchmarks/rollouts.py FOLDER [--shape 0.5b] [--sampler transformers vllm] [--trl generate static vllm]
-        [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false ...]
+    python benchmarks/rollouts.py FOLDER [--shape 0.5b] [--sampler transformers vllm] [--trl
+    generate static vllm]
+        [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false
+        ...]
 
-Each case is a process of its own with a time limit, so that one that runs out of memory or hangs costs nothing else.
-The first iteration warms up: it compiles kernels, loads cuBLAS's and fills the allocator. The table has the medians of
-the others. Rows are appended to rollouts.csv in FOLDER, where the output of each case lies as well; peak_gb is what
-PyTorch had in use, gpu_used_gb what all processes held. TRL must be importable, for `--trl vllm` vLLM, too.
+Each case is a process of its own with a time limit, so that one that runs out of memory or hangs
+costs nothing else.
+The first iteration warms up: it compiles kernels, loads cuBLAS's and fills the allocator. The table
+    has the medians of
+the others. Rows are appended to rollouts.csv in FOLDER, where the output of each case lies as well;
+peak_gb is what PyTorch had in use, gpu_used_gb what all processes held. TRL must be importable, for
+`--trl vllm` vLLM, too.
 """
 
 from __future__ import annotations
@@ -25,11 +31,25 @@ from pathlib import Path
 
 from rollouts_job import BODIES, GROUP, Case, write_inputs
 
-SECONDS = {"sample": "seconds_sampling", "score": "seconds_scoring", "old_log_probs": "seconds_old_log_probs"}
+SECONDS = {
+    "sample": "seconds_sampling",
+    "score": "seconds_scoring",
+    "old_log_probs": "seconds_old_log_probs",
+}
 SECONDS |= {"update": "seconds_update"}
 """Stages of an iteration, by the metrics that have them."""
 
-COLUMNS = ("trainer", "sampler", "overrides", "length", "completions", *SECONDS, "whole", "peak_gb", "gpu_used_gb")
+COLUMNS = (
+    "trainer",
+    "sampler",
+    "overrides",
+    "length",
+    "completions",
+    *SECONDS,
+    "whole",
+    "peak_gb",
+    "gpu_used_gb",
+)
 COLUMNS += ("error",)
 
 
@@ -37,9 +57,13 @@ def main() -> int:
     arguments = _arguments()
     folder = Path(arguments.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    write_inputs(folder, max(arguments.completions) // GROUP * arguments.iterations, arguments.shape)
+    write_inputs(
+        folder, max(arguments.completions) // GROUP * arguments.iterations, arguments.shape
+    )
     until = time.monotonic() + arguments.seconds
-    who = [("pgtoolkit", sampler) for sampler in arguments.sampler] + [("trl", sampler) for sampler in arguments.trl]
+    who = [("pgtoolkit", sampler) for sampler in arguments.sampler] + [
+        ("trl", sampler) for sampler in arguments.trl
+    ]
     print(_line(dict(zip(COLUMNS, COLUMNS, strict=True))), flush=True)
     for length in arguments.lengths:
         for completions in arguments.completions:
@@ -58,13 +82,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("folder")
     parser.add_argument("--sampler", nargs="*", default=[], choices=("transformers", "vllm"))
     parser.add_argument("--trl", nargs="*", default=[], choices=("generate", "static", "vllm"))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512], help="tokens of a completion")
-    parser.add_argument("--completions", nargs="+", type=int, default=[256], help="completions of an iteration")
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=[512], help="tokens of a completion"
+    )
+    parser.add_argument(
+        "--completions", nargs="+", type=int, default=[256], help="completions of an iteration"
+    )
     parser.add_argument("--override", nargs="+", default=[], help="further overrides of pgtk")
-    parser.add_argument("--iterations", type=int, default=3, help="of each case, the first of which warms up")
+    parser.add_argument(
+        "--iterations", type=int, default=3, help="of each case, the first of which warms up"
+    )
     parser.add_argument("--seconds-per-case", type=float, default=150)
     parser.add_argument("--seconds", type=float, default=480, help="of all cases together")
-    parser.add_argument("--shape", choices=BODIES, default="0.5b", help="of the model; tiny for a CPU")
+    parser.add_argument(
+        "--shape", choices=BODIES, default="0.5b", help="of the model; tiny for a CPU"
+    )
     found = parser.parse_args()
     if not found.sampler and not found.trl:
         found.sampler, found.trl = ["transformers"], ["generate", "vllm"]
@@ -89,14 +121,29 @@ def _append(file: Path, row: dict) -> None:
 def _measured(case: Case, seconds: float) -> dict:
     """The row of a case, by a process that is ended after so many seconds."""
     row = dict.fromkeys(COLUMNS, "") | {"trainer": case.trainer, "sampler": case.sampler}
-    row |= {"overrides": " ".join(case.overrides), "length": case.length, "completions": case.completions}
+    row |= {
+        "overrides": " ".join(case.overrides),
+        "length": case.length,
+        "completions": case.completions,
+    }
     if seconds < 10:
         return row | {"error": "no time left"}
-    where = Path(case.folder) / f"{case.trainer}-{case.sampler}-{case.length}-{case.completions}-{time.time():.0f}"
+    where = (
+        Path(case.folder)
+        / f"{case.trainer}-{case.sampler}-{case.length}-{case.completions}-{time.time():.0f}"
+    )
     where.mkdir()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0"}
-    if case.trainer == "trl" and case.sampler == "vllm":  # its engine joins the trainer's world of one process
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    }
+    environment |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+    }
+    # its engine joins the trainer's world of one process
+    if case.trainer == "trl" and case.sampler == "vllm":
         environment |= {"WORLD_SIZE": "1"}
     else:
         for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -138,13 +185,20 @@ def _printed(output: Path) -> dict:
 
 def _recorded(where: Path) -> dict:
     """The same from the run of pgtk in the folder."""
-    rows = [json.loads(line) for file in where.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in where.rglob("metrics.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     ends = [row["time"] for row in rows]
     iterations = [
         {stage: row[name] for stage, name in SECONDS.items()} | {"whole": end - before}
         for row, end, before in zip(rows, ends, [*ends[:1], *ends], strict=False)
     ]
-    return {"iterations": iterations, "peak_gb": max((row.get("peak_memory_gb", 0.0) for row in rows), default=0.0)}
+    return {
+        "iterations": iterations,
+        "peak_gb": max((row.get("peak_memory_gb", 0.0) for row in rows), default=0.0),
+    }
 
 
 def _kill_all_of(child: subprocess.Popen) -> None:
@@ -157,7 +211,8 @@ def _kill_all_of(child: subprocess.Popen) -> None:
 
 
 class _GpuMemory:
-    """The most memory in use on the first GPU, of all processes together, as nvidia-smi says twice a second."""
+    """The most memory in use on the first GPU, of all processes together, as nvidia-smi says twice
+    a second."""
 
     def __init__(self):
         self._most, self._done = 0.0, threading.Event()
@@ -165,10 +220,17 @@ class _GpuMemory:
         self._thread.start()
 
     def _watch(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        command = [
+            "nvidia-smi",
+            "--query-gpu=memory.used",
+            "--format=csv,noheader,nounits",
+            "--id=0",
+        ]
         while not self._done.wait(0.5):
             try:
-                said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+                said = subprocess.run(
+                    command, capture_output=True, text=True, timeout=10, check=True
+                ).stdout
             except (OSError, subprocess.SubprocessError):
                 return
             self._most = max(self._most, int(said) * 2**20 / 1e9)
@@ -202,7 +264,11 @@ def _pgtoolkit(case: Case) -> None:
         f"accumulation.docs_per_step={case.completions}",
         "accumulation.max_tokens=65536",
         *("loss=gspo", "aggregation=constant", f"aggregation.divisor={case.length}"),
-        *(f"trainer.max_steps={case.iterations}", "trainer.checkpoint_every=1000000", "tracking=none"),
+        *(
+            f"trainer.max_steps={case.iterations}",
+            "trainer.checkpoint_every=1000000",
+            "tracking=none",
+        ),
     ]
     chosen = {override.partition("=")[0] for override in case.overrides}
     job = [one for one in job if one.partition("=")[0] not in chosen] + case.overrides

@@ -1,4 +1,5 @@
-"""The job of the benchmarks of rollouts: a model of Qwen2.5's shape with random weights, prompts, and a reward."""
+"""The job of the benchmarks of rollouts: a model of Qwen2.5's shape with random weights, prompts,
+and a reward."""
 
 from __future__ import annotations
 
@@ -11,8 +12,15 @@ GROUP = 8
 """Completions of a prompt."""
 
 
-def _body(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool) -> dict:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocabulary}
+def _body(
+    hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool
+) -> dict:
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+    }
     heads = {"num_attention_heads": heads, "num_key_value_heads": groups}
     return sizes | heads | {"tie_word_embeddings": tied, "max_position_embeddings": 8192}
 
@@ -31,9 +39,12 @@ BODIES = {
 class Case:
     """What one process measures.
 
-    trainer: pgtoolkit or trl. sampler: transformers or vllm; of trl also static, transformers with a static cache.
-    length: tokens of a completion, which ends before only where one token of the vocabulary is drawn. completions: of
-    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each. shape: of BODIES.
+    trainer: pgtoolkit or trl. sampler: transformers or vllm; of trl also static, transformers with
+        a static cache.
+    length: tokens of a completion, which ends before only where one token of the vocabulary is
+        drawn. completions: of
+    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each. shape:
+        of BODIES.
     """
 
     folder: str
@@ -67,7 +78,8 @@ def longest_prompt(shape: str) -> int:
 
 
 def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = True) -> None:
-    """The model, in the number type of those on the hub, with a tokenizer that has a word for each of its tokens.
+    """The model, in the number type of those on the hub, with a tokenizer that has a word for each
+    of its tokens.
 
     shape: of BODIES. weights: whether they are written, too.
     """
@@ -78,12 +90,18 @@ def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = Tru
     draw, longest = random.Random(0), longest_prompt(shape)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(num_prompts):
-            text = "".join(draw.choice("abcdefgh") for _ in range(draw.randint(longest * 2 // 5, longest)))
+            text = "".join(
+                draw.choice("abcdefgh") for _ in range(draw.randint(longest * 2 // 5, longest))
+            )
             file.write(json.dumps({"prompt": text, "answer": "x"}) + "\n")
     if (folder / "model" / "config.json").exists():
         return
     tokenizer = _tokenizer(body["vocab_size"])
-    end = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    end = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     torch.manual_seed(0)
     config = Qwen2Config(**body, **end)
     if not weights:
@@ -91,7 +109,9 @@ def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = Tru
         config.save_pretrained(folder / "model")
     elif torch.cuda.is_available():
         with torch.device("cuda"):
-            Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+            Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(
+                folder / "model"
+            )
     else:
         Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -104,7 +124,9 @@ def _tokenizer(size: int):
 
     words = ["<end>", *"abcdefgh"]
     words += [f"w{number}" for number in range(size - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>", padding_side="left"

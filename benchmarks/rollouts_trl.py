@@ -1,4 +1,5 @@
-"""The rollout benchmark's job by TRL, in the process of one case, or in several that FSDP divides it among."""
+"""The rollout benchmark's job by TRL, in the process of one case, or in several that FSDP divides
+it among."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from rollouts_job import GROUP, Case, longest_prompt, reward
 
 
 def run(case: Case) -> None:
-    """Prints the iterations by stage; TRL 1.16's own loss and settings, but for what the job says."""
+    """Prints the iterations by stage; TRL 1.16's own loss and settings, but for what the job
+    says."""
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
@@ -37,18 +39,27 @@ def run(case: Case) -> None:
         def on_step_end(self, *_, **__):
             now = _now(on_gpu)
             whole, made = now - self.before, spent["with_scores"]
-            stages = {"sample": spent["generate"], "score": made - spent["generate"], "update": whole - made}
+            stages = {
+                "sample": spent["generate"],
+                "score": made - spent["generate"],
+                "update": whole - made,
+            }
             iterations.append({**stages, "whole": whole})
             self.before = now
             spent.update(generate=0.0, with_scores=0.0)
             # After each, for the case that time ends before the last.
-            print("\n" + json.dumps({"iterations": iterations, "peak_gb": _peak(on_gpu)}), flush=True)
+            print(
+                "\n" + json.dumps({"iterations": iterations, "peak_gb": _peak(on_gpu)}), flush=True
+            )
 
     GRPOTrainer._generate = timed(GRPOTrainer._generate, "generate")
-    GRPOTrainer._generate_and_score_completions = timed(GRPOTrainer._generate_and_score_completions, "with_scores")
+    GRPOTrainer._generate_and_score_completions = timed(
+        GRPOTrainer._generate_and_score_completions, "with_scores"
+    )
     batch, processes = 1, int(os.environ.get("WORLD_SIZE", "1"))
     completions = case.completions // processes
-    while batch < completions and 2 * batch * case.longest <= 8192:  # TRL's default of 8 at 512 tokens
+    # TRL's default of 8 at 512 tokens
+    while batch < completions and 2 * batch * case.longest <= 8192:
         batch *= 2
     settings = {
         "max_steps": case.iterations,
@@ -72,8 +83,16 @@ def run(case: Case) -> None:
         settings |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.4}
         settings |= {"vllm_max_model_length": longest_prompt(case.shape) + case.length}
     if processes > 1:
-        fsdp = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"], "reshard_after_forward": True}
-        settings |= {"fsdp": True, "fsdp_config": fsdp, "vllm_enable_sleep_mode": case.sampler == "vllm"}
+        fsdp = {
+            "version": 2,
+            "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"],
+            "reshard_after_forward": True,
+        }
+        settings |= {
+            "fsdp": True,
+            "fsdp_config": fsdp,
+            "vllm_enable_sleep_mode": case.sampler == "vllm",
+        }
         settings |= {"vllm_gpu_memory_utilization": 0.35}
     trainer = GRPOTrainer(
         model=case.model,

@@ -1,8 +1,9 @@
-"""Draws the rooms in docs/architecture.md from the imports: `python -m benchmarks.rooms` does it anew.
+"""Draws the rooms in docs/architecture.md from the imports: `python -m benchmarks.rooms` does it
+anew.
 
-A room is a folder of `pgtoolkit/`. The files beside the rooms are left out. An arrow goes from a room to each
-that it imports, unless a longer way leads there already. What is said of a room is its line in the page's list
-of files.
+A room is a folder of `pgtoolkit/`. The files beside the rooms are left out. An arrow goes from a
+room to each that it imports, unless a longer way leads there already. What is said of a room is its
+line in the page's list of files.
 """
 
 import ast
@@ -17,7 +18,8 @@ END = "<!-- end -->\n"
 
 
 def imported_rooms(room: str, rooms: set[str]) -> set[str]:
-    """Return the other rooms that the files of `room` import, within functions and for types too."""
+    """Return the other rooms that the files of `room` import, within functions and for types
+    too."""
     imported = set()
     for file in (PACKAGE / room).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -3,8 +3,10 @@
     python -m benchmarks.run_files [FOLDER] [--rows 500000] [--runs 5000]
 
 Makes runs below FOLDER (default: a temporary one) whose metrics.jsonl has 44 columns, as those of
-the default experiment have: two of `--rows` rows, and `--runs` of 200 rows, five seeds to a configuration. Prints the
-seconds and the peak memory of a process for each of: what a resume reads and takes away, the summary and curves at the
+the default experiment have: two of `--rows` rows, and `--runs` of 200 rows, five seeds to a
+    configuration. Prints the
+seconds and the peak memory of a process for each of: what a resume reads and takes away, the
+    summary and curves at the
 end of a run, `pgtk compare` of one and of both long runs, and of all the short ones.
 """
 
@@ -55,7 +57,9 @@ summary(recorded, path, None)
 
 def main(argv: list[str] | None = None) -> None:
     """Make the runs, and print a line for each measurement."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--rows", type=int, default=500_000)
     parser.add_argument("--runs", type=int, default=5000)
@@ -91,14 +95,24 @@ def make(folder: Path, loss: str, rate: float, seed: int, rows: int) -> None:
         with run.metrics_path.open("w") as file:
             for step in range(1, rows + 1):
                 reward = min(0.9, step / rows) * draw.uniform(0.8, 1.1)
-                row = {"step": step, "time": 1.7e9 + step / 8, "reward": reward, "exact_match": 0.9 * reward}
-                row |= {"documents_seen": 64 * step, "num_tokens": draw.randrange(300, 500), "grad_norm": draw.random()}
+                row = {
+                    "step": step,
+                    "time": 1.7e9 + step / 8,
+                    "reward": reward,
+                    "exact_match": 0.9 * reward,
+                }
+                row |= {
+                    "documents_seen": 64 * step,
+                    "num_tokens": draw.randrange(300, 500),
+                    "grad_norm": draw.random(),
+                }
                 file.write(json.dumps(row | others[step % 100]) + "\n")
         run.set_status("done", rows)
 
 
 def measure(name: str, arguments: list[str]) -> None:
-    """Run this Python in a process of its own; print its seconds, seconds of CPU time and peak memory."""
+    """Run this Python in a process of its own; print its seconds, seconds of CPU time and peak
+    memory."""
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

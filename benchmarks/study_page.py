@@ -1,13 +1,14 @@
-"""Every table and picture of the study's pages, made again from packed runs by pgtk's own comparison.
+"""Every table and picture of the study's pages, made again from packed runs by pgtk's own
+comparison.
 
     python -m benchmarks.study_page
 
-unpacks all packed runs into a temporary folder, and fills what stands in each of PAGES between a line such as
-`<!-- compare study_loss --metric=final:evaluation/held_out/pass@1 --png=docs/images/study_loss.png -->` and
-`<!-- end -->` with what `pgtk compare` says, in tables. `<!-- runs -->` is filled with what was run, from the runs' own
-files, `<!-- repeats SWEEP -->` with the evaluations of its runs, `<!-- curves SWEEP... -->` with their means,
-`<!-- summary -->` and `<!-- power -->` with the
-planned contrasts of both parts (study_summary.py).
+unpacks all packed runs into a temporary folder, and fills what stands in each of PAGES between a
+line such as `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1
+--png=docs/images/study_loss.png -->` and `<!-- end -->` with what `pgtk compare` says, in tables.
+`<!-- runs -->` is filled with what was run, from the runs' own files, `<!-- repeats SWEEP -->` with
+the evaluations of its runs, `<!-- curves SWEEP... -->` with their means, `<!-- summary -->` and
+`<!-- power -->` with the planned contrasts of both parts (study_summary.py).
 """
 
 from __future__ import annotations
@@ -46,9 +47,18 @@ DATA = (ROOT / "benchmarks" / "data" / "study", ROOT / "benchmarks" / "data" / "
 PICTURE = ROOT / "docs" / "images" / "study.png"
 """Both parts of the study."""
 
-SWEEPS = ("study_controls", "study_loss_rates", "study_loss", "study_starts", "study_starts_controls", "study_repeats")
+SWEEPS = (
+    "study_controls",
+    "study_loss_rates",
+    "study_loss",
+    "study_starts",
+    "study_starts_controls",
+    "study_repeats",
+)
 SWEEPS += ("study_lag", "study_aggregation", "study_anchor")
-_PART = re.compile(r"(?s)(<!-- (compare|runs|repeats|curves|summary|power)([^>]*) -->\n).*?(<!-- end -->)")
+_PART = re.compile(
+    r"(?s)(<!-- (compare|runs|repeats|curves|summary|power)([^>]*) -->\n).*?(<!-- end -->)"
+)
 _NONE = "Not run.\n\n"
 
 
@@ -83,7 +93,8 @@ def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
 
 
 def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
-    """Return the table of both parts' differences (kind summary), or of what could have been seen (power)."""
+    """Return the table of both parts' differences (kind summary), or of what could have been seen
+    (power)."""
     parts = {part.name: study_summary.contrasts(part, sweeps) for part in study_summary.PARTS}
     if kind == "power":
         return _table(study_summary.power_rows(parts))
@@ -93,24 +104,38 @@ def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
 
 
 def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
-    """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE, or --by=KEY for a row a value."""
+    """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE, or --by=KEY
+    for a row a value."""
     names = [word for word in words if not word.startswith("--")]
     options = {
-        name.replace("-", "_"): value for name, _, value in (w[2:].partition("=") for w in words if w[:2] == "--")
+        name.replace("-", "_"): value
+        for name, _, value in (w[2:].partition("=") for w in words if w[:2] == "--")
     }
     picture, file, by = (options.pop(name, None) for name in ("png", "predictions", "by"))
-    args = Namespace(**dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")) | options)
+    args = Namespace(
+        **dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")) | options
+    )
     args.best_of = by or args.best_of
     expected = study_predictions.take(ROOT / file, args) if file else {}
     if not all((sweeps / name).exists() for name in names):
-        return _NONE + "".join(f"* Predicted: {name} {text(value)}\n" for name, value in expected.items())
+        return _NONE + "".join(
+            f"* Predicted: {name} {text(value)}\n" for name, value in expected.items()
+        )
     metric = parse_metric(args.metric)[1] if args.metric else args.reach.rpartition("=")[0]
     runs = find_runs([str(sweeps / name) for name in names], needed_for(metric))
-    compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
+    compared = compare(
+        runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin
+    )
     if by:
         names, *rows = zip(*text_report.tried_rows(compared), strict=True)
-        rows = [(Path(name).name, *values) for name, *values in sorted(rows, key=lambda row: row[1], reverse=True)]
-        return f"{compared.measured}, mean over {compared.blocks}s:\n\n{_table([(by, *names[1:]), *rows])}"
+        rows = [
+            (Path(name).name, *values)
+            for name, *values in sorted(rows, key=lambda row: row[1], reverse=True)
+        ]
+        return (
+            f"{compared.measured}, mean over "
+            f"{compared.blocks}s:\n\n{_table([(by, *names[1:]), *rows])}"
+        )
     if picture and draw:
         write(compared, "png", ROOT / picture, "")
     shown = ""
@@ -121,10 +146,16 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
 
 def _parts(compared: Compared, expected: dict) -> list[str]:
     """Tables and sentences, each a paragraph."""
-    parts, judged = [_table(text_report.group_rows(compared))], study_predictions.judged(compared, expected)
+    parts, judged = (
+        [_table(text_report.group_rows(compared))],
+        study_predictions.judged(compared, expected),
+    )
     if rows := text_report.tried_rows(compared):
         rows[1:] = sorted(rows[1:], key=_natural)
-        parts += [f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n", _table(rows)]
+        parts += [
+            f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n",
+            _table(rows),
+        ]
     # Of tuning runs nothing is tested.
     for pairs in text_report.planned(compared) if compared.comparisons.primary else ():
         base = compared.groups[pairs[0].first]
@@ -132,7 +163,10 @@ def _parts(compared: Compared, expected: dict) -> list[str]:
     found = compared.comparisons
     several = any(values.size > 1 for one in found.samples for values in one.strata.values())
     if compared.over and found.primary and several:
-        starts = [Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()}) for one in found.samples]
+        starts = [
+            Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()})
+            for one in found.samples
+        ]
         compared.comparisons = Comparisons(starts, found.margin, found.primary)
         for pairs in text_report.planned(compared):
             table = _table(text_report.difference_rows(compared, pairs))
@@ -144,8 +178,14 @@ def _parts(compared: Compared, expected: dict) -> list[str]:
 
 def _repeated(sweep: Path) -> str:
     """Held-out pass@1 of each run at each evaluation."""
-    runs = [[r for r in read_evaluations(run) if r["set"] == "held_out"] for run in sorted(sweep.iterdir())]
-    rows = [[str(place), *(f"{row['pass@1']:.4f}" for row in found)] for place, found in enumerate(runs, 1)]
+    runs = [
+        [r for r in read_evaluations(run) if r["set"] == "held_out"]
+        for run in sorted(sweep.iterdir())
+    ]
+    rows = [
+        [str(place), *(f"{row['pass@1']:.4f}" for row in found)]
+        for place, found in enumerate(runs, 1)
+    ]
     return _table([["run", *(f"step {row['step']}" for row in runs[0])], *rows])
 
 
@@ -173,15 +213,34 @@ def _ran(sweeps: Path) -> str:
             continue
         runs = find_runs([str(sweeps / name)], {"reward"})
         runs.sort(key=lambda run: _natural([run.config["model.path"], str(run.config["seed"])]))
-        facts = [", ".join(dict.fromkeys(map(str, values))) for values in zip(*map(_facts, runs), strict=True)]
+        facts = [
+            ", ".join(dict.fromkeys(map(str, values)))
+            for values in zip(*map(_facts, runs), strict=True)
+        ]
         rows.append([f"`{name}`", str(len(runs)), f"{_minutes(runs):.1f}", *facts])
     present = [str(sweeps / name) for name in SWEEPS if (sweeps / name).exists()]
     if every := find_runs(present, {"reward"}) if present else []:
-        rows.append(["all", str(len({run.name for run in every})), f"{_minutes(every):.1f}", *[""] * len(_FACTS)])
+        rows.append(
+            [
+                "all",
+                str(len({run.name for run in every})),
+                f"{_minutes(every):.1f}",
+                *[""] * len(_FACTS),
+            ]
+        )
     return _table(rows)
 
 
-_FACTS = ("starts", "pass@1 before", "seeds", "batches", "completions each", "steps", "held out", "with")
+_FACTS = (
+    "starts",
+    "pass@1 before",
+    "seeds",
+    "batches",
+    "completions each",
+    "steps",
+    "held out",
+    "with",
+)
 
 
 def _facts(run: Run) -> list[object]:
@@ -192,21 +251,38 @@ def _facts(run: Run) -> list[object]:
     held_out = f"{c['evaluation.prompts_per_set']} x {c['evaluation.completions_per_prompt']}"
     machine = [gpu["name"] for gpu in starts.get("gpus", [])] or ["CPU"]
     batches = steps * c["accumulation.docs_per_step"] // batch
-    return [Path(c["model.path"]).name, *before[:1], c["seed"], batches, batch, steps, held_out, machine[0]]
+    return [
+        Path(c["model.path"]).name,
+        *before[:1],
+        c["seed"],
+        batches,
+        batch,
+        steps,
+        held_out,
+        machine[0],
+    ]
 
 
 def _minutes(runs: list[Run]) -> float:
-    """Of the clock, while any of the runs was going on: starts and steps that are less than a minute apart."""
+    """Of the clock, while any of the runs was going on: starts and steps that are less than a
+    minute apart."""
     times = [time for run in runs for time in run.columns["time"] if time == time]
     for start in (known_provenance(run.path) for run in runs):
-        times += [datetime.strptime(one["time"], TIME).timestamp() for one in (start, *start.get("resumed", ())) if one]
+        times += [
+            datetime.strptime(one["time"], TIME).timestamp()
+            for one in (start, *start.get("resumed", ()))
+            if one
+        ]
     gaps = np.diff(np.sort(times))
     return float(gaps[gaps < 60].sum()) / 60
 
 
 def _natural(words: list[str]) -> list[list]:
     """What sorts small-2 before small-10, and 8 before 32."""
-    return [[(0, int(x), "") if x.isdigit() else (1, 0, x) for x in re.split(r"(\d+)", word) if x] for word in words]
+    return [
+        [(0, int(x), "") if x.isdigit() else (1, 0, x) for x in re.split(r"(\d+)", word) if x]
+        for word in words
+    ]
 
 
 def _table(rows: list[list[str]]) -> str:

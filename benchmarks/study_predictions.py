@@ -1,11 +1,15 @@
-"""What was predicted of planned contrasts, in a file that is written before the runs, beside the answers.
+"""What was predicted of planned contrasts, in a file that is written before the runs, beside the
+answers.
 
     python -m benchmarks.study_predictions sweeps/predictions/study_loss.yaml study_loss
 
-compares the runs of a sweep as `pgtk compare` does, with the options that the file names, and says of each prediction
-whether it was right, wrong, or is undecided. The file has `metric`, `against`, `margin` and other options of
-`pgtk compare`, and `expected`: of each contrast better, worse, equal (within the margin), or the difference itself,
-such as 0.03. A predicted size is right if the interval has it, and undecided as long as the interval has 0, too.
+compares the runs of a sweep as `pgtk compare` does, with the options that the file names, and says
+of each prediction whether it was right, wrong, or is undecided. The file has `metric`, `against`,
+`margin` and other options of
+`pgtk compare`, and `expected`: of each contrast better, worse, equal (within the margin), or the
+    difference itself,
+such as 0.03. A predicted size is right if the interval has it, and undecided as long as the
+interval has 0, too.
 """
 
 from __future__ import annotations
@@ -31,25 +35,38 @@ _WORDS = ("better", "worse", "equal")
 
 
 def take(file: Path, args: Namespace) -> dict[str, str | float]:
-    """What the file expects of each contrast; its options go into args. Raises ConfigError for what it cannot mean."""
+    """What the file expects of each contrast; its options go into args. Raises ConfigError for what
+    it cannot mean."""
 
     def refused(what: object, needs: str, reason: str) -> ConfigError:
-        return ConfigError(refusal(f"predictions={file}", needs, what, reason, "the form of sweeps/predictions"))
+        return ConfigError(
+            refusal(f"predictions={file}", needs, what, reason, "the form of sweeps/predictions")
+        )
 
     try:
         content = plain_yaml(file.read_bytes())
         expected = {text(name): value for name, value in content.pop("expected").items()}
     except (OSError, ValueError, AttributeError, KeyError) as error:
         got = error.strerror if isinstance(error, OSError) else "something else"
-        raise refused(got, "YAML with the key expected", "It has what was expected before the runs.") from error
+        raise refused(
+            got, "YAML with the key expected", "It has what was expected before the runs."
+        ) from error
     if "against" not in content:
         raise refused("none", "the key against", "A contrast is predicted with its base.")
-    if typed := [f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(args, name) is not None]:
+    if typed := [
+        f"--{name.replace('_', '-')}" for name in _OPTIONS if getattr(args, name) is not None
+    ]:
         reason = "What was planned is compared as it was planned."
-        raise ConfigError(refusal(typed[0], "to be left out", f"it beside {file}", reason, "what the file says"))
+        raise ConfigError(
+            refusal(typed[0], "to be left out", f"it beside {file}", reason, "what the file says")
+        )
     for name, value in content.items():
         if name not in _OPTIONS:
-            raise refused(name, f"no other keys than {', '.join(_OPTIONS)}", "They are options of pgtk compare.")
+            raise refused(
+                name,
+                f"no other keys than {', '.join(_OPTIONS)}",
+                "They are options of pgtk compare.",
+            )
         setattr(args, name, text(value))
     for contrast, value in expected.items():
         if value not in _WORDS and not is_number(value):
@@ -59,18 +76,34 @@ def take(file: Path, args: Namespace) -> dict[str, str | float]:
 
 
 def judged(compared: Compared, expected: dict[str, str | float]) -> list[str]:
-    """A line for each contrast that something was expected of. ConfigError where none of them was compared."""
-    pairs = {compared.arm(compared.groups[pair.second]): pair for pairs in planned(compared) for pair in pairs}
+    """A line for each contrast that something was expected of. ConfigError where none of them was
+    compared."""
+    pairs = {
+        compared.arm(compared.groups[pair.second]): pair
+        for pairs in planned(compared)
+        for pair in pairs
+    }
     names = "; ".join(pairs) or "none"
     if expected and not expected.keys() & pairs:
-        raise ConfigError(f"predictions need runs of {', '.join(expected)} (got contrasts {names}). Name their runs.")
-    answers = {name: _judgement(compared, pairs[name], value) for name, value in expected.items() if name in pairs}
+        raise ConfigError(
+            f"predictions need runs of {', '.join(expected)} (got contrasts {names}). Name their "
+            "runs."
+        )
+    answers = {
+        name: _judgement(compared, pairs[name], value)
+        for name, value in expected.items()
+        if name in pairs
+    }
     none = f"undecided (no runs of it; there are {names})"
-    return [f"Predicted: {name} {text(value)}: {answers.get(name, none)}" for name, value in expected.items()]
+    return [
+        f"Predicted: {name} {text(value)}: {answers.get(name, none)}"
+        for name, value in expected.items()
+    ]
 
 
 def _judgement(compared: Compared, pair: Comparison, value: str | float) -> str:
-    """right, wrong or undecided, with the answer. Of a size: whether the interval of the difference has it."""
+    """right, wrong or undecided, with the answer. Of a size: whether the interval of the difference
+    has it."""
     answer = verdict(pair, compared.sign, compared.comparisons.margin)
     if isinstance(value, str):
         is_right = answer.startswith(value)
@@ -87,7 +120,9 @@ def main(file: Path, names: list[str]) -> None:
     expected = take(file, args)
     metric = parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0]
     runs = find_runs(names, needed_for(metric))
-    compared = compare(runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin)
+    compared = compare(
+        runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin
+    )
     print(render_comparison(compared))
     for line in judged(compared, expected):
         print(line)

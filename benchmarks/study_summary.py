@@ -1,4 +1,5 @@
-"""The planned contrasts of both parts of the study, side by side: what docs/study.md and the README show of them."""
+"""The planned contrasts of both parts of the study, side by side: what docs/study.md and the README
+show of them."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the study: its name, what a pair is, and for each file of predictions the sweeps that it is of."""
+    """A part of the study: its name, what a pair is, and for each file of predictions the sweeps
+    that it is of."""
 
     name: str
     pairs: str
@@ -65,7 +67,8 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Contrast:
-    """An arm against grpo: the planned test, its verdict, what was predicted, and the pairs' standard deviation."""
+    """An arm against grpo: the planned test, its verdict, what was predicted, and the pairs'
+    standard deviation."""
 
     pair: Comparison
     verdict: str
@@ -74,21 +77,31 @@ class Contrast:
 
     @property
     def smallest(self) -> float:
-        """The difference that this many pairs of this spread show with POWER, were it tested alone."""
+        """The difference that this many pairs of this spread show with POWER, were it tested
+        alone."""
         pairs = self.pair.counts[0]
         return self.spread / math.sqrt(pairs) * shift_found(pairs - 1)
 
 
 def contrasts(part: Part, sweeps: Path) -> dict[str, Contrast]:
-    """Return the planned contrasts of a part by the arm's name; sweeps: the folder of the unpacked sweeps."""
+    """Return the planned contrasts of a part by the arm's name; sweeps: the folder of the unpacked
+    sweeps."""
     by_arm = {}
     for file, names in part.sweeps.items():
-        options = Namespace(**dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")))
+        options = Namespace(
+            **dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin"))
+        )
         expected = study_predictions.take(PREDICTIONS / f"{file}.yaml", options)
         metric = options.metric.partition(":")[2]
         runs = find_runs([str(sweeps / name) for name in names], {metric})
         compared = compare(
-            runs, options.metric, options.best_of, options.reach, options.over, options.against, options.margin
+            runs,
+            options.metric,
+            options.best_of,
+            options.reach,
+            options.over,
+            options.against,
+            options.margin,
         )
         for pairs in planned(compared):
             for pair in pairs:
@@ -115,10 +128,14 @@ def shift_found(freedom: int) -> float:
 
 
 def table_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
-    """Return the differences from grpo and their verdicts, a row for each arm; parts: the contrasts by name of part."""
+    """Return the differences from grpo and their verdicts, a row for each arm; parts: the contrasts
+    by name of part."""
     head = ["against `grpo`"]
     for part in PARTS:
-        head += [f"{part.name}: {_number_of_pairs(parts[part.name])} {part.pairs}", "verdict (predicted)"]
+        head += [
+            f"{part.name}: {_number_of_pairs(parts[part.name])} {part.pairs}",
+            "verdict (predicted)",
+        ]
     rows = [head]
     for arm, name in NAMES.items():
         row = [name]
@@ -127,23 +144,34 @@ def table_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
             low, high = contrast.pair.interval or (math.nan, math.nan)
             row.append(f"{contrast.pair.difference:+.3f} [{low:+.3f}, {high:+.3f}]")
             is_certain = contrast.verdict != "unknown"
-            row.append(f"{f'**{contrast.verdict}**' if is_certain else 'unknown'} ({contrast.predicted})")
+            row.append(
+                f"{f'**{contrast.verdict}**' if is_certain else 'unknown'} ({contrast.predicted})"
+            )
         rows.append(row)
     return rows
 
 
 def power_rows(parts: dict[str, dict[str, Contrast]]) -> list[list[str]]:
-    """Return the adjusted p, the pairs' standard deviation and the smallest difference that would have been found."""
+    """Return the adjusted p, the pairs' standard deviation and the smallest difference that would
+    have been found."""
     head = [""]
     for part in PARTS:
-        head += [f"{part.name.rpartition(', ')[2]}: adjusted p", "spread", f"found with power {POWER:g}"]
+        head += [
+            f"{part.name.rpartition(', ')[2]}: adjusted p",
+            "spread",
+            f"found with power {POWER:g}",
+        ]
     rows = [head]
     for arm in NAMES:
         row = [f"`{arm}`"]
         for part in PARTS:
             contrast = parts[part.name][arm]
             p = contrast.pair.adjusted_p or 0.0
-            row += ["<0.001" if p < 0.001 else f"{p:.3f}", f"{contrast.spread:.3f}", f"{contrast.smallest:.3f}"]
+            row += [
+                "<0.001" if p < 0.001 else f"{p:.3f}",
+                f"{contrast.spread:.3f}",
+                f"{contrast.smallest:.3f}",
+            ]
         rows.append(row)
     return rows
 
@@ -164,7 +192,9 @@ def draw(parts: dict[str, dict[str, Contrast]], path_png: Path) -> None:
             panel.plot(contrast.pair.interval, (place, place), color=color, linewidth=2)
             panel.plot(contrast.pair.difference, place, "o", color=color)
         panel.set_yticks(list(places), list(NAMES))
-        panel.set_title(f"{part.name}: {_number_of_pairs(parts[part.name])} {part.pairs}", fontsize=10)
+        panel.set_title(
+            f"{part.name}: {_number_of_pairs(parts[part.name])} {part.pairs}", fontsize=10
+        )
         panel.set_xlabel("final held-out pass@1, less that of grpo", fontsize=9)
         panel.tick_params(labelsize=9)
         panel.spines[["top", "right"]].set_visible(False)

@@ -1,9 +1,12 @@
-"""The runs of a sweep as a compact table, with the CPU time of each: the raw data behind published tables.
+"""The runs of a sweep as a compact table, with the CPU time of each: the raw data behind published
+tables.
 
     python benchmarks/sweep_runs.py FILE.csv SWEEP [OVERRIDE...]
 
-Runs `pgtk sweep SWEEP OVERRIDE...`, or goes on with it, one job at a time, and writes a row per run: the keys that the
-sweep varies, the seed, and what `_reached` says. Linux only: the CPU time of a job is read from /proc.
+Runs `pgtk sweep SWEEP OVERRIDE...`, or goes on with it, one job at a time, and writes a row per
+run: the keys that the
+sweep varies, the seed, and what `_reached` says. Linux only: the CPU time of a job is read from
+    /proc.
 """
 
 from __future__ import annotations
@@ -35,10 +38,13 @@ def main(file: str, *sweep: str) -> None:
 
 
 def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
-    """A row per run. seconds: CPU time by the name of the run's directory; empty for a run that was done before."""
+    """A row per run. seconds: CPU time by the name of the run's directory; empty for a run that was
+    done before."""
     compared = compare(runs, reach="exact_match=0.9")
     if compared.left_out:
-        raise SystemExit(f"not every run counts: {compared.left_out[0][0].name}: {compared.left_out[0][1]}")
+        raise SystemExit(
+            f"not every run counts: {compared.left_out[0][0].name}: {compared.left_out[0][1]}"
+        )
     rows = [
         {key: text(value) for key, value in group.values.items()}
         | {"seed": run.config["seed"]}
@@ -56,21 +62,30 @@ def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
 def _reached(run: Run, goal: Goal) -> dict[str, object]:
     """Finals and bests, and what the curves say.
 
-    {documents, tokens, seconds}_to_exact_match_0.9 and mean_exact_match: as `pgtk compare` takes them.
-    documents_to_reward_0.9: those seen when the mean reward of a batch of rollouts first is 0.9, empty if it never is.
+    {documents, tokens, seconds}_to_exact_match_0.9 and mean_exact_match: as `pgtk compare` takes
+    them.
+    documents_to_reward_0.9: those seen when the mean reward of a batch of rollouts first is 0.9,
+        empty if it never is.
     clipped_ratio_fraction: the mean over all steps.
     """
     reward, clipped = run.values("reward"), run.values("clipped_ratio_fraction")
     one = reached(run, goal)
     batch = run.config["rollout.prompts_per_batch"] * run.config["rollout.group_size"]
     steps = batch // run.config["accumulation.docs_per_step"]
-    batches = [statistics.fmean(reward[first : first + steps]) for first in range(0, len(reward), steps)]
+    batches = [
+        statistics.fmean(reward[first : first + steps]) for first in range(0, len(reward), steps)
+    ]
     return {
         "final_reward": f"{final(reward):.6f}",
         "best_reward": f"{best(reward):.6f}",
         "final_exact_match": f"{final(run.values('exact_match')):.6f}",
-        "documents_to_reward_0.9": next((batch * n for n, mean in enumerate(batches, start=1) if mean >= 0.9), ""),
-        **{f"{name}_to_exact_match_0.9": round(one.to[axis], 3) if one.to else "" for axis, name in AXES.items()},
+        "documents_to_reward_0.9": next(
+            (batch * n for n, mean in enumerate(batches, start=1) if mean >= 0.9), ""
+        ),
+        **{
+            f"{name}_to_exact_match_0.9": round(one.to[axis], 3) if one.to else ""
+            for axis, name in AXES.items()
+        },
         "mean_exact_match": f"{one.mean:.6f}",
         "clipped_ratio_fraction": f"{statistics.fmean(clipped):.4f}" if clipped else "",
         **{axis: round(one.seen[axis], 3) for axis in AXES},

@@ -1,8 +1,10 @@
-"""What penalties and corrections cost on this machine, and how exact they are: `python -m benchmarks.terms`.
+"""What penalties and corrections cost on this machine, and how exact they are: `python -m
+benchmarks.terms`.
 
-Forward and backward of bfloat16 logits that are given, and of the fused head, each with an entropy bonus, a penalty
-against a reference (whose own forward pass is not in the times) and every correction, against the same loss without.
-Errors are those of the gradient against float64 on fewer tokens; without a GPU all is small and in float32.
+Forward and backward of bfloat16 logits that are given, and of the fused head, each with an entropy
+bonus, a penalty against a reference (whose own forward pass is not in the times) and every
+correction, against the same loss without. Errors are those of the gradient against float64 on fewer
+tokens; without a GPU all is small and in float32.
 """
 
 from __future__ import annotations
@@ -16,16 +18,22 @@ from pgtoolkit.kernels.given_logits import choose_implementation
 
 _KL = kl.KL("k3", 0.04)
 # A threshold at which the workload's documents lie on both sides.
-_CORRECTIONS = dict.fromkeys(corrections.CORRECTIONS) | {"off_policy_mask": corrections.OffPolicyMask(threshold=5e-5)}
+_CORRECTIONS = dict.fromkeys(corrections.CORRECTIONS) | {
+    "off_policy_mask": corrections.OffPolicyMask(threshold=5e-5)
+}
 TERMS = {
     "none": {},
     "entropy": {"entropy_coefficient": 0.01},
     "kl": {"kl": _KL, "ref_log_probs": 0.2},
     "entropy and kl": {"entropy_coefficient": 0.01, "kl": _KL, "ref_log_probs": 0.2},
     "sampling log-probs": {"sampling_log_probs": 0.05},
-    **{name: {"sampling_log_probs": 0.05, "correction": one or name} for name, one in _CORRECTIONS.items()},
+    **{
+        name: {"sampling_log_probs": 0.05, "correction": one or name}
+        for name, one in _CORRECTIONS.items()
+    },
 }
-"""What a loss has beside itself; log-probs by how far, in the standard deviation, they lie from the old ones."""
+"""What a loss has beside itself; log-probs by how far, in the standard deviation, they lie from the
+old ones."""
 
 
 def main() -> None:
@@ -39,7 +47,10 @@ def main() -> None:
         for loss in ("grpo", "gspo"):
             errors = {name: error(*few, fused, loss, term) for name, term in TERMS.items()}
             for level in ("none", "basic"):
-                calls = {name: call(leaves, workload, loss, term, metrics=level) for name, term in TERMS.items()}
+                calls = {
+                    name: call(leaves, workload, loss, term, metrics=level)
+                    for name, term in TERMS.items()
+                }
                 memory = {name: peak_bytes(run, device) for name, run in calls.items()}
                 times = seconds(calls, repetitions, device)
                 for name, time in times.items():
@@ -49,7 +60,9 @@ def main() -> None:
                     print(f"{what:18}{level:9}{name:20}{1e3 * time:9.3f}{ratio}", flush=True)
 
 
-def problem(tokens: int, hidden_size: int, vocabulary: int, device: str) -> tuple[torch.Tensor, torch.Tensor, Workload]:
+def problem(
+    tokens: int, hidden_size: int, vocabulary: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, Workload]:
     """Hidden states, head, and packed documents, of whose tokens GRPO clips 5 %."""
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     lengths = document_lengths(tokens, *((64, 2048) if tokens > 2048 else (4, 64)))
@@ -63,8 +76,14 @@ def problem(tokens: int, hidden_size: int, vocabulary: int, device: str) -> tupl
 
 
 def call(leaves: tuple, workload: Workload, loss: str, term: dict, **options):
-    """A function that computes loss and gradients of (hidden, weight) or of (logits,), and returns the gradients."""
-    options |= {"loss": loss, "num_documents": workload.num_documents, "check_finite": False, **term}
+    """A function that computes loss and gradients of (hidden, weight) or of (logits,), and returns
+    the gradients."""
+    options |= {
+        "loss": loss,
+        "num_documents": workload.num_documents,
+        "check_finite": False,
+        **term,
+    }
     for seed, name in enumerate(("ref_log_probs", "sampling_log_probs")):
         if name in term:
             old = workload.old_log_probs

@@ -2,8 +2,10 @@
 
     python benchmarks/training_step.py OUTPUT_FOLDER
 
-Trains a model of about half a billion parameters, random weights, on made-up recorded rollouts with the program's own
-main job, once for each way of computing the head: fused, and with materialised logits by Triton and by PyTorch, under
+Trains a model of about half a billion parameters, random weights, on made-up recorded rollouts with
+the program's own
+main job, once for each way of computing the head: fused, and with materialised logits by Triton and
+    by PyTorch, under
 PyTorch's profiler of GPU activity.
 """
 
@@ -27,7 +29,11 @@ MODEL = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
 }
-KINDS = {"fused_linear": "fused head", "triton": "all logits, Triton", "torch": "all logits, PyTorch"}
+KINDS = {
+    "fused_linear": "fused head",
+    "triton": "all logits, Triton",
+    "torch": "all logits, PyTorch",
+}
 # What a GPU kernel's name gives away, looked for in this order.
 PARTS = {
     "loss kernels": (
@@ -58,10 +64,15 @@ def main() -> int:
 
 def _line(run: dict) -> str:
     busy = sum(run["parts"].values())
-    shares = ", ".join(f"{part} {100 * seconds / busy:.0f}%" for part, seconds in run["parts"].items())
+    shares = ", ".join(
+        f"{part} {100 * seconds / busy:.0f}%" for part, seconds in run["parts"].items()
+    )
     longest = ", ".join(f"{name[:60]} {seconds:.2f} s" for name, seconds in run["longest_other"])
     shares += f"\n{'':24s}longest of the others: {longest}"
-    return f"{run['name']:22s}{run['tokens_per_second']:9.0f} trained tokens/s  peak {run['peak_gb']:.1f} GB  {shares}"
+    return (
+        f"{run['name']:22s}{run['tokens_per_second']:9.0f} trained tokens/s  peak "
+        f"{run['peak_gb']:.1f} GB  {shares}"
+    )
 
 
 def _child(folder: Path, kernel: str) -> dict:
@@ -71,11 +82,19 @@ def _child(folder: Path, kernel: str) -> dict:
     where.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, __file__, "--child", *job]
-    done = subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise SystemExit(f"{kernel} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        raise SystemExit(
+            f"{kernel} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
     result = json.loads(done.stdout.splitlines()[-1])
-    steps = [json.loads(line) for file in where.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
+    steps = [
+        json.loads(line)
+        for file in where.rglob("metrics.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     # The first steps compile kernels, load cuBLAS's and fill the allocator.
     result["steps"] = [step["tokens_per_second"] for step in steps]
     result["peak_gb"] = max(step["peak_memory_gb"] for step in steps)
@@ -95,7 +114,9 @@ def _run_child(job: list[str]) -> int:
         name, seconds = event.key, event.self_device_time_total / 1e6
         if "DtoH" in name:  # the checkpoint at the end
             continue
-        part = next((p for p, words in PARTS.items() if any(w in name.lower() for w in words)), "other")
+        part = next(
+            (p for p, words in PARTS.items() if any(w in name.lower() for w in words)), "other"
+        )
         parts[part] = parts.get(part, 0.0) + seconds
         if part == "other":
             others.append((name, seconds))

@@ -1,7 +1,8 @@
-"""The same under DistributedDataParallel, on two processes: torchrun --nproc-per-node 2 examples/ddp.py
+"""The same under DistributedDataParallel, on two processes: torchrun --nproc-per-node 2
+examples/ddp.py
 
-Every process holds other documents. The losses of all of them add up to the loss of the step, and their gradients to
-its gradient, however unevenly the tokens are spread.
+Every process holds other documents. The losses of all of them add up to the loss of the step, and
+their gradients to its gradient, however unevenly the tokens are spread.
 """
 
 import torch
@@ -16,7 +17,11 @@ LENGTH = 12
 
 distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 rank = distributed.get_rank()
-device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+device = (
+    torch.device("cuda", rank % torch.cuda.device_count())
+    if torch.cuda.is_available()
+    else torch.device("cpu")
+)
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY)).to(device)
@@ -28,7 +33,9 @@ torch.manual_seed(1 + rank)
 tokens = torch.randint(0, VOCABULARY, (DOCUMENTS, LENGTH + 1), device=device)
 inputs = tokens[:, :-1]
 labels = tokens[:, 1:]
-mask = torch.arange(LENGTH, device=device) < torch.randint(1, LENGTH + 1, (DOCUMENTS, 1), device=device)
+mask = torch.arange(LENGTH, device=device) < torch.randint(
+    1, LENGTH + 1, (DOCUMENTS, 1), device=device
+)
 advantages = torch.randn(DOCUMENTS, device=device)
 with torch.no_grad():
     old_log_probs = model(inputs).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
@@ -41,9 +48,14 @@ for update in range(4):
         old_log_probs=old_log_probs,
         advantages=advantages,
     )
-    # data_group: the documents of all processes are one step, and this loss is the share of those that are here.
+    # data_group: the documents of all processes are one step, and this loss is the share of those
+    #   that are here.
     out = pgtoolkit.policy_loss(
-        **arguments, loss="grpo", aggregation="token_mean", metrics="basic", data_group=distributed.group.WORLD
+        **arguments,
+        loss="grpo",
+        aggregation="token_mean",
+        metrics="basic",
+        data_group=distributed.group.WORLD,
     )
     # DistributedDataParallel takes the mean over processes; the step needs the sum.
     (out.loss * distributed.get_world_size()).backward()

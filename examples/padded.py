@@ -1,4 +1,5 @@
-"""A policy-gradient step in plain PyTorch, from tensors with a row per document: python examples/padded.py
+"""A policy-gradient step in plain PyTorch, from tensors with a row per document: python
+examples/padded.py
 
 The step is taken in micro-batches, whose gradients add up to those of the whole step.
 """
@@ -17,7 +18,8 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, VOCABULARY))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-# What a sampler and a verifier would give: token ids (B, T), which tokens are the model's own, and a reward each.
+# What a sampler and a verifier would give: token ids (B, T), which tokens are the model's own, and
+#   a reward each.
 tokens = torch.randint(0, VOCABULARY, (DOCUMENTS, LENGTH))
 position = torch.arange(LENGTH)
 completion_lengths = torch.randint(1, LENGTH - PROMPT + 1, (DOCUMENTS, 1))
@@ -35,7 +37,9 @@ with torch.no_grad():
 # Denominators are those of the whole step, and counted before its first backward pass.
 trained = mask.sum(1)
 totals = pgtoolkit.StepTotals(
-    num_documents=DOCUMENTS, num_tokens=int(trained.sum()), num_empty_documents=int((trained == 0).sum())
+    num_documents=DOCUMENTS,
+    num_tokens=int(trained.sum()),
+    num_empty_documents=int((trained == 0).sum()),
 )
 
 for update in range(4):
@@ -48,7 +52,9 @@ for update in range(4):
             old_log_probs=old_log_probs[rows],
             advantages=advantages[rows],
         )
-        out = pgtoolkit.policy_loss(**arguments, loss="grpo", aggregation="token_mean", totals=totals)
+        out = pgtoolkit.policy_loss(
+            **arguments, loss="grpo", aggregation="token_mean", totals=totals
+        )
         out.loss.backward()
         step_loss += out.loss.item()
     optimizer.step()

@@ -1,6 +1,7 @@
 """The command `pgtk`: which sub-command a line means, and how errors end.
 
-`pgtk loss=gspo` goes from `main` over `_start` to `launch/start.py`, `launch/ranks.py` and `training/train.py`.
+`pgtk loss=gspo` goes from `main` over `_start` to `launch/start.py`, `launch/ranks.py` and
+`training/train.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pgtoolkit.system.terminal import flush_streams, prepare_streams, status_of_
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Errors of the user end in one message, others in a traceback."""
+    """Run the command line; returns the exit status. Errors of the user end in one message, others
+    in a traceback."""
     before = sys.argv
     if argv is not None:
         sys.argv = [sys.argv[0], *argv]  # which provenance.json names
@@ -46,7 +48,11 @@ def _dispatch(argv: list[str]) -> int:
     if command in REPORTS:  # whose parsers know --help
         return status_of_output(report(command, argv[1:]))
     if "--help" in argv or "-h" in argv:
-        say(training_help(command, *COMMANDS[command][:2]) if command in COMMANDS else help_page(COMMANDS))
+        say(
+            training_help(command, *COMMANDS[command][:2])
+            if command in COMMANDS
+            else help_page(COMMANDS)
+        )
         return status_of_output(0)
     if "--version" in argv:
         say(f"pgtk {__version__}")
@@ -96,7 +102,9 @@ def _resume(argv: list[str]) -> int:
     try:
         args, overrides = parser.parse_known_args(argv[1:])
     except argparse.ArgumentError as error:
-        raise ConfigError(f"pgtk resume: {error}. Use pgtk resume RUN_DIR --step N hydra.run.dir=NEW.") from error
+        raise ConfigError(
+            f"pgtk resume: {error}. Use pgtk resume RUN_DIR --step N hydra.run.dir=NEW."
+        ) from error
     return resume(run_dir, overrides, args.step)
 
 
@@ -108,7 +116,9 @@ def _continue(argv: list[str]) -> int:
 
 def _run_dir(command: str, argv: list[str], example: str) -> Path:
     if not argv or (not Path(argv[0]).is_dir() and (argv[0].startswith("-") or "=" in argv[0])):
-        raise ConfigError(f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}.")
+        raise ConfigError(
+            f"pgtk {command} needs a run directory (got none). Use pgtk {command} {example}."
+        )
     return plain_run(argv[0])
 
 
@@ -117,13 +127,30 @@ def _for_hydra(argv: list[str]) -> list[str]:
 
 
 COMMANDS = {
-    "sweep": ("NAME [OVERRIDES]", "train what a file in sweeps/ describes; repeated, it continues", _sweep),
-    "check": ("[OVERRIDES]", "print the plan and every problem; also: pgtk check sweep NAME", _check),
-    "resume": ("RUN_DIR [OVERRIDES]", "continue a run; with --step N hydra.run.dir=NEW as a new one", _resume),
-    "continue": ("DIR [OVERRIDES]", "start a run there, or continue it: a job script can repeat it", _continue),
+    "sweep": (
+        "NAME [OVERRIDES]",
+        "train what a file in sweeps/ describes; repeated, it continues",
+        _sweep,
+    ),
+    "check": (
+        "[OVERRIDES]",
+        "print the plan and every problem; also: pgtk check sweep NAME",
+        _check,
+    ),
+    "resume": (
+        "RUN_DIR [OVERRIDES]",
+        "continue a run; with --step N hydra.run.dir=NEW as a new one",
+        _resume,
+    ),
+    "continue": (
+        "DIR [OVERRIDES]",
+        "start a run there, or continue it: a job script can repeat it",
+        _continue,
+    ),
     **REPORTS,
 }
-"""Name -> what follows it, what it does, and the function that does it; of `REPORTS`, `report` calls it."""
+"""Name -> what follows it, what it does, and the function that does it; of `REPORTS`, `report`
+calls it."""
 
 
 if __name__ == "__main__":

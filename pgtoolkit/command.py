@@ -1,8 +1,8 @@
 """What the console script `pgtk` calls: no start beside another project's package of our name.
 
-The distribution is called pgtk, since `pgtoolkit` on PyPI is another project, for PostgreSQL. Both install a folder
-pgtoolkit, and where both are installed some of our modules are theirs. So this file imports no other of the package
-before it has looked.
+The distribution is called pgtk, since `pgtoolkit` on PyPI is another project, for PostgreSQL. Both
+install a folder pgtoolkit, and where both are installed some of our modules are theirs. So this
+file imports no other of the package before it has looked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import sys
 def main() -> int:
     """Run the command line; returns the exit status."""
     if problem := other_project():
-        print(f"pgtk: error: {problem}", file=sys.stderr)  # the rest of pgtoolkit may not be there to say it
+        # the rest of pgtoolkit may not be there to say it
+        print(f"pgtk: error: {problem}", file=sys.stderr)
         return 2
     from pgtoolkit.cli import main
 
@@ -22,7 +23,8 @@ def main() -> int:
 
 
 def other_project() -> str | None:
-    """Return what is wrong where the other project's distribution `pgtoolkit` is installed, with the way out."""
+    """Return what is wrong where the other project's distribution `pgtoolkit` is installed, with
+    the way out."""
     if not any(_may_hold_pgtoolkit(folder) for folder in sys.path):
         return None
     from importlib import metadata  # which takes a third of the time in which `pgtk --help` answers
@@ -30,10 +32,11 @@ def other_project() -> str | None:
     for distribution in metadata.distributions(name="pgtoolkit"):
         if not any(script.name == "pgtk" for script in distribution.entry_points):
             return (
-                f"this environment has the package pgtoolkit {distribution.version}, another project's, which works "
-                "with PostgreSQL. It and pgtk install files into the same folder, so that either may run code of the "
-                "other. Use an environment of its own for pgtk, or pip uninstall pgtoolkit and then pip install "
-                "--force-reinstall --no-deps pgtk."
+                f"this environment has the package pgtoolkit {distribution.version}, another "
+                "project's, which works with PostgreSQL. It and pgtk install files into the same "
+                "folder, so that either may run code of the other. Use an environment of its own "
+                "for pgtk, or pip uninstall pgtoolkit and then pip install --force-reinstall "
+                "--no-deps pgtk."
             )
     return None
 

@@ -18,7 +18,8 @@ def first_line(error: BaseException) -> str:
 class PgtoolkitError(Exception):
     """Base of every error that is reported as one message without a traceback.
 
-    on_all_ranks: of several processes, each raises it alike, and one of them says it for all. agreed: every rank raises
+    on_all_ranks: of several processes, each raises it alike, and one of them says it for all.
+        agreed: every rank raises
     it at this place of its program.
     """
 
@@ -47,13 +48,15 @@ class NumericalError(PgtoolkitError):
 
 
 class RankLost(PgtoolkitError):
-    """One of several processes ended, did not answer in time, or holds something else than the others."""
+    """One of several processes ended, did not answer in time, or holds something else than the
+    others."""
 
     exit_status = 5
 
 
 class SamplerLost(PgtoolkitError):
-    """A server that samples does not start, ended, did not answer in time, or does not sample what it was given."""
+    """A server that samples does not start, ended, did not answer in time, or does not sample what
+    it was given."""
 
     exit_status = 5
 
@@ -69,8 +72,12 @@ def unusable(error: OSError) -> StorageError:
     try:
         os.getcwd()
     except FileNotFoundError:
-        return StorageError("the current directory was deleted. Use cd to go to a directory that exists.")
-    return StorageError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}")
+        return StorageError(
+            "the current directory was deleted. Use cd to go to a directory that exists."
+        )
+    return StorageError(
+        f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
+    )
 
 
 class Interrupted(PgtoolkitError):

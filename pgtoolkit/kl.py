@@ -1,4 +1,5 @@
-"""The penalties against a frozen reference, as `pgtoolkit.kl`: another name of the module in `losses/`."""
+"""The penalties against a frozen reference, as `pgtoolkit.kl`: another name of the module in
+`losses/`."""
 
 import sys
 

@@ -29,7 +29,8 @@ GROUPS = (0, 1, 0, 1, 1, 0)
 VOCABULARY = 11
 
 SPREADS = (0.0, 2e-4, 0.05, 0.6)
-"""How far the old log-probs of each step lie from the new: on-policy, within the clip of gspo, of grpo, of neither."""
+"""How far the old log-probs of each step lie from the new: on-policy, within the clip of gspo, of
+grpo, of neither."""
 
 
 def assert_conforms(
@@ -44,33 +45,39 @@ def assert_conforms(
     tolerance: float = 1e-5,
     **parameters: float | None,
 ) -> None:
-    """Raise AssertionError unless the function computes this loss: its value, its gradient, and its denominators.
+    """Raise AssertionError unless the function computes this loss: its value, its gradient, and its
+    denominators.
 
         def test_my_loss():
             pgtoolkit.testing.assert_conforms(my_loss, "grpo", aggregation="token_mean")
 
-    function: returns the loss to minimise, a scalar, or a tuple that begins with it. Its parameters say by name what
-        it takes, of B documents padded to the length T:
-        log_probs, (B, T) float64, of each token under the policy in training; or logits, (B, T, V), with labels, (B, T)
-        int64, where labels[b, t] is the token that logits[b, t] predict; the gradient is compared by the logits;
-        old_log_probs, advantages: (B, T) float64; an advantage is the same at all tokens of a document;
-        mask: (B, T) bool, True where a token is trained. One document has no trained token;
-        totals: the `pgtoolkit.StepTotals` of the step that the documents are a part of;
+    function: returns the loss to minimise, a scalar, or a tuple that begins with it. Its parameters
+        say by name what it takes, of B documents padded to the length T: log_probs, (B, T) float64,
+        of each token under the policy in training; or logits, (B, T, V), with labels, (B, T) int64,
+        where labels[b, t] is the token that logits[b, t] predict; the gradient is compared by the
+        logits; old_log_probs, advantages: (B, T) float64; an advantage is the same at all tokens of
+        a document; mask: (B, T) bool, True where a token is trained. One document has no trained
+        token; totals: the `pgtoolkit.StepTotals` of the step that the documents are a part of;
         group_index: (B,) int64, the prompt of each document; divisor: as given here;
-        sampling_log_probs, ref_log_probs: (B, T) float64, which a correction and kl need.
-        A parameter of another name keeps its default. `lambda` adapts what is called otherwise.
-    loss, aggregation, divisor, correction, kl, parameters: as in `pgtoolkit.policy_loss`, without a full KL.
-    micro_batches: whether the function is called on pieces of a step, whose gradients are added up. One that takes
-        totals has to give the step's loss as the sum over its pieces. One that does not is called on two pieces of
-        equally many documents, and has to give it as their mean, which is what gradient accumulation makes of it.
+        sampling_log_probs, ref_log_probs: (B, T) float64, which a correction and kl need. A
+        parameter of another name keeps its default. `lambda` adapts what is called otherwise.
+    loss, aggregation, divisor, correction, kl, parameters: as in `pgtoolkit.policy_loss`, without a
+        full KL.
+    micro_batches: whether the function is called on pieces of a step, whose gradients are added up.
+        One that takes totals has to give the step's loss as the sum over its pieces. One that does
+        not is called on two pieces of equally many documents, and has to give it as their mean,
+        which is what gradient accumulation makes of it.
     tolerance: the largest error of value and gradient, relative to the reference's.
 
-    All that differs is said at once: on whole steps that are on-policy, near, and clipped on both sides; on their
+    All that differs is said at once: on whole steps that are on-policy, near, and clipped on both
+        sides; on their
     pieces; and with NaN and infinity in all but the logits of every token that is not trained.
     Raises ValueError where the question itself cannot be right.
     """
     if kl is not None and kl.full:
-        raise ValueError(f"assert_conforms needs a loss of single log-probs, and {kl.kind} is one of whole rows")
+        raise ValueError(
+            f"assert_conforms needs a loss of single log-probs, and {kl.kind} is one of whole rows"
+        )
     definition = _Definition(
         family=family_of(loss, **parameters),
         aggregation=aggregation,
@@ -97,14 +104,17 @@ def assert_conforms(
                 problems.append(f"with {filler} wherever mask is False {problem}: {remedy}")
     if problems:
         name = getattr(function, "__name__", type(function).__name__)
-        raise AssertionError("\n  ".join([f"{name} is not {definition}:", *dict.fromkeys(problems)]))
+        raise AssertionError(
+            "\n  ".join([f"{name} is not {definition}:", *dict.fromkeys(problems)])
+        )
 
 
 @dataclass(frozen=True)
 class _Step:
     """A made-up step of B documents, padded to the length T.
 
-    tensors: (B, T), and for logits (B, T, V), by the names that `assert_conforms` lists. groups: (B,).
+    tensors: (B, T), and for logits (B, T, V), by the names that `assert_conforms` lists. groups:
+        (B,).
     """
 
     tensors: dict[str, Tensor]
@@ -112,7 +122,8 @@ class _Step:
 
     @classmethod
     def make(cls, seed: int, spread: float) -> _Step:
-        """spread: the deviation of the old log-probs from the new ones, by token and, half as wide, by document."""
+        """spread: the deviation of the old log-probs from the new ones, by token and, half as wide,
+        by document."""
         generator = torch.Generator().manual_seed(seed)
         documents = len(LENGTHS)
         size = documents, max(LENGTHS)
@@ -126,7 +137,8 @@ class _Step:
         old = (new + spread * noise(*size) + spread / 2 * noise(documents, 1)).clamp(max=-1e-6)
         position = torch.arange(size[1])
         lengths = torch.tensor(LENGTHS)[:, None]
-        mask = (position < lengths) & ((position > 0) | (lengths < 3))  # a prompt's token is not trained
+        # a prompt's token is not trained
+        mask = (position < lengths) & ((position > 0) | (lengths < 3))
         mask[-1] = False
         tensors = {
             "logits": logits,
@@ -149,7 +161,9 @@ class _Step:
         trained = self.mask.sum(1)
         groups = int(self.groups.max()) + 1
         per_group = torch.zeros(groups, dtype=torch.int64).index_add(0, self.groups, trained)
-        return StepTotals(len(trained), int(trained.sum()), int((trained == 0).sum()), groups, per_group)
+        return StepTotals(
+            len(trained), int(trained.sum()), int((trained == 0).sum()), groups, per_group
+        )
 
     def poisoned(self, filler: float) -> _Step:
         """Return the step with `filler` as every number (B, T) of a token that is not trained."""
@@ -210,7 +224,8 @@ class _Definition:
         )
         by_logits = specified.gradient.view_as(step.tensors["logits"])
         by_label = by_logits.gather(-1, step.tensors["labels"][..., None])[..., 0]
-        by_log_probs = by_label / -step.tensors["log_probs"].expm1()  # a label's logit moves its log-prob by 1 - p
+        # a label's logit moves its log-prob by 1 - p
+        by_log_probs = by_label / -step.tensors["log_probs"].expm1()
         return _Expected(specified.loss, {"logits": by_logits, "log_probs": by_log_probs})
 
 
@@ -218,7 +233,8 @@ class _Definition:
 class _Subject:
     """The function that is held against the reference, and how it is called.
 
-    names: the parameters that it is given. leaf: that by which its gradient is taken, logits or log_probs.
+    names: the parameters that it is given. leaf: that by which its gradient is taken, logits or
+        log_probs.
     """
 
     function: Callable[..., Tensor | tuple]
@@ -228,8 +244,18 @@ class _Subject:
 
     @classmethod
     def of(cls, function: Callable[..., Tensor | tuple], definition: _Definition) -> _Subject:
-        """Read which arguments the function takes; ValueError for one that it needs and nobody has."""
-        known = {"log_probs", "logits", "labels", "old_log_probs", "advantages", "mask", "totals", "group_index"}
+        """Read which arguments the function takes; ValueError for one that it needs and nobody
+        has."""
+        known = {
+            "log_probs",
+            "logits",
+            "labels",
+            "old_log_probs",
+            "advantages",
+            "mask",
+            "totals",
+            "group_index",
+        }
         known |= {"divisor"} if definition.divisor is not None else set()
         known |= {"sampling_log_probs"} if definition.correction is not None else set()
         known |= {"ref_log_probs"} if definition.kl is not None else set()
@@ -238,17 +264,21 @@ class _Subject:
         unknown = [x.name for x in named if x.default is x.empty and x.name not in known]
         if unknown:
             raise ValueError(
-                "assert_conforms gives a function what its parameters ask for by name, and does not know "
-                f"{', '.join(unknown)}. It knows {', '.join(sorted(known))}. Adapt other names with a lambda"
+                "assert_conforms gives a function what its parameters ask for by name, and does "
+                f"not know {', '.join(unknown)}. It knows {', '.join(sorted(known))}. Adapt other "
+                "names with a lambda"
             )
         names = known & {x.name for x in named}
         leaves = names & {"log_probs", "logits"}
         if len(leaves) != 1:
-            raise ValueError(f"assert_conforms needs a function of log_probs or of logits (got {sorted(names)})")
+            raise ValueError(
+                f"assert_conforms needs a function of log_probs or of logits (got {sorted(names)})"
+            )
         return cls(function, frozenset(names), leaves.pop(), definition.divisor)
 
     def result(self, step: _Step, pieces: list[slice]) -> tuple[float, Tensor]:
-        """Return (value, gradient by the leaf) of a step in pieces: the pieces' sum, or without totals their mean."""
+        """Return (value, gradient by the leaf) of a step in pieces: the pieces' sum, or without
+        totals their mean."""
         leaf = step.tensors[self.leaf].clone().requires_grad_()
         tensors = step.tensors | {self.leaf: leaf, "group_index": step.groups}
         total = torch.zeros((), dtype=torch.float64)
@@ -263,7 +293,9 @@ class _Subject:
             value = self.function(**arguments)
             value = value[0] if isinstance(value, tuple) else value
             if not isinstance(value, Tensor) or value.numel() != 1:
-                raise ValueError(f"the function needs to return its loss, a scalar tensor (got {shown(value)})")
+                raise ValueError(
+                    f"the function needs to return its loss, a scalar tensor (got {shown(value)})"
+                )
             total = total + value.reshape(())
         if "totals" not in self.names:
             total = total / len(pieces)
@@ -272,7 +304,9 @@ class _Subject:
             (gradient,) = torch.autograd.grad(total, leaf)
         return float(total.detach()), gradient
 
-    def difference(self, step: _Step, pieces: list[slice], expected: _Expected, tolerance: float) -> str:
+    def difference(
+        self, step: _Step, pieces: list[slice], expected: _Expected, tolerance: float
+    ) -> str:
         """Return how value or gradient differ from what is expected; empty where they do not."""
         value, gradient = self.result(step, pieces)
         if not _relative_error(value, expected.value) < tolerance:
@@ -288,7 +322,9 @@ class _Subject:
         return ""
 
 
-def _problems_of_pieces(subject: _Subject, step: _Step, expected: _Expected, tolerance: float) -> Iterator[str]:
+def _problems_of_pieces(
+    subject: _Subject, step: _Step, expected: _Expected, tolerance: float
+) -> Iterator[str]:
     """Yield what differs where the step comes as micro-batches."""
     count = len(step.groups)
     if "totals" in subject.names:
@@ -296,17 +332,26 @@ def _problems_of_pieces(subject: _Subject, step: _Step, expected: _Expected, tol
             edges = [0, *cuts, count]
             pieces = [slice(start, end) for start, end in pairwise(edges)]
             if problem := subject.difference(step, pieces, expected, tolerance):
-                yield f"as the sum over micro-batches of a step {problem}: divide by totals, not by what a piece holds"
+                yield (
+                    f"as the sum over micro-batches of a step {problem}: divide by totals, not "
+                    "by what a piece holds"
+                )
                 return
-    elif problem := subject.difference(step, [slice(0, count // 2), slice(count // 2, count)], expected, tolerance):
+    elif problem := subject.difference(
+        step, [slice(0, count // 2), slice(count // 2, count)], expected, tolerance
+    ):
         yield (
-            f"as the mean of two micro-batches of a step {problem}: take a parameter `totals` and divide by what it "
-            "says of the whole step, or give micro_batches=False if it never sees a piece of one"
+            f"as the mean of two micro-batches of a step {problem}: take a parameter `totals` and "
+            "divide by what it says of the whole step, or give micro_batches=False if it never "
+            "sees a piece of one"
         )
 
 
-def _other_aggregation(definition: _Definition, subject: _Subject, step: _Step, tolerance: float) -> str:
-    """Return a sentence on the aggregation whose value the function has instead; empty if it has none of them."""
+def _other_aggregation(
+    definition: _Definition, subject: _Subject, step: _Step, tolerance: float
+) -> str:
+    """Return a sentence on the aggregation whose value the function has instead; empty if it has
+    none of them."""
     value, _ = subject.result(step, [slice(None)])
     for name in ("sample_mean", "prompt_mean", "token_mean"):
         other = replace(definition, aggregation=name, divisor=None).specified(step).value

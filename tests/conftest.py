@@ -1,4 +1,5 @@
-"""Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub, examples untimed."""
+"""Settings every test shares: Triton's interpreter where there is no GPU, one thread, no hub,
+examples untimed."""
 
 import copy
 import functools
@@ -17,7 +18,8 @@ from pgtoolkit.runs.directory import RunDirectory
 
 
 def quicken_interpreter():
-    """At every call of a function Triton's looks through its whole language for what to replace: half of its time.
+    """At every call of a function Triton's looks through its whole language for what to replace:
+    half of its time.
 
     The names are the same each time.
     """
@@ -38,8 +40,10 @@ def quicken_interpreter():
 
 
 def quicken_hydra():
-    """At every composition it parses all files anew, and puts together for each what a default in its list could stand
-    for: half of its time. Those of conf/ stay as they are, and only an interpolation stands for anything."""
+    """At every composition it parses all files anew, and puts together for each what a default in
+    its list could stand
+    for: half of its time. Those of conf/ stay as they are, and only an interpolation stands for
+        anything."""
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
 
@@ -55,9 +59,16 @@ def quicken_hydra():
         return copy.deepcopy(kept[config_path])
 
     def interpolation_map(overrides, defaults, self_added):
-        return make(overrides, defaults, self_added) if any(one.is_interpolation() for one in defaults) else None
+        return (
+            make(overrides, defaults, self_added)
+            if any(one.is_interpolation() for one in defaults)
+            else None
+        )
 
-    ConfigRepository.load_config, defaults_list._create_interpolation_map = load_config, interpolation_map
+    ConfigRepository.load_config, defaults_list._create_interpolation_map = (
+        load_config,
+        interpolation_map,
+    )
 
 
 quicken_hydra()
@@ -73,7 +84,8 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Drawing its curves is a third of what a short run takes: left white where no test looks at them."""
+    """Drawing its curves is a third of what a short run takes: left white where no test looks at
+    them."""
     if item.path.parent.name in ("comparison", "tracking", "tests"):
         return (yield)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

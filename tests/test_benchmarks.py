@@ -1,4 +1,5 @@
-"""Benchmarks on a CPU: they run, the errors of the kernels are small, and what is written says what was printed."""
+"""Benchmarks on a CPU: they run, the errors of the kernels are small, and what is written says what
+was printed."""
 
 import csv
 import re
@@ -38,17 +39,24 @@ def test_bench_runs_and_writes_what_it_printed(tmp_path, capsys):
     assert [row["loss"] for row in rows if row["case"] == "default, 512 MiB"] == ["grpo", "gspo"]
     for row in rows:
         assert f"{float(row['milliseconds']):.3f}" in printed
-    errors = [(float(row["loss_error"]), float(row["gradient_error"])) for row in rows if row["loss_error"]]
+    errors = [
+        (float(row["loss_error"]), float(row["gradient_error"]))
+        for row in rows
+        if row["loss_error"]
+    ]
     assert len(errors) == 6
     assert max(max(pair) for pair in errors) < 1e-5
 
 
 def test_workloads_clip_what_they_say():
-    """5 % of GRPO's tokens, none of GSPO's documents; half of the tokens untrained or of zero advantage."""
+    """5 % of GRPO's tokens, none of GSPO's documents; half of the tokens untrained or of zero
+    advantage."""
     lengths = document_lengths(4096, 64, 512)
     assert sum(lengths) == 4096
     for loss, share in (("grpo", 0.05), ("gspo", 0.0)):
-        workload = make_workload(loss, lambda labels: torch.full((len(labels),), -8.0), 100, lengths, "cpu")
+        workload = make_workload(
+            loss, lambda labels: torch.full((len(labels),), -8.0), 100, lengths, "cpu"
+        )
         objective = workload.objective()
         log_probs = torch.full((4096,), -8.0)
         sums = measure(objective, "basic", log_probs, None)

@@ -1,4 +1,5 @@
-"""The command `pgtk`: exit statuses, help, suggestions; nothing is created before the configuration is right."""
+"""The command `pgtk`: exit statuses, help, suggestions; nothing is created before the configuration
+is right."""
 
 import contextlib
 import json
@@ -26,7 +27,9 @@ from pgtoolkit.system.yaml_text import to_yaml
 def pgtk(*arguments, cwd, **more):
     command = [sys.executable, "-m", "pgtoolkit.cli", *arguments]
     environment = os.environ | more.pop("env", {})
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **more)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, env=environment, timeout=120, **more
+    )
 
 
 def refused(capsys, *arguments):
@@ -49,7 +52,10 @@ def refused(capsys, *arguments):
         ("task.dataset=x", "Use task=reasoning_gym task.dataset=x."),
         (
             "task.path=x",
-            "task.path=x needs task=prompts or task=conversation (got task=reverse). task=reverse does not",
+            (
+                "task.path=x needs task=prompts or task=conversation (got task=reverse). "
+                "task=reverse does not"
+            ),
         ),
         ("loss.name=grpo", "Use loss=grpo."),
         ("trainer.max_steps=1e3", "Use trainer.max_steps=1000."),
@@ -72,7 +78,11 @@ def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
     [
         ("seed=1 tracking=none seed=1", "seed=1", "seed=1"),
         ("+seed=1 seed=2", "+seed=1", "seed=2"),
-        ("loss={epsilon_low:0.1} loss.epsilon_low=0.2", "loss={epsilon_low:0.1}", "loss.epsilon_low=0.2"),
+        (
+            "loss={epsilon_low:0.1} loss.epsilon_low=0.2",
+            "loss={epsilon_low:0.1}",
+            "loss.epsilon_low=0.2",
+        ),
         ("hydra.run.dir=a hydra.run.dir=b", "hydra.run.dir=a", "hydra.run.dir=b"),
         ("-m seed=1,2 seed=3", "seed=1,2", "seed=3"),
         ("sweep loss_by_aggregation seed=1 seed=2", "seed=1", "seed=2"),
@@ -80,7 +90,9 @@ def test_the_nearest_valid_thing_is_suggested(capsys, typed, suggested):
 )
 def test_a_value_given_twice_is_refused(capsys, typed, first, last):
     said = refused(capsys, "check", *typed.split())
-    needs = f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
+    needs = (
+        f"{last} needs to be the only value of {last.partition('=')[0]} (got {first} before it)."
+    )
     assert f"  {needs} One of the two would be ignored. Use {first} or {last}.\n" in said
     assert said.count("the only value") == 1
 
@@ -88,7 +100,18 @@ def test_a_value_given_twice_is_refused(capsys, typed, first, last):
 def test_what_a_file_says_may_be_changed(capsys):
     assert main(["check", "sweep", "loss_by_aggregation", "+seed=5", "loss=grpo"]) == 0
     assert "Sweep of 4 runs" in capsys.readouterr().out
-    assert main(["check", "experiment=dapo", "loss=gspo", "loss.epsilon_low=1e-3", "loss={epsilon_high:1e-3}"]) == 0
+    assert (
+        main(
+            [
+                "check",
+                "experiment=dapo",
+                "loss=gspo",
+                "loss.epsilon_low=1e-3",
+                "loss={epsilon_high:1e-3}",
+            ]
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,21 +128,40 @@ def test_the_nearest_command_is_suggested(capsys, word, suggested):
 
 
 def test_all_problems_of_all_kinds_come_together(capsys):
-    said = refused(capsys, "loss=gpro", "sed=1", "seed=x", "loss.num_splits=2", "rollout.temperature=0")
+    said = refused(
+        capsys, "loss=gpro", "sed=1", "seed=x", "loss.num_splits=2", "rollout.temperature=0"
+    )
     assert said.startswith("pgtk: error: 5 problems in the configuration:\n")
     assert len(said.splitlines()) == 6
 
 
 def test_a_user_file_with_a_wrong_key_is_named(tmp_path, capsys):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nloss:\n  epsilon_hi: 3\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nloss:\n  epsilon_hi: 3\n"
+    )
     said = refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mine")
-    assert "experiment=mine needs options with the keys that it sets (got Key 'epsilon_hi' not in 'Gspo" in said
-    assert "Use experiment=mine." in refused(capsys, "check", f"--config-dir={tmp_path}", "experiment=mien")
+    assert (
+        "experiment=mine needs options with the keys that it sets (got Key 'epsilon_hi' not in "
+        "'Gspo"
+    ) in said
+    assert "Use experiment=mine." in refused(
+        capsys, "check", f"--config-dir={tmp_path}", "experiment=mien"
+    )
 
 
 def test_check_says_how_a_step_is_dealt(capsys):
-    assert main(["check", "parallelism=ddp", "parallelism.data_parallel=3", "accumulation.max_tokens=140"]) == 0
+    assert (
+        main(
+            [
+                "check",
+                "parallelism=ddp",
+                "parallelism.data_parallel=3",
+                "accumulation.max_tokens=140",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "  processes: 3; data_parallel=3\n" in shown
     # 22 of 64 documents at most on a rank, 10 documents in a micro-batch.
@@ -154,9 +196,17 @@ def test_check_prints_the_plan(capsys):
 def test_the_vocabulary_of_a_local_model_is_read(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"vocab_size": 151936}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    arguments = ["model=huggingface", f"model.path={tmp_path}", "accumulation.max_tokens=8192", "kernel=torch"]
+    arguments = [
+        "model=huggingface",
+        f"model.path={tmp_path}",
+        "accumulation.max_tokens=8192",
+        "kernel=torch",
+    ]
     main(["check", *arguments, "model.random_weights=true"])  # which misses the rest of the model
-    assert "8192 tokens x 151936 entries of the vocabulary x 4 bytes = 4.75e+03 MiB" in capsys.readouterr().out
+    assert (
+        "8192 tokens x 151936 entries of the vocabulary x 4 bytes = 4.75e+03 MiB"
+        in capsys.readouterr().out
+    )
 
 
 def test_help_fits_one_screen():
@@ -178,16 +228,25 @@ def test_each_command_has_a_help_of_its_own(capsys):
 
 
 def test_help_lists_every_flag(capsys):
-    """Those of Hydra's parser that pgtk does not refuse, and of each command those that are read for it."""
-    flags = {name for action in get_args_parser()._actions for name in action.option_strings if name.startswith("--")}
-    refused = {"--config-path", "--config-name", "--experimental-rerun"}  # tests below see them refused
+    """Those of Hydra's parser that pgtk does not refuse, and of each command those that are read
+    for it."""
+    flags = {
+        name
+        for action in get_args_parser()._actions
+        for name in action.option_strings
+        if name.startswith("--")
+    }
+    # tests below see them refused
+    refused = {"--config-path", "--config-name", "--experimental-rerun"}
     of_no_use = {"--help", "--hydra-help", "--run"}
     page = help_page(COMMANDS)
     assert {flag for flag in flags | {"--fail-fast"} if flag not in page} == refused | of_no_use
     pages = {}
     for command in ("sweep", "check", "resume", "continue"):
         main([command, "--help"])
-        pages[command] = {*re.findall(r"^(?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)}
+        pages[command] = {
+            *re.findall(r"^(?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+        }
     assert pages == {
         "sweep": {"--fail-fast", "--config-dir"},
         "check": {"--multirun", "--json", "--config-dir"},
@@ -200,7 +259,9 @@ def test_check_and_explain_as_json(capsys):
     assert main(["check", "loss=gspo", "loss.num_splits=2", "--json"]) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["run_name"] == ["gspo_sample-mean_num-splits-2"]
-    assert [problem.partition(" (")[0] for problem in found["problems"]] == ["loss=gspo needs loss.num_splits=1"]
+    assert [problem.partition(" (")[0] for problem in found["problems"]] == [
+        "loss=gspo needs loss.num_splits=1"
+    ]
     assert found["runs"][0]["overrides"] == ["loss=gspo", "loss.num_splits=2"]
     assert main(["check", "-m", "seed=0,1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -226,7 +287,9 @@ def test_exit_statuses(tmp_path, monkeypatch, capsys):
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("pgtk: error: loss=gspo needs loss.num_splits=1 (got 2). ")
     assert "Use loss=grpo." in refused(capsys, "--cfg", "job", "loss=gpro")
-    assert "--loss=grpo. Overrides are written without dashes: loss=grpo." in refused(capsys, "--loss=grpo")
+    assert "--loss=grpo. Overrides are written without dashes: loss=grpo." in refused(
+        capsys, "--loss=grpo"
+    )
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("pgtk ")
     assert "loss=gspo needs" in refused(capsys, "-m", "loss=grpo,gspo", "loss.num_splits=2")
@@ -236,7 +299,8 @@ def test_exit_statuses(tmp_path, monkeypatch, capsys):
 def test_hydra_shows_the_configuration(tmp_path, capsys):
     assert main(["--cfg", "job", "--resolve", "aggregation=constant"]) == 0
     assert OmegaConf.create(capsys.readouterr().out).aggregation.divisor == 7
-    assert pgtk("--info", "defaults-tree", cwd=tmp_path).returncode == 0  # which leaves a log of Hydra's open
+    # which leaves a log of Hydra's open
+    assert pgtk("--info", "defaults-tree", cwd=tmp_path).returncode == 0
 
 
 def test_a_closed_pipe_is_not_an_error_message(tmp_path):
@@ -244,7 +308,10 @@ def test_a_closed_pipe_is_not_an_error_message(tmp_path):
     os.close(reading)
     with os.fdopen(writing, "w") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", "pgtoolkit.cli", "check"], cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE
+            [sys.executable, "-m", "pgtoolkit.cli", "check"],
+            cwd=tmp_path,
+            stdout=closed,
+            stderr=subprocess.PIPE,
         )
     assert done.returncode == 141
     assert done.stderr == b""
@@ -253,7 +320,9 @@ def test_a_closed_pipe_is_not_an_error_message(tmp_path):
 def test_plus_signs_are_put_where_hydra_wants_them():
     assert hydra_form("+experiment=dapo") == "experiment=dapo"
     assert hydra_form("task.options.a=1") == "++task.options.a=1"
-    composed = compose(["task=reasoning_gym", "task.dataset=x", "task.options={a: 1}", "task.options.b=2"])
+    composed = compose(
+        ["task=reasoning_gym", "task.dataset=x", "task.options={a: 1}", "task.options.b=2"]
+    )
     assert composed.problems == []
     assert composed.config.task.options == {"a": 1, "b": 2}
 
@@ -271,7 +340,9 @@ def test_a_saved_configuration_that_does_not_fit_is_refused_in_one_sentence(run_
     group, _, name = lacks.partition(".")
     del (saved[group] if name else saved)[name or group]
     (run_dir / "config.yaml").write_text(to_yaml(saved))
-    with pytest.raises(ConfigError, match="does not fit this version of pgtoolkit: it has no '" + lacks):
+    with pytest.raises(
+        ConfigError, match="does not fit this version of pgtoolkit: it has no '" + lacks
+    ):
         compose([], run_dir=run_dir)
 
 
@@ -282,7 +353,10 @@ def test_a_run_from_before_a_key_was_added_gets_its_default(run_dir, capsys):
     (run_dir / "config.yaml").write_text(to_yaml(saved))
     task = compose([], run_dir=run_dir).config.task
     assert (task.verifier_failure, task.failure_score) == ("exclude", 0)
-    note = "is older than these keys, whose defaults hold: task.failure_score=0, task.verifier_failure=exclude\n"
+    note = (
+        "is older than these keys, whose defaults hold: task.failure_score=0, "
+        "task.verifier_failure=exclude\n"
+    )
     assert capsys.readouterr().err == f"note: {run_dir}/config.yaml {note}"
 
 
@@ -291,7 +365,10 @@ def test_a_run_from_before_a_group_was_added_gets_its_defaults(run_dir, capsys):
     before = saved.pop("critic")
     (run_dir / "config.yaml").write_text(to_yaml(saved))
     assert plain_config(compose([], run_dir=run_dir).config)["critic"] == before
-    assert "whose defaults hold: critic.clip=0.5, critic.learning_rate=0.001," in capsys.readouterr().err
+    assert (
+        "whose defaults hold: critic.clip=0.5, critic.learning_rate=0.001,"
+        in capsys.readouterr().err
+    )
 
 
 def test_resume_needs_a_run_directory(tmp_path, capsys):
@@ -324,7 +401,10 @@ def test_one_configuration_is_printed_at_a_time(capsys):
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("--config-name=x", "--config-name=x needs to be left out (got one). pgtk begins with its own conf/"),
+        (
+            "--config-name=x",
+            "--config-name=x needs to be left out (got one). pgtk begins with its own conf/",
+        ),
         ("--config-path=x", "--config-path=x needs to be left out"),
         ("--experimental-rerun=x.pickle", "--experimental-rerun=x.pickle needs to be left out"),
         ("--config-dir=nowhere", "--config-dir=nowhere needs a folder (got nowhere)."),

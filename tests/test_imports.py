@@ -1,4 +1,5 @@
-"""Wings and their order: imports run downward, and the large libraries are loaded where they are needed alone."""
+"""Wings and their order: imports run downward, and the large libraries are loaded where they are
+needed alone."""
 
 import ast
 import collections
@@ -20,7 +21,17 @@ ORDER = (
     *("errors", "completion", "batch", "losses", "families", "corrections", "kl", "kernels"),
     *("api", "testing", "adapters"),
     *("ranks", "system", "runs", "config", "tracking"),
-    *("tasks", "model", "sampling", "rollouts", "training", "comparison", "launch", "cli", "command"),
+    *(
+        "tasks",
+        "model",
+        "sampling",
+        "rollouts",
+        "training",
+        "comparison",
+        "launch",
+        "cli",
+        "command",
+    ),
 )
 """Wings and the files at the top, from the ground up: each may know those before it."""
 
@@ -76,7 +87,9 @@ def imports(file: Path, module_level_only: bool = False) -> set[str]:
 def _outside_functions(node):
     for child in ast.iter_child_nodes(node):
         for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
-        if not (for_types or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+        if not (
+            for_types or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        ):
             yield child
             yield from _outside_functions(child)
 
@@ -116,7 +129,8 @@ def test_few_files_stand_at_the_top():
 def test_no_two_files_have_one_name():
     counts = collections.Counter(file.stem for file in FILES if file.stem != "__init__")
     repeated = {name for name, count in counts.items() if count > 1}
-    assert repeated == {"families", "corrections", "kl"}  # at the top and in losses/, under one public name
+    # at the top and in losses/, under one public name
+    assert repeated == {"families", "corrections", "kl"}
 
 
 def test_the_public_names_are_imported_as_they_are_documented():
@@ -164,9 +178,13 @@ def test_beside_another_projects_package_of_its_name_nothing_starts(tmp_path, sc
     library = code.format("pgtoolkit.errors", "pgtoolkit.kl")
     command = code.format("pgtoolkit.command", "sys.exit(pgtoolkit.command.main())")
     for program, status in ((library, 1), (command, 2)):
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+        )
         assert done.returncode == (status if is_other else 0), done.stderr
-        assert ("this environment has the package pgtoolkit 0.27.0, another project's" in done.stderr) == is_other
+        assert (
+            "this environment has the package pgtoolkit 0.27.0, another project's" in done.stderr
+        ) == is_other
 
 
 def test_type_checkers_see_the_public_names():
@@ -211,7 +229,8 @@ def test_checking_imports_none_of_them():
     code = (
         "import sys; from pgtoolkit.launch.check import check, render_plan;"
         "render_plan(check(['experiment=dapo']));"
-        "print(sorted({'torch', 'lightning', 'mlflow', 'transformers', 'numpy'} & set(sys.modules)))"
+        "print(sorted({'torch', 'lightning', 'mlflow', 'transformers', 'numpy'} & "
+        "set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -223,7 +242,10 @@ def of_wings(*wings):
 
 def test_losses_and_kernels_know_only_torch():
     for file in of_wings("losses", "kernels"):
-        assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {"torch", "triton"}, file
+        assert roots(imports(file)) & (HEAVY | {"hydra", "omegaconf", "numpy"}) <= {
+            "torch",
+            "triton",
+        }, file
 
 
 DOOR = {
@@ -237,7 +259,8 @@ DOOR = {
     "config/overrides.py": "reads overrides in Hydra's grammar",
     "config/refusals.py": "says what is wrong with them",
 }
-"""Files that know Hydra or OmegaConf, and why: what they hand on is a frozen Config, or plain values."""
+"""Files that know Hydra or OmegaConf, and why: what they hand on is a frozen Config, or plain
+values."""
 
 
 def test_hydra_ends_where_the_configuration_is_composed():
@@ -247,8 +270,8 @@ def test_hydra_ends_where_the_configuration_is_composed():
 
 def test_a_run_and_a_job_of_a_sweep_load_no_hydra():
     code = (
-        "import sys, pgtoolkit.training.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, pgtoolkit.launch.forks;"
-        "print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
+        "import sys, pgtoolkit.training.train, pgtoolkit.launch.worker, pgtoolkit.launch.ranks, "
+        "pgtoolkit.launch.forks;print(sorted({'hydra', 'omegaconf'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -279,7 +302,9 @@ import torchmetrics, scipy.optimize, pandas, fastapi
 found = [torchmetrics.MeanMetric.__module__, fastapi.FastAPI.__name__]
 print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *found]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
+    )
     expected = [["lightning", "mlflow"], True, True, "torchmetrics.aggregation", "FastAPI"]
     assert json.loads(done.stdout) == expected, done.stderr
     assert done.stderr == ""  # at its end neither
@@ -288,7 +313,9 @@ print(json.dumps([loaded, gc.isenabled(), looked_at < left_alone / 10, *found]))
 @pytest.mark.slow
 def test_transformers_may_be_imported_before():
     script = "import transformers, pgtoolkit.training.train"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -301,6 +328,14 @@ def test_the_rules_are_asked_where_a_command_begins():
     """What they know is said once: behind the door nothing builds a report of its own."""
     users = {module(file) for file in FILES if "config.validate" in own(imports(file))}
     assert users == {"launch.check", "launch.evaluate", "comparison.tokens"}
-    reports = {file for file in of_wings("model", "sampling", "rollouts", "tasks") if "Report(" in file.read_text()}
-    reports |= {file for file in of_wings("training") if file.stem != "machine" and "Report(" in file.read_text()}
+    reports = {
+        file
+        for file in of_wings("model", "sampling", "rollouts", "tasks")
+        if "Report(" in file.read_text()
+    }
+    reports |= {
+        file
+        for file in of_wings("training")
+        if file.stem != "machine" and "Report(" in file.read_text()
+    }
     assert reports == set()

@@ -1,4 +1,5 @@
-"""Tests of the tests: functions of the package are replaced by wrong ones (`mutants/`), and each is noticed.
+"""Tests of the tests: functions of the package are replaced by wrong ones (`mutants/`), and each is
+noticed.
 
 `pytest -m mutants` runs these alone.
 """
@@ -15,14 +16,16 @@ from mutants import VARIABLE, all_mutants
 
 REPOSITORY = Path(__file__).parents[1]
 
-# Imports everything once; then forks for every line that it reads, [a mutant or null, tests], and writes what failed.
+# Imports everything once; then forks for every line that it reads, [a mutant or null, tests], and
+# writes what failed.
 SERVER = """
 import gc, importlib, json, os, pkgutil, sys
 import hypothesis, lightning, matplotlib.pyplot, mlflow, pytest, torch, transformers
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 import mutants, pgtoolkit
 
-# The first test that notices a mutant by an assertion ends the others; another error may be the mutant's own.
+# The first test that notices a mutant by an assertion ends the others; another error may be the
+# mutant's own.
 class Record:
     def __init__(self, is_mutant):
         self.failed, self.is_mutant = [], is_mutant
@@ -69,9 +72,12 @@ class Server:
         self.folder, self.noticed = folder, set()
         site = folder / "site"
         site.mkdir()
-        (site / "sitecustomize.py").write_text("import mutants; mutants.apply_named()\n")  # of what the tests start
+        # of what the tests start
+        (site / "sitecustomize.py").write_text("import mutants; mutants.apply_named()\n")
         places = [str(site), str(REPOSITORY / "tests"), str(REPOSITORY)]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        environment = {
+            key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-c", SERVER, str(folder)],
             cwd=REPOSITORY,
@@ -99,15 +105,21 @@ def server(tmp_path_factory):
     started = Server(tmp_path_factory.mktemp("mutants"))
     yield started
     assert started.noticed
-    assert started.run(None, sorted(started.noticed)) == [], started.output  # without a mutant they pass
+    # without a mutant they pass
+    assert started.run(None, sorted(started.noticed)) == [], started.output
     started.process.stdin.close()
     assert started.process.wait(timeout=60) == 0
 
 
 def parameters(wrong):
-    """Names of what a function takes by position, without the right one; None where it takes any."""
+    """Names of what a function takes by position, without the right one; None where it takes
+    any."""
     taken = inspect.signature(wrong).parameters.values()
-    return None if any(one.kind == one.VAR_POSITIONAL for one in taken) else [one.name for one in taken][1:]
+    return (
+        None
+        if any(one.kind == one.VAR_POSITIONAL for one in taken)
+        else [one.name for one in taken][1:]
+    )
 
 
 def test_each_mutant_has_a_place():
@@ -117,7 +129,9 @@ def test_each_mutant_has_a_place():
         place = one.place()[2]  # AttributeError where a name is gone: find what took its place
         right = getattr(place, "__func__", getattr(place, "fget", place))
         if inspect.isfunction(right) and (given := parameters(one.wrong)) is not None:
-            assert len(given) == len(inspect.signature(right).parameters), f"{one.name} takes {given}"
+            assert len(given) == len(inspect.signature(right).parameters), (
+                f"{one.name} takes {given}"
+            )
 
 
 @pytest.mark.mutants

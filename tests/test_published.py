@@ -44,7 +44,11 @@ def values(table, column):
 def comparison(table, metric):
     """The table as `pgtk compare --reach=METRIC=0.9` sorts and tests it."""
     goal, found = Goal(metric, 0.9, "", 0.0, (64.0, 19200.0)), []
-    axes = {axis: f"{name}_to_{metric}_0.9" for axis, name in AXES.items() if f"{name}_to_{metric}_0.9" in table[0]}
+    axes = {
+        axis: f"{name}_to_{metric}_0.9"
+        for axis, name in AXES.items()
+        if f"{name}_to_{metric}_0.9" in table[0]
+    }
     for key, rows_of_group in groups(table, "loss", "aggregation").items():
         reached = [
             Reached(
@@ -56,9 +60,13 @@ def comparison(table, metric):
             for row in rows_of_group
         ]
         runs = [Run("", "", "done", config={"seed": row["seed"]}) for row in rows_of_group]
-        found.append(Group(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached))
+        found.append(
+            Group(dict(zip(("loss", "aggregation"), key, strict=True)), runs, runs, reached)
+        )
     limits = _limits(goal, [one for group in found for one in group.reached])
-    compared = Compared(goal, limits, ["loss", "aggregation"], [], {}, found, Comparisons([]), [], [])
+    compared = Compared(
+        goal, limits, ["loss", "aggregation"], [], {}, found, Comparisons([]), [], []
+    )
     found.sort(key=lambda group: _rank(compared, group))
     compared.name_groups()
     compared.comparisons = Comparisons([_sample(compared, group, []) for group in found])
@@ -66,10 +74,13 @@ def comparison(table, metric):
 
 
 def cell(compared, *key):
-    """How many documents one configuration needs, and how many of its seeds reached the threshold where not all did."""
+    """How many documents one configuration needs, and how many of its seeds reached the threshold
+    where not all did."""
     group = next(group for group in compared.groups if tuple(group.values.values()) == key)
     arrived, seeds = compared.arrived(group, DOCUMENTS), len(group.reached)
-    return text_report.spent(compared, group, DOCUMENTS) + (f" ({arrived} of {seeds})" if arrived < seeds else "")
+    return text_report.spent(compared, group, DOCUMENTS) + (
+        f" ({arrived} of {seeds})" if arrived < seeds else ""
+    )
 
 
 def test_documents_of_loss_by_aggregation():
@@ -81,14 +92,22 @@ def test_documents_of_loss_by_aggregation():
 
 @pytest.mark.parametrize(
     ("table", "machine"),
-    [("loss_by_aggregation", "machine of this page"), ("loss_by_aggregation_second_machine", "the other")],
+    [
+        ("loss_by_aggregation", "machine of this page"),
+        ("loss_by_aggregation_second_machine", "the other"),
+    ],
 )
 def test_exact_match_of_loss_by_aggregation(table, machine):
     by_configuration = groups(rows(table), "loss", "aggregation")
     for family in FAMILIES:
-        finals = [values(by_configuration[family, one], "final_exact_match") for one in AGGREGATIONS]
+        finals = [
+            values(by_configuration[family, one], "final_exact_match") for one in AGGREGATIONS
+        ]
         cells = [f"{statistics.fmean(one):.2f} ± {statistics.stdev(one):.2f}" for one in finals]
-        assert f"| `{family}`, {machine} | {' | '.join(cells)} |" in (ROOT / "docs/experiments.md").read_text()
+        assert (
+            f"| `{family}`, {machine} | {' | '.join(cells)} |"
+            in (ROOT / "docs/experiments.md").read_text()
+        )
 
 
 def test_comparison_of_loss_by_aggregation():
@@ -108,12 +127,17 @@ def test_the_follow_up():
     compared, page = comparison(table, "reward"), (ROOT / "docs/experiments.md").read_text()
     for group in compared.groups:
         family, aggregation = group.values.values()
-        reached = f"{compared.arrived(group, DOCUMENTS)} of 6 | {text_report.spent(compared, group, DOCUMENTS)}"
+        reached = (
+            f"{compared.arrived(group, DOCUMENTS)} of 6 | "
+            f"{text_report.spent(compared, group, DOCUMENTS)}"
+        )
         assert f"| `{family}` | `{aggregation}` | {reached} |" in page
     for place, first in enumerate(compared.groups):
         differences = text_report.difference_rows(compared, compared.comparisons.against(place))
         for second, _, difference, interval, p, seeds, *_ in differences[1:]:
-            assert f"| {second} | {first.label} | {difference} | {interval} | {p} | {seeds} |" in page
+            assert (
+                f"| {second} | {first.label} | {difference} | {interval} | {p} | {seeds} |" in page
+            )
 
 
 @pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])
@@ -125,10 +149,17 @@ def test_cost_of_a_sweep(name):
 
 
 def test_clip_range():
-    by_width = sorted(groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda one: float(one[0][0]))
+    by_width = sorted(
+        groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda one: float(one[0][0])
+    )
     page = " ".join((ROOT / "sweeps/README.md").read_text().split())
-    matches = [f"{statistics.fmean(values(table, 'final_exact_match')):.2f}" for _, table in by_width]
-    outside = [f"{100 * statistics.fmean(values(table, 'clipped_ratio_fraction')):.0f}" for _, table in by_width]
+    matches = [
+        f"{statistics.fmean(values(table, 'final_exact_match')):.2f}" for _, table in by_width
+    ]
+    outside = [
+        f"{100 * statistics.fmean(values(table, 'clipped_ratio_fraction')):.0f}"
+        for _, table in by_width
+    ]
     assert f"exact match {', '.join(matches)}" in page
     assert f"{', '.join(outside[:3])} and {outside[3]} % of the documents" in page
 
@@ -149,7 +180,10 @@ def test_exact_match_of_two_seeds(name, keys, columns):
     page = page[page.index(f"**{name}.**") :]
     for line in groups(rows(name), *keys[:-1]).values():
         of_column = groups(line, keys[-1])
-        cells = [", ".join(f"{x:.2f}" for x in values(of_column[one,], "final_exact_match")) for one in columns]
+        cells = [
+            ", ".join(f"{x:.2f}" for x in values(of_column[one,], "final_exact_match"))
+            for one in columns
+        ]
         assert f" | {' | '.join(cells)} |" in page
 
 
@@ -161,7 +195,10 @@ def test_metrics_cost():
         for row in rows("metrics_cost")
         if row["metrics.level"] == level
     )
-    assert f"{none} s of CPU time with `none`, {basic} s with `basic` and {entropy} s with `with_entropy`" in page
+    assert (
+        f"{none} s of CPU time with `none`, {basic} s with `basic` and {entropy} s with "
+        "`with_entropy`"
+    ) in page
 
 
 def test_clip_fractions_within_a_batch():
@@ -180,5 +217,7 @@ def test_clip_fractions_within_a_batch():
             medians = [statistics.median(map(value, by_place[place,])) for place in "1234"]
             for cell, median in zip(cells, medians, strict=True):
                 digits = len(cell.strip().partition(".")[2])
-                written = f"{median:.0e}".replace("e-0", "e-") if "e-" in cell else f"{median:.{digits}f}"
+                written = (
+                    f"{median:.0e}".replace("e-0", "e-") if "e-" in cell else f"{median:.{digits}f}"
+                )
                 assert cell.strip() == written

@@ -1,4 +1,5 @@
-"""What the study has beside pgtk's commands: its controls, runs in little space, and the page made of them."""
+"""What the study has beside pgtk's commands: its controls, runs in little space, and the page made
+of them."""
 
 import json
 import re
@@ -24,10 +25,13 @@ PASS = "evaluation/held_out/pass@1"
 
 
 def test_advantages_of_the_controls():
-    """One right answer of four: its advantage is 1.5 standard deviations, that of the others a third of it, below."""
+    """One right answer of four: its advantage is 1.5 standard deviations, that of the others a
+    third of it, below."""
     groups, lengths = [[0.0, 1.0, 0.0, 0.0]] * 40, [[number, 5, 6, 7] for number in range(40)]
     shuffled = half_shuffled(groups, lengths=lengths)
-    assert all(sorted(group) == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-5) for group in shuffled)
+    assert all(
+        sorted(group) == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-5) for group in shuffled
+    )
     moved = sum(group[1] < 0 for group in shuffled)  # of the half that is drawn, three of four move
     assert moved == pytest.approx(40 * 3 / 8, abs=3 * sqrt(40 * 3 / 8 * 5 / 8))
     assert half_shuffled(groups[::-1], lengths=lengths[::-1]) == shuffled[::-1]
@@ -39,20 +43,48 @@ def test_advantages_of_the_controls():
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """A run that is done, one that numbers which are not finite have ended, and one that was interrupted."""
+    """A run that is done, one that numbers which are not finite have ended, and one that was
+    interrupted."""
     monkeypatch.chdir(tmp_path)
     for seed, state in enumerate(("done", "failed", "interrupted")):
         with RunDirectory(tmp_path / "outputs" / "some" / f"seed-{seed}") as run:
             start = {"path": str(tmp_path / "outputs" / "start")}
-            run.write_config({"seed": seed, "loss": {"name": "grpo"}, "trainer": {"max_steps": 2}, "model": start}, [])
+            run.write_config(
+                {
+                    "seed": seed,
+                    "loss": {"name": "grpo"},
+                    "trainer": {"max_steps": 2},
+                    "model": start,
+                },
+                [],
+            )
             for step in (1, 2):
-                row = {"time": 1795444826.8312 + step, "documents_seen": 8 * step, "num_tokens": 5, "reward": 1 / 3}
+                row = {
+                    "time": 1795444826.8312 + step,
+                    "documents_seen": 8 * step,
+                    "num_tokens": 5,
+                    "reward": 1 / 3,
+                }
                 run.append_metrics(step, {**row, "grad_norm": 0.123456, "seconds_forward": 0.5})
-            of_all = {"time": 1.0, "set": "held_out", "prompts": 4, "avg": 0.1, "documents": 0, "seconds": 1.0}
+            of_all = {
+                "time": 1.0,
+                "set": "held_out",
+                "prompts": 4,
+                "avg": 0.1,
+                "documents": 0,
+                "seconds": 1.0,
+            }
             rows = [{"step": step, "pass@1": 0.25 * step, **of_all} for step in (0, 1, 2)]
-            (run.path / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            (run.path / "evaluations.jsonl").write_text(
+                "".join(json.dumps(row) + "\n" for row in rows)
+            )
             (run.path / "provenance.json").write_text(
-                json.dumps({"host": "mine", "git": [{"path": "/home/me", "commit": "abc", "diff": "+a longer one"}]})
+                json.dumps(
+                    {
+                        "host": "mine",
+                        "git": [{"path": "/home/me", "commit": "abc", "diff": "+a longer one"}],
+                    }
+                )
             )
             run.set_status(state, 2, reason="NumericalError: nan" if state == "failed" else None)
     return tmp_path
@@ -93,7 +125,12 @@ def unpacked(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("page", "parts"),
-    [(study_page.README, 1), (study_page.PAGE, 2), (study_page.FROM_SCRATCH, 18), (study_page.PRETRAINED, 11)],
+    [
+        (study_page.README, 1),
+        (study_page.PAGE, 2),
+        (study_page.FROM_SCRATCH, 18),
+        (study_page.PRETRAINED, 11),
+    ],
 )
 def test_the_pages_are_what_their_command_writes(unpacked, page, parts):
     content = page.read_text()
@@ -111,15 +148,18 @@ def test_both_parts_are_drawn(unpacked, tmp_path):
 
 
 def test_the_smallest_difference_is_found_with_power_by_simulation():
-    """Eight pairs of a spread of 1 whose mean is the smallest difference: four of five t-tests find it."""
+    """Eight pairs of a spread of 1 whose mean is the smallest difference: four of five t-tests find
+    it."""
     smallest = study_summary.shift_found(7) / sqrt(8)
     pairs = np.random.default_rng(0).normal(smallest, 1, (20_000, 8))
-    found = abs(pairs.mean(1)) / (pairs.std(1, ddof=1) / sqrt(8)) > 2.3646  # the t distribution's 0.975 at 7
+    # the t distribution's 0.975 at 7
+    found = abs(pairs.mean(1)) / (pairs.std(1, ddof=1) / sqrt(8)) > 2.3646
     assert found.mean() == pytest.approx(0.8, abs=0.01)
 
 
 def test_the_run_of_a_pretrained_model_is_the_packed_one(unpacked):
-    """What the README says of it: pass@1 before and after, and the seconds between its start and its end."""
+    """What the README says of it: pass@1 before and after, and the seconds between its start and
+    its end."""
     run = unpacked.parent / "sums"
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     status = json.loads((run / "status.json").read_text())
@@ -134,12 +174,15 @@ def test_the_run_of_a_pretrained_model_is_the_packed_one(unpacked):
 def test_packed_runs_take_little_space():
     files = [file for data in study_page.DATA for file in data.glob("*.tar.xz")]
     assert sum(file.stat().st_size for file in files) < 5e6
-    of_the_first_part = {file.name.removesuffix(".tar.xz") for file in study_page.DATA[0].glob("*.tar.xz")}
+    of_the_first_part = {
+        file.name.removesuffix(".tar.xz") for file in study_page.DATA[0].glob("*.tar.xz")
+    }
     assert of_the_first_part <= {*study_page.SWEEPS}
 
 
 def test_the_best_rate_is_that_of_the_tables(unpacked):
-    """Of both aggregations 1e-5; none where a rate has one run, as in the tuning runs of the losses."""
+    """Of both aggregations 1e-5; none where a rate has one run, as in the tuning runs of the
+    losses."""
     assert float(best_rate(unpacked / "pretrained_rates_constant")) == 1e-5
     assert float(best_rate(unpacked / "pretrained_rates_sample_mean")) == 1e-5
     with pytest.raises(RuntimeError, match="two complete runs of three rates"):
@@ -154,7 +197,9 @@ def test_problems_of_the_pretrained_model(tmp_path):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         problems[name] = [row["prompt"] for row in rows]
         for row in rows:
-            first, sign, second = re.fullmatch(r"What is (\d+) ([+x]) (\d+)\? .*", row["prompt"]).groups()
+            first, sign, second = re.fullmatch(
+                r"What is (\d+) ([+x]) (\d+)\? .*", row["prompt"]
+            ).groups()
             right = int(first) + int(second) if sign == "+" else int(first) * int(second)
             assert row["answer"] == str(right)
     assert len(problems["train"]) == 8000
@@ -162,7 +207,12 @@ def test_problems_of_the_pretrained_model(tmp_path):
     assert not {*problems["train"]} & {*problems["held_out"]}
     lengths = [len(re.search(r"\d+", problem)[0]) for problem in problems["held_out"]]
     products = [" x " in problem for problem in problems["held_out"]]
-    assert (lengths.count(2), lengths.count(3), lengths.count(4), sum(products)) == (128, 64, 64, 64)
+    assert (lengths.count(2), lengths.count(3), lengths.count(4), sum(products)) == (
+        128,
+        64,
+        64,
+        64,
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +227,9 @@ def test_what_is_said_of_the_study_are_numbers_of_its_tables(page, start, end, n
     """All numbers with three digits behind the point that stand outside of tables."""
     tables = ""
     for journal in (study_page.FROM_SCRATCH, study_page.PRETRAINED):
-        tables += " ".join(re.findall(r"(?s)<!-- (?:compare|curves|summary) .*?<!-- end -->", journal.read_text()))
+        tables += " ".join(
+            re.findall(r"(?s)<!-- (?:compare|curves|summary) .*?<!-- end -->", journal.read_text())
+        )
     content = page.read_text()
     between = content[content.index(start) : content.index(end)]
     sentences = re.sub(r"(?s)<!-- .*?<!-- end -->", "", between)
@@ -193,7 +245,11 @@ def test_the_largest_stable_rates_are_those_of_the_table():
     tried = re.findall(r"(?m)^\| (\w+) \| (\d+) \| ((?:\d\.\d{3} \| ?)+)$", said)
     assert len(tried) == 12
     for loss, lag, finals in tried:
-        stable = [rate for rate, final in zip(rates, finals.split("|"), strict=False) if float(final) >= 0.181]
+        stable = [
+            rate
+            for rate, final in zip(rates, finals.split("|"), strict=False)
+            if float(final) >= 0.181
+        ]
         shown = re.search(rf"(?m)^\| `{loss}`.*", said)[0].split(" | ")[1:]
         assert shown[["0", "8", "32", "128"].index(lag)].strip(" |") == stable[-1]
 
@@ -206,7 +262,8 @@ def predicted(folder, content):
 
 
 def test_predictions_stand_beside_the_answers(tmp_path, capsys):
-    """One of a loss that has not run, with a key that was to be a part of each block and has one value."""
+    """One of a loss that has not run, with a key that was to be a part of each block and has one
+    value."""
     predicted(
         tmp_path,
         f"metric: final:{PASS}\nagainst: loss=grpo\nmargin: 0.02\nover: trainer.max_steps\n"
@@ -227,7 +284,10 @@ def test_predictions_stand_beside_the_answers(tmp_path, capsys):
     [
         ("against: loss=grpo\nexpected: {gspo: null}", "gspo: null"),
         ("expected: {gspo: better}", r"needs the key against \(got none\)"),
-        ("against: loss=grpo\nexpected: {dppo: better}", r"need runs of dppo \(got contrasts cispo; gspo; reinforce\)"),
+        (
+            "against: loss=grpo\nexpected: {dppo: better}",
+            r"need runs of dppo \(got contrasts cispo; gspo; reinforce\)",
+        ),
         ("expected:", r"YAML with the key expected \(got something else\)"),
         ("folder: x\nagainst: loss=grpo\nexpected: {}", "no other keys than metric"),
     ],

@@ -1,4 +1,5 @@
-"""What `pip install .` gives: the wheel carries conf/ and sweeps/, and its command works far from the repository."""
+"""What `pip install .` gives: the wheel carries conf/ and sweeps/, and its command works far from
+the repository."""
 
 import os
 import re
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def succeed(*command, **options) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=300, **options
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,17 +48,25 @@ def test_the_wheel_has_the_package_its_configuration_and_nothing_else(wheel):
         for file in (REPOSITORY / folder).rglob("*")
         if file.is_file() and file.parent.name != "__pycache__"
     }
-    for page in ("adapters", "data", "evaluation", "losses", "metrics", "trl_and_verl"):  # which `pgtk explain` reads
+    # which `pgtk explain` reads
+    for page in ("adapters", "data", "evaluation", "losses", "metrics", "trl_and_verl"):
         files[f"docs/{page}.md"] = (REPOSITORY / f"docs/{page}.md").read_bytes()
     moved = ("conf/", "sweeps/", "docs/")
-    expected = {f"pgtoolkit/{name}" if name.startswith(moved) else name: files[name] for name in files}
-    data = {"pgtoolkit/conf/config.yaml", "pgtoolkit/conf/experiment/dapo.yaml", "pgtoolkit/sweeps/clip_range.yaml"}
+    expected = {
+        f"pgtoolkit/{name}" if name.startswith(moved) else name: files[name] for name in files
+    }
+    data = {
+        "pgtoolkit/conf/config.yaml",
+        "pgtoolkit/conf/experiment/dapo.yaml",
+        "pgtoolkit/sweeps/clip_range.yaml",
+    }
     assert data < expected.keys()
     assert {name: data for name, data in wheel.items() if ".dist-info/" not in name} == expected
 
 
 def test_the_page_of_the_wheel_stands_by_itself(wheel):
-    """It is called pgtk, and its description, which no repository surrounds, leads nowhere within one."""
+    """It is called pgtk, and its description, which no repository surrounds, leads nowhere within
+    one."""
     (metadata,) = [data.decode() for name, data in wheel.items() if name.endswith("/METADATA")]
     head, _, page = metadata.partition("\n\n")
     assert "Name: pgtk\n" in head
@@ -71,7 +82,15 @@ def test_the_wheel_by_way_of_the_source_archive_is_the_same(wheel, tmp_path):
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         tops = {Path(name).parts[1] for name in source.getnames()}
-    assert {"pgtoolkit", "conf", "sweeps", "tests", "pyproject.toml", "LICENSE", "README.md"} <= tops
+    assert {
+        "pgtoolkit",
+        "conf",
+        "sweeps",
+        "tests",
+        "pyproject.toml",
+        "LICENSE",
+        "README.md",
+    } <= tops
     assert not tops & {"outputs", "multirun", "dist", "build", ".venv", ".git"}
 
 
@@ -79,19 +98,35 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     (file,) = dist.glob("*.whl")
     target, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+    ]
     succeed(*pip, "--target", target, file)
     options = {"cwd": elsewhere, "env": os.environ | {"PYTHONPATH": str(target)}}
     where = "import pgtoolkit.config.files as c; print(c.__file__, c.config_directory())"
     found = succeed(sys.executable, "-c", where, **options).split()
-    assert found == [str(target / "pgtoolkit" / "config" / "files.py"), str(target / "pgtoolkit" / "conf")]
+    assert found == [
+        str(target / "pgtoolkit" / "config" / "files.py"),
+        str(target / "pgtoolkit" / "conf"),
+    ]
     page = succeed(target / "bin" / "pgtk", "check", "loss=gspo", "aggregation=constant", **options)
     assert "gspo" in page
     assert "constant" in page
     page = succeed(target / "bin" / "pgtk", "check", "sweep", "metrics_cost", **options)
     assert "Sweep of 3 runs" in page
-    assert "one ratio per document" in succeed(target / "bin" / "pgtk", "explain", "gspo", **options)
-    assert "see docs/data.md" in succeed(target / "bin" / "pgtk", "explain", "trajectory", **options)
+    assert "one ratio per document" in succeed(
+        target / "bin" / "pgtk", "explain", "gspo", **options
+    )
+    assert "see docs/data.md" in succeed(
+        target / "bin" / "pgtk", "explain", "trajectory", **options
+    )
     assert "experiment" in succeed(target / "bin" / "pgtk", "--help", **options)
     assert succeed(target / "bin" / "pgtk", "--version", **options) == "pgtk 0.1.0\n"
     assert list(elsewhere.iterdir()) == []
@@ -102,6 +137,10 @@ def test_the_installed_command_works_from_anywhere(wheel, dist, tmp_path):
     metadata = target / "pgtoolkit-0.27.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: pgtoolkit\nVersion: 0.27.0\n")
-    done = subprocess.run([target / "bin" / "pgtk", "check"], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [target / "bin" / "pgtk", "check"], capture_output=True, text=True, **options
+    )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("pgtk: error: this environment has the package pgtoolkit 0.27.0, another project's")
+    assert done.stderr.startswith(
+        "pgtk: error: this environment has the package pgtoolkit 0.27.0, another project's"
+    )

@@ -1,4 +1,5 @@
-"""Measures the kernels on this machine (`python -m benchmarks.kernels`): one table; CSV and chart go to a folder."""
+"""Measures the kernels on this machine (`python -m benchmarks.kernels`): one table; CSV and chart
+go to a folder."""
 
 from __future__ import annotations
 
@@ -12,10 +13,18 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     """Run the benchmark with command-line arguments; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--output", type=Path, help="folder for bench.csv and bench.png (outputs/bench-TIME)")
-    parser.add_argument("--section", choices=("logits", "head", "families"), help="measure this section only")
-    parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
-    parser.add_argument("--quick", action="store_true", help="one shape of each section, without the grid of shapes")
+    parser.add_argument(
+        "--output", type=Path, help="folder for bench.csv and bench.png (outputs/bench-TIME)"
+    )
+    parser.add_argument(
+        "--section", choices=("logits", "head", "families"), help="measure this section only"
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=9, help="calls of which the median is taken (9)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one shape of each section, without the grid of shapes"
+    )
     options = parser.parse_args(argv)
 
     import torch
@@ -25,11 +34,21 @@ def main(argv: list[str]) -> int:
     from benchmarks.kernels.sections import fused_head, given_logits
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()}), a small version"
-    title = f"{machine}; torch {torch.__version__}; {_version('triton')}; {_version('liger-kernel')}"
+    machine = (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU ({platform.machine()}), a small version"
+    )
+    title = (
+        f"{machine}; torch {torch.__version__}; {_version('triton')}; {_version('liger-kernel')}"
+    )
     print(title)
     large = [(8192, 151936)] if device == "cuda" else [(256, 4096)]
-    grid = [(t, v) for v in (32768, 128256, 151936) for t in (8192, 16384)] if device == "cuda" else [(128, 1024)]
+    grid = (
+        [(t, v) for v in (32768, 128256, 151936) for t in (8192, 16384)]
+        if device == "cuda"
+        else [(128, 1024)]
+    )
     shapes = large + ([] if options.quick else [shape for shape in grid if shape not in large])
     rows = []
     if options.section in (None, "logits"):
@@ -42,7 +61,9 @@ def main(argv: list[str]) -> int:
         if options.section in (None, section):
             print(heading(section))
             tokens, vocabulary = large[0]
-            for row in measured(tokens, 4096 if device == "cuda" else 64, vocabulary, device, options.repetitions):
+            for row in measured(
+                tokens, 4096 if device == "cuda" else 64, vocabulary, device, options.repetitions
+            ):
                 rows.append(row)
                 print(line(row), flush=True)
     folder = options.output or Path("outputs") / f"bench-{datetime.now():%Y%m%d-%H%M%S}"

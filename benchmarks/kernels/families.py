@@ -1,4 +1,5 @@
-"""What every loss family costs beside the two that the rest of the benchmark measures: given logits, and the head."""
+"""What every loss family costs beside the two that the rest of the benchmark measures: given
+logits, and the head."""
 
 from __future__ import annotations
 
@@ -14,13 +15,19 @@ from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.kernels.given_logits import choose_implementation
 from pgtoolkit.losses.families import FAMILIES
 
-_CASES = {(name, "defaults"): {} for name in FAMILIES} | {("grpo", "dual_clip=3"): {"dual_clip": 3.0}}
+_CASES = {(name, "defaults"): {} for name in FAMILIES} | {
+    ("grpo", "dual_clip=3"): {"dual_clip": 3.0}
+}
 
 
-def every_family(tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int) -> Iterator[Row]:
-    """Forward and backward of each family, all in turns; share: its time over that of the family it stands beside.
+def every_family(
+    tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int
+) -> Iterator[Row]:
+    """Forward and backward of each family, all in turns; share: its time over that of the family it
+    stands beside.
 
-    That is `grpo`, and for a family by document on given logits `gspo`, which reads them twice as well.
+    That is `grpo`, and for a family by document on given logits `gspo`, which reads them twice as
+    well.
     """
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     with torch.no_grad():
@@ -28,7 +35,11 @@ def every_family(tokens: int, hidden_size: int, vocabulary: int, device: str, re
     best = choose_implementation("auto", logits)
     lengths = document_lengths(tokens, *((64, 2048) if tokens > 2048 else (4, 64)))
     workload = make_workload(
-        "grpo", lambda labels: best.forward(logits, labels, 1.0, False)[0], vocabulary, lengths, device
+        "grpo",
+        lambda labels: best.forward(logits, labels, 1.0, False)[0],
+        vocabulary,
+        lengths,
+        device,
     )
     leaf, total = logits.requires_grad_(), torch.zeros(vocabulary, hidden_size, device=device)
 
@@ -37,18 +48,24 @@ def every_family(tokens: int, hidden_size: int, vocabulary: int, device: str, re
 
         def call():
             leaf.grad = None
-            out = policy_loss(leaf, *chosen.tensors, **chosen.options, **parameters, check_finite=False)
+            out = policy_loss(
+                leaf, *chosen.tensors, **chosen.options, **parameters, check_finite=False
+            )
             out.loss.backward()
 
         return call
 
     def of_the_head(loss: str, parameters: dict) -> Callable:
         chosen = replace(workload, loss=loss)
-        options = chosen.options | parameters | {"counts": chosen.counts(), "weight_gradient": total}
+        options = (
+            chosen.options | parameters | {"counts": chosen.counts(), "weight_gradient": total}
+        )
 
         def call():
             hidden.grad = weight.grad = None
-            out = linear_policy_loss(hidden, weight, *chosen.tensors, **options, metrics="basic", check_finite=False)
+            out = linear_policy_loss(
+                hidden, weight, *chosen.tensors, **options, metrics="basic", check_finite=False
+            )
             out.loss.backward()
 
         return call

@@ -11,26 +11,41 @@ from collections.abc import Callable
 import torch
 
 _HEAD_START = 10_000_000
-"""Clock cycles (5 ms) that the GPU idles before each measurement, in which the CPU queues the call: what is measured
-is the GPU's time, as in a training step, whose queue is never empty. A synchronisation inside the call counts."""
+"""Clock cycles (5 ms) that the GPU idles before each measurement, in which the CPU queues the call:
+what is measured is the GPU's time, as in a training step, whose queue is never empty. A
+synchronisation inside the call counts."""
 
 
-def setup(name: str, purpose: str) -> tuple[int, str, tuple[int, int, int], tuple[int, int, int], str]:
-    """What `python -m benchmarks.NAME` is to do: (repetitions, device, shape to time, shape for errors, the machine).
+def setup(
+    name: str, purpose: str
+) -> tuple[int, str, tuple[int, int, int], tuple[int, int, int], str]:
+    """What `python -m benchmarks.NAME` is to do: (repetitions, device, shape to time, shape for
+    errors, the machine).
 
     A shape is (tokens, width, vocabulary). purpose: the module's docstring.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=purpose.partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=9, help="calls of which the median is taken (9)")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=purpose.partition("\n")[0]
+    )
+    parser.add_argument(
+        "--repetitions", type=int, default=9, help="calls of which the median is taken (9)"
+    )
     repetitions = parser.parse_args().repetitions
     if not torch.cuda.is_available():
-        return repetitions, "cpu", (256, 64, 4096), (256, 64, 4096), f"CPU, a small version; torch {torch.__version__}"
+        return (
+            repetitions,
+            "cpu",
+            (256, 64, 4096),
+            (256, 64, 4096),
+            f"CPU, a small version; torch {torch.__version__}",
+        )
     machine = f"{torch.cuda.get_device_name()}; torch {torch.__version__}"
     return repetitions, "cuda", (8192, 4096, 151936), (512, 1024, 151936), machine
 
 
 def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[str, float]:
-    """Median seconds of each call. The calls take turns, so that all see the same clocks and temperature.
+    """Median seconds of each call. The calls take turns, so that all see the same clocks and
+    temperature.
 
     Each turn is in another order: under a limit of power a call is faster after one that drew less.
     """
@@ -45,7 +60,10 @@ def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[s
             marks[name].append(_timed(calls[name], device))
     if device == "cuda":
         torch.cuda.synchronize()
-        return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in marks.items()}
+        return {
+            name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
+            for name, pairs in marks.items()
+        }
     return {name: statistics.median(times) for name, times in marks.items()}
 
 
@@ -77,4 +95,9 @@ def peak_bytes(call: Callable, device: str) -> int | None:
 def copy_bandwidth(like: torch.Tensor, device: str, repetitions: int = 10) -> float:
     """Bytes a second, read and written, of a copy as large as `like`."""
     target = torch.empty_like(like)
-    return 2 * like.numel() * like.element_size() / seconds({"": lambda: target.copy_(like)}, repetitions, device)[""]
+    return (
+        2
+        * like.numel()
+        * like.element_size()
+        / seconds({"": lambda: target.copy_(like)}, repetitions, device)[""]
+    )

@@ -1,6 +1,7 @@
 """What others offer for the same work, as far as it is installed, and plain PyTorch.
 
-Peers take documents as rows of one length; they get all documents of the same length, their best case.
+Peers take documents as rows of one length; they get all documents of the same length, their best
+case.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def eager_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
     objective.documents.token_order  # noqa: B018
 
     def loss(logits):
-        log_probs = logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        log_probs = (
+            logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        )
         return objective.losses_and_coefficients(log_probs)[0].sum()
 
     return loss
@@ -40,7 +43,8 @@ def compiled_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
 
 
 def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | None:
-    """Liger-Kernel's GRPO loss, token or sequence level, forward and backward; `rows` documents of equal length."""
+    """Liger-Kernel's GRPO loss, token or sequence level, forward and backward; `rows` documents of
+    equal length."""
     if not importlib.util.find_spec("liger_kernel"):
         return None
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -74,7 +78,8 @@ def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | N
 
 
 def liger_head(loss: str, hidden: Tensor, weight: Tensor, rows: int) -> Callable[[], None] | None:
-    """Liger-Kernel's fused linear GRPO loss, with TF32 products allowed: it computes the logits in float32."""
+    """Liger-Kernel's fused linear GRPO loss, with TF32 products allowed: it computes the logits in
+    float32."""
     if not importlib.util.find_spec("liger_kernel"):
         return None
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -96,15 +101,20 @@ def liger_head(loss: str, hidden: Tensor, weight: Tensor, rows: int) -> Callable
         hidden.grad = weight.grad = None
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
-        value, _ = module(hidden, weight, ids, torch.ones_like(ids), advantages, old_per_token_logps=old)
+        value, _ = module(
+            hidden, weight, ids, torch.ones_like(ids), advantages, old_per_token_logps=old
+        )
         value.backward()
         torch.backends.cuda.matmul.allow_tf32 = before
 
     return call
 
 
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, filtered: bool) -> Callable[[], None] | None:
-    """Apple's cut cross entropy: another loss, but the same three products; the neighbouring anchor."""
+def cut_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, filtered: bool
+) -> Callable[[], None] | None:
+    """Apple's cut cross entropy: another loss, but the same three products; the neighbouring
+    anchor."""
     if not importlib.util.find_spec("cut_cross_entropy"):
         return None
     from cut_cross_entropy import linear_cross_entropy
@@ -113,7 +123,9 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, filtered: 
 
     def call():
         hidden.grad = weight.grad = None
-        linear_cross_entropy(hidden, weight, labels, filter_eps="high" if filtered else None).backward()
+        linear_cross_entropy(
+            hidden, weight, labels, filter_eps="high" if filtered else None
+        ).backward()
 
     return call
 

@@ -1,4 +1,5 @@
-"""What `python -m benchmarks.kernels` measures: the loss of given logits, and the loss fused with the LM head."""
+"""What `python -m benchmarks.kernels` measures: the loss of given logits, and the loss fused with
+the LM head."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.measure import copy_bandwidth, peak_bytes, seconds
-from benchmarks.kernels.workloads import Workload, document_lengths, exact_gradient, head_matrices, make_workload
+from benchmarks.kernels.workloads import (
+    Workload,
+    document_lengths,
+    exact_gradient,
+    head_matrices,
+    make_workload,
+)
 from pgtoolkit import linear_policy_loss, policy_loss
 from pgtoolkit.kernels.chunks import default_logits_memory_mb
 from pgtoolkit.kernels.given_logits import choose_implementation
@@ -22,10 +29,12 @@ _CHUNK = 2048
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. rate: GB/s on the bytes model (logits) or TFLOP/s (head); share: of the ceiling.
+    """One line of the table. rate: GB/s on the bytes model (logits) or TFLOP/s (head); share: of
+    the ceiling.
 
-    For logits the model is what must move, 4 T V bytes for GRPO and 6 T V for GSPO in half precision, against the copy
-    rate; for the head the ceiling is the three plain products: share is their time over the row's.
+    For logits the model is what must move, 4 T V bytes for GRPO and 6 T V for GSPO in half
+    precision, against the copy rate; for the head the ceiling is the three plain products: share is
+    their time over the row's.
     """
 
     section: str
@@ -45,8 +54,11 @@ class Row:
         return asdict(self)
 
 
-def given_logits(tokens: int, vocabulary: int, device: str, repetitions: int, everything: bool) -> Iterator[Row]:
-    """Forward and backward of given logits; everything: also eager PyTorch, torch.compile, the peers, the errors."""
+def given_logits(
+    tokens: int, vocabulary: int, device: str, repetitions: int, everything: bool
+) -> Iterator[Row]:
+    """Forward and backward of given logits; everything: also eager PyTorch, torch.compile, the
+    peers, the errors."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
@@ -59,7 +71,14 @@ def given_logits(tokens: int, vocabulary: int, device: str, repetitions: int, ev
     def ours(workload: Workload, impl: str, **options) -> Callable:
         def call():
             leaf.grad = None
-            out = policy_loss(leaf, *workload.tensors, **workload.options, impl=impl, check_finite=False, **options)
+            out = policy_loss(
+                leaf,
+                *workload.tensors,
+                **workload.options,
+                impl=impl,
+                check_finite=False,
+                **options,
+            )
             out.loss.backward()
             return out.loss.detach()
 
@@ -92,7 +111,9 @@ def given_logits(tokens: int, vocabulary: int, device: str, repetitions: int, ev
             if device == "cuda":
                 calls["torch", "metrics none"] = ours(workload, "torch")
                 calls["torch.compile", "metrics none"] = other(peers.compiled_loss(workload))
-                calls["liger-kernel", "equal lengths"] = peers.liger_logits(loss, logits, max(1, tokens // 1024))
+                calls["liger-kernel", "equal lengths"] = peers.liger_logits(
+                    loss, logits, max(1, tokens // 1024)
+                )
             calls["eager PyTorch", "metrics none"] = other(peers.eager_loss(workload))
         calls = {key: call for key, call in calls.items() if call is not None}
         times = seconds(calls, repetitions, device)
@@ -115,7 +136,9 @@ def given_logits(tokens: int, vocabulary: int, device: str, repetitions: int, ev
                 times[name, case] * 1e3,
                 rate,
                 rate * 1e9 / bandwidth,
-                None if extra is None else (extra - (0 if leaf.grad is None else logits.nbytes)) / 1e6,
+                None
+                if extra is None
+                else (extra - (0 if leaf.grad is None else logits.nbytes)) / 1e6,
                 *errors,
             )
         leaf.grad = None
@@ -129,7 +152,9 @@ def _passes_alone(leaf, workload, implementation) -> dict:
     name = implementation.__name__.rpartition(".")[2].removesuffix("_passes")
     if workload.loss == "grpo" and implementation.one_pass:
         return {
-            (name, "passes alone"): lambda: implementation.forward_gradient(values, labels, 1.0, False, objective, out)
+            (name, "passes alone"): lambda: implementation.forward_gradient(
+                values, labels, 1.0, False, objective, out
+            )
         }
     ones = torch.ones(len(labels), device=values.device)
 
@@ -151,8 +176,11 @@ def _logits_errors(workload, leaf, call) -> tuple[float, float]:
     return _relative(found, exact), (wrong / total) ** 0.5
 
 
-def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int) -> Iterator[Row]:
-    """The head and the loss, forward and backward, against the three plain products of the same matrices."""
+def fused_head(
+    tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int
+) -> Iterator[Row]:
+    """The head and the loss, forward and backward, against the three plain products of the same
+    matrices."""
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     with torch.no_grad():
         score = hidden @ weight.T
@@ -166,14 +194,17 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
             "metrics": "basic",
             "logits_memory_mb": budgets[min(1, len(budgets) - 1)],
             "weight_gradient": total,
-            # As in training: documents are counted on the host, and the numbers are looked at once a step.
+            # As in training: documents are counted on the host, and the numbers are looked at once
+            #   a step.
             "check_finite": False,
             "counts": workload.counts(),
         } | options
 
         def call():
             hidden.grad = weight.grad = None
-            out = linear_policy_loss(hidden, weight, *workload.tensors, **workload.options, **options)
+            out = linear_policy_loss(
+                hidden, weight, *workload.tensors, **workload.options, **options
+            )
             out.loss.backward()
             return out.loss.detach()
 
@@ -191,34 +222,52 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
         with torch.no_grad():
             torch.mm(hidden, weight.T, out=score)
         workload = make_workload(
-            loss, lambda labels: implementation.forward(score, labels, 1.0, False)[0], vocabulary, lengths, device
+            loss,
+            lambda labels: implementation.forward(score, labels, 1.0, False)[0],
+            vocabulary,
+            lengths,
+            device,
         )
         with torch.no_grad():
             implementation.forward_score_(score, workload.labels, 1.0, False, hidden.dtype)
         default = default_logits_memory_mb(hidden.device)
         calls = {("fused_linear", f"default, {default} MiB"): ours(workload, logits_memory_mb=None)}
-        calls |= {("fused_linear", f"{mb} MiB"): ours(workload, logits_memory_mb=mb) for mb in budgets}
+        calls |= {
+            ("fused_linear", f"{mb} MiB"): ours(workload, logits_memory_mb=mb) for mb in budgets
+        }
         calls["fused_linear", "metrics none"] = ours(workload, metrics="none")
         calls["fused_linear", "with entropy"] = ours(workload, metrics="with_entropy")
         calls["fused_linear", "half untrained"] = ours(workload.half_untrained())
         calls["fused_linear", "half zero advantage"] = ours(workload.half_zero_advantage())
         calls["fused_linear", "float32 logits"] = ours(workload, fp32_logits=True)
-        calls["fused_linear", "counts read, checked"] = ours(workload, counts=None, check_finite=True)
+        calls["fused_linear", "counts read, checked"] = ours(
+            workload, counts=None, check_finite=True
+        )
         calls["fused_linear", "gradient by autograd"] = ours(workload, weight_gradient=None)
         if device == "cuda":
             calls["triton", "all logits"] = ours(
                 workload, impl="triton", logits_memory_mb=None, weight_gradient=None, counts=None
             )
             calls["torch.compile", "all logits"] = naive(peers.compiled_loss(workload))
-            calls["liger-kernel", "equal lengths"] = peers.liger_head(loss, hidden, weight, max(1, tokens // 1024))
-            calls["cut-cross-entropy", "filtered"] = peers.cut_cross_entropy(hidden, weight, workload.labels, True)
-            calls["cut-cross-entropy", "exact"] = peers.cut_cross_entropy(hidden, weight, workload.labels, False)
+            calls["liger-kernel", "equal lengths"] = peers.liger_head(
+                loss, hidden, weight, max(1, tokens // 1024)
+            )
+            calls["cut-cross-entropy", "filtered"] = peers.cut_cross_entropy(
+                hidden, weight, workload.labels, True
+            )
+            calls["cut-cross-entropy", "exact"] = peers.cut_cross_entropy(
+                hidden, weight, workload.labels, False
+            )
         calls["eager PyTorch", "all logits"] = naive(peers.eager_loss(workload))
         calls = {key: call for key, call in calls.items() if call is not None}
         products = _plain_products(hidden.detach(), weight.detach(), score, total)
-        slow = {key: call for key, call in calls.items() if key[0] not in ("fused_linear", "triton")}
+        slow = {
+            key: call for key, call in calls.items() if key[0] not in ("fused_linear", "triton")
+        }
         quick = {key: call for key, call in calls.items() if key not in slow}
-        times = seconds(products | quick, repetitions, device) | seconds(slow, max(2, repetitions // 3), device)
+        times = seconds(products | quick, repetitions, device) | seconds(
+            slow, max(2, repetitions // 3), device
+        )
         plain = times["plain products", "one each"]
         work = 6 * tokens * hidden_size * vocabulary
         for (name, case), call in (products | calls).items():
@@ -248,8 +297,13 @@ def fused_head(tokens: int, hidden_size: int, vocabulary: int, device: str, repe
 
 
 def _plain_products(hidden: Tensor, weight: Tensor, score: Tensor, total: Tensor) -> dict:
-    """Logits, gradient of hidden, gradient of the weight, each in one product: the least that must be computed."""
-    logits, by_hidden, by_weight = torch.empty_like(score), torch.empty_like(hidden), torch.empty_like(weight)
+    """Logits, gradient of hidden, gradient of the weight, each in one product: the least that must
+    be computed."""
+    logits, by_hidden, by_weight = (
+        torch.empty_like(score),
+        torch.empty_like(hidden),
+        torch.empty_like(weight),
+    )
 
     def two():
         torch.mm(hidden, weight.T, out=logits)
@@ -286,7 +340,9 @@ def _head_errors(workload, hidden, weight, total, call, rounded_logits) -> tuple
     wide, wide_hidden = weight.detach().double(), hidden.detach().double()
     if rounded_logits:
         # The head's product in its own dtype, as given; the errors are of all that follows.
-        exact, blocks = exact_gradient(workload, lambda rows: hidden.detach()[rows] @ weight.detach().T)
+        exact, blocks = exact_gradient(
+            workload, lambda rows: hidden.detach()[rows] @ weight.detach().T
+        )
     else:
         exact, blocks = exact_gradient(workload, lambda rows: wide_hidden[rows] @ wide.T)
     by_weight = torch.zeros_like(wide)

@@ -1,4 +1,5 @@
-"""The steps that `python -m benchmarks.kernels` measures: made-up packed documents, and their gradients in float64."""
+"""The steps that `python -m benchmarks.kernels` measures: made-up packed documents, and their
+gradients in float64."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from pgtoolkit.losses.piece import make_objective
 class Workload:
     """T packed tokens of documents of random length, and what the loss needs besides the logits.
 
-    The old log-probs differ from the new ones by noise of 0.1 a token whose mean in a document is 1e-4: GRPO clips
-    5 % of the tokens, GSPO nothing.
+    The old log-probs differ from the new ones by noise of 0.1 a token whose mean in a document is
+    1e-4: GRPO clips 5 % of the tokens, GSPO nothing.
     """
 
     loss: str
@@ -44,7 +45,9 @@ class Workload:
         return self._tokens().counted().counts
 
     def objective(self, dtype: torch.dtype = torch.float32) -> Objective:
-        return make_objective(self._tokens(), None, Loss(family_of(self.loss), SampleMean()), dtype, Ranks())
+        return make_objective(
+            self._tokens(), None, Loss(family_of(self.loss), SampleMean()), dtype, Ranks()
+        )
 
     def _tokens(self) -> Tokens:
         return Tokens(**{key: value for key, value in vars(self).items() if key != "loss"})
@@ -75,14 +78,18 @@ def document_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> 
     return lengths
 
 
-def make_workload(loss: str, log_probs_of, vocabulary: int, lengths: list[int], device: str) -> Workload:
+def make_workload(
+    loss: str, log_probs_of, vocabulary: int, lengths: list[int], device: str
+) -> Workload:
     """log_probs_of(labels): (T,) new log-prob of each label."""
     generator = torch.Generator(device).manual_seed(1)
     total, count = sum(lengths), len(lengths)
     index = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(device)
     labels = torch.randint(0, vocabulary, (total,), generator=generator, device=device)
     noise = 0.1 * torch.randn(total, generator=generator, device=device)
-    means = torch.zeros(count, device=device).index_add_(0, index, noise) / torch.tensor(lengths, device=device)
+    means = torch.zeros(count, device=device).index_add_(0, index, noise) / torch.tensor(
+        lengths, device=device
+    )
     drift = 1e-4 * torch.randn(count, generator=generator, device=device)
     old = log_probs_of(labels) + noise + (drift - means)[index]
     advantages = torch.randn(count, generator=generator, device=device)[index]
@@ -90,13 +97,17 @@ def make_workload(loss: str, log_probs_of, vocabulary: int, lengths: list[int], 
 
 
 def exact_gradient(workload: Workload, logits_of, rows: int = 1024):
-    """(loss, blocks) in float64: blocks yields (slice, gradient by the logits) for `rows` rows at a time.
+    """(loss, blocks) in float64: blocks yields (slice, gradient by the logits) for `rows` rows at a
+    time.
 
     logits_of(slice): the logits of these rows, of any dtype.
     """
     total = len(workload.labels)
     cuts = [slice(low, min(low + rows, total)) for low in range(0, total, rows)]
-    forwards = [torch_passes.forward(logits_of(cut).double(), workload.labels[cut], 1.0, False) for cut in cuts]
+    forwards = [
+        torch_passes.forward(logits_of(cut).double(), workload.labels[cut], 1.0, False)
+        for cut in cuts
+    ]
     losses, coefficients = workload.objective(torch.float64).losses_and_coefficients(
         torch.cat([log_probs for log_probs, _, _ in forwards])
     )
@@ -106,17 +117,28 @@ def exact_gradient(workload: Workload, logits_of, rows: int = 1024):
             yield (
                 cut,
                 torch_passes.backward(
-                    logits_of(cut).double(), workload.labels[cut], normalizer, coefficients[cut], 1.0
+                    logits_of(cut).double(),
+                    workload.labels[cut],
+                    normalizer,
+                    coefficients[cut],
+                    1.0,
                 ),
             )
 
     return losses.sum(), blocks
 
 
-def head_matrices(tokens: int, hidden_size: int, vocabulary: int, device: str) -> tuple[Tensor, Tensor]:
-    """Hidden states (tokens, hidden_size) and the head's weight, in bfloat16 on a GPU; their logits spread by 2."""
+def head_matrices(
+    tokens: int, hidden_size: int, vocabulary: int, device: str
+) -> tuple[Tensor, Tensor]:
+    """Hidden states (tokens, hidden_size) and the head's weight, in bfloat16 on a GPU; their logits
+    spread by 2."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
-    hidden = torch.randn(tokens, hidden_size, generator=generator, device=device).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(tokens, hidden_size, generator=generator, device=device)
+        .to(dtype)
+        .requires_grad_()
+    )
     weight = torch.randn(vocabulary, hidden_size, generator=generator, device=device)
     return hidden, (weight * (2 / hidden_size**0.5)).to(dtype).requires_grad_()

@@ -2,7 +2,8 @@
 
 usage: TREE/.venv/bin/python calls.py COMMANDS.json OUT.json
 
-COMMANDS.json: [{"name": ..., "words": [...]}]. OUT.json: {name: {"status": n, "out": text, "err": text}}.
+COMMANDS.json: [{"name": ..., "words": [...]}]. OUT.json: {name: {"status": n, "out": text, "err":
+    text}}.
 Only the entry point `pgtoolkit.cli.main` of the tree is used.
 """
 
@@ -60,7 +61,14 @@ def main() -> None:
             call(warm_up, modules.name)
             for name in json.loads(Path(modules.name).read_text()):
                 # transformers and mlflow make lazy modules that break when imported by name
-                if name.partition(".")[0] in ("pgtoolkit", "hydra", "omegaconf", "yaml", "antlr4", "hydra_plugins"):
+                if name.partition(".")[0] in (
+                    "pgtoolkit",
+                    "hydra",
+                    "omegaconf",
+                    "yaml",
+                    "antlr4",
+                    "hydra_plugins",
+                ):
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
     results = {command["name"]: call(command["words"]) for command in commands}

@@ -12,7 +12,9 @@ from working_copy import HERE
 
 def allowed() -> list[tuple[re.Pattern, str]]:
     """Patterns of allowed.txt: `PATTERN -- reason`, matched with `part/path: what differs`."""
-    lines = (HERE / "allowed.txt").read_text().splitlines() if (HERE / "allowed.txt").exists() else []
+    lines = (
+        (HERE / "allowed.txt").read_text().splitlines() if (HERE / "allowed.txt").exists() else []
+    )
     pairs = [line.rsplit(" -- ", 1) for line in lines if line.strip() and not line.startswith("#")]
     return [(re.compile(pattern.strip()), reason) for pattern, reason in pairs]
 
@@ -59,13 +61,25 @@ def compare(base: Path, out: Path, texts: bool) -> int:
             if not (out / file.name).exists():
                 failures.append(f"{file.stem}: was not recorded")
             else:
-                walk(file.stem, json.loads(file.read_text()), json.loads((out / file.name).read_text()))
+                walk(
+                    file.stem,
+                    json.loads(file.read_text()),
+                    json.loads((out / file.name).read_text()),
+                )
     for path, before, now in changed_texts if texts else ():
         print(f"--- {path}")
         if not isinstance(before, str):
             before, now = json.dumps(before, indent=1), json.dumps(now, indent=1)
-        print("\n".join(list(difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0))[2:]))
-    show("Texts that differ (may change; --texts prints them)", [path for path, *_ in changed_texts])
+        print(
+            "\n".join(
+                list(difflib.unified_diff(before.splitlines(), now.splitlines(), lineterm="", n=0))[
+                    2:
+                ]
+            )
+        )
+    show(
+        "Texts that differ (may change; --texts prints them)", [path for path, *_ in changed_texts]
+    )
     show("New", collapse(additions))
     show("Allowed", permitted)
     show("FAILURES", failures)
@@ -140,7 +154,9 @@ def collapse(additions: list[str]) -> list[str]:
     for line in additions:
         merged = re.sub(r"^configurations/[^/]*/", "configurations/*/", line)
         counts[merged] = counts.get(merged, 0) + 1
-    return [f"{line}" + (f"  ({count} times)" if count > 1 else "") for line, count in counts.items()]
+    return [
+        f"{line}" + (f"  ({count} times)" if count > 1 else "") for line, count in counts.items()
+    ]
 
 
 def short(value: object) -> str:

@@ -1,6 +1,7 @@
-"""Read what is compared, with the packages of a tree's environment. Knows file formats, no module of pgtoolkit.
+"""Read what is compared, with the packages of a tree's environment. Knows file formats, no module
+of pgtoolkit.
 
-usage: python read.py yaml             (JSON {name: YAML text} on stdin -> JSON {name: {dotted key: value}})
+usage: python read.py yaml    (JSON {name: YAML text} on stdin -> JSON {name: {dotted key: value}})
        python read.py public           (imports pgtoolkit: its public names and signatures)
 """
 
@@ -34,7 +35,9 @@ def public():
         value = getattr(pgtoolkit, name)
         signature = str(inspect.signature(value)) if callable(value) else type(value).__name__
         if inspect.ismodule(value) and name in pgtoolkit.__all__:
-            below = [word for word in getattr(value, "__all__", dir(value)) if not word.startswith("_")]
+            below = [
+                word for word in getattr(value, "__all__", dir(value)) if not word.startswith("_")
+            ]
             signature = "module: " + ", ".join(sorted(below))
         names[name] = signature
     from pgtoolkit import errors

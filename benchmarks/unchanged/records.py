@@ -1,8 +1,10 @@
-"""What must not change while code is rearranged: recorded from two working copies, and compared. See README.md.
+"""What must not change while code is rearranged: recorded from two working copies, and compared.
+See README.md.
 
 usage: records.py make TREE                  make runs with the older commit, in made_by_base/
-       records.py record TREE OUT [PART...]  write the records of a working copy to a folder, or some parts of them
-       records.py compare BASE OUT [--texts] print what differs; exit status 1 where something must not
+       records.py record TREE OUT [PART...] write the records of a working copy to a folder, or some
+       parts of them records.py compare BASE OUT [--texts] print what differs; exit status 1 where
+       something must not
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ def record(tree: Tree, out: Path, chosen: list[str]) -> None:
         start = cpu_seconds()
         save(out / f"{name}.json", part(tree))
         print(f"{name}: {cpu_seconds() - start:.0f} s of CPU time", flush=True)
-    print(f"records of {commit} in {out}: {time.monotonic() - began:.0f} s, {cpu_seconds():.0f} s of CPU time")
+    print(
+        f"records of {commit} in {out}: {time.monotonic() - began:.0f} s, {cpu_seconds():.0f} s of "
+        "CPU time"
+    )
 
 
 def save(path: Path, value: object) -> None:
@@ -82,11 +87,14 @@ def configurations(tree: Tree) -> dict:
 
 
 def sweeps_of(tree: Tree) -> list[str]:
-    return sorted(path.stem for path in (tree.path / "sweeps").glob("*.yaml") if not path.stem.startswith("_"))
+    return sorted(
+        path.stem for path in (tree.path / "sweeps").glob("*.yaml") if not path.stem.startswith("_")
+    )
 
 
 def checks(tree: Tree) -> dict:
-    """`pgtk check` of every experiment and sweep: exit status, refused keys, number of notes; the text beside."""
+    """`pgtk check` of every experiment and sweep: exit status, refused keys, number of notes; the
+    text beside."""
     commands = {"default": ["check"]}
     for name in options_of(tree)["experiment"] + [""]:
         if name:
@@ -123,7 +131,8 @@ NEED_MORE = ("sft", "distillation", "gsm8k", "sums")
 
 
 def names(tree: Tree) -> dict:
-    """Folders of sweeps and directories of their jobs with their digests: of sweep.json, before a job has begun."""
+    """Folders of sweeps and directories of their jobs with their digests: of sweep.json, before a
+    job has begun."""
     records = {}
     experiments = ",".join(options_of(tree)["experiment"])
     lines = {f"sweep {name}": ["sweep", name] for name in sweeps_of(tree) if name != "real_model"}
@@ -131,7 +140,11 @@ def names(tree: Tree) -> dict:
         "-m",
         f"experiment={','.join(e for e in experiments.split(',') if e not in NEED_MORE)}",
     ]
-    lines["losses"] = ["-m", "loss=grpo,gspo,cispo,sapo,gmpo,dppo,vespo,kimi", "aggregation=sample_mean,token_mean"]
+    lines["losses"] = [
+        "-m",
+        "loss=grpo,gspo,cispo,sapo,gmpo,dppo,vespo,kimi",
+        "aggregation=sample_mean,token_mean",
+    ]
     lines["paths"] = [
         "-m",
         "model=huggingface",
@@ -164,7 +177,10 @@ def names(tree: Tree) -> dict:
             records[name] = {"refused": process.returncode, "~text": tree.plain(error)}
             continue
         jobs = json.loads((folder / "sweep.json").read_text())["jobs"]
-        records[name] = {"folder": folder.name, "jobs": sorted((job["directory"] for job in jobs), key=_digest_of)}
+        records[name] = {
+            "folder": folder.name,
+            "jobs": sorted((job["directory"] for job in jobs), key=_digest_of),
+        }
         shutil.rmtree(folder)
     return records
 
@@ -175,19 +191,27 @@ def _digest_of(directory: str) -> str:
 
 
 def public(tree: Tree) -> dict:
-    """Public names with signatures, keys with type and default, names of metrics, commands with their options."""
+    """Public names with signatures, keys with type and default, names of metrics, commands with
+    their options."""
     known = tree.read("public")
     keys, meanings = {}, {}
     for line in (tree.path / "docs/keys.md").read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
         if len(cells) == 4 and cells[0].startswith("`"):
             keys[cells[0]], meanings[cells[0]] = [cells[1], cells[2]], cells[3]
-    metrics = sorted(set(re.findall(r"^\| (.*?) \|", (tree.path / "docs/metrics.md").read_text(), re.M)))
-    metrics = sorted({name for cell in metrics for name in re.findall(r"`([a-z][A-Za-z0-9_/@]*)`", cell)})
+    metrics = sorted(
+        set(re.findall(r"^\| (.*?) \|", (tree.path / "docs/metrics.md").read_text(), re.M))
+    )
+    metrics = sorted(
+        {name for cell in metrics for name in re.findall(r"`([a-z][A-Za-z0-9_/@]*)`", cell)}
+    )
     help_page = tree.calls({"help": ["--help"]})["help"]["out"]
     commands = re.findall(r"^  pgtk ([a-z]+) ", help_page, re.M)
     pages = tree.calls({name: [name, "--help"] for name in commands})
-    options = {name: sorted(set(re.findall(r"--[a-z][a-z-]*", page["out"]))) for name, page in pages.items()}
+    options = {
+        name: sorted(set(re.findall(r"--[a-z][a-z-]*", page["out"])))
+        for name, page in pages.items()
+    }
     return known | {
         "keys": keys,
         "metrics": metrics,
@@ -203,16 +227,30 @@ def public(tree: Tree) -> dict:
 def refusals(tree: Tree) -> dict:
     """The golden list of refusals, and whether the tree keeps it."""
     lines = (tree.path / "tests/config/golden_refusals.txt").read_text().splitlines()
-    rows = dict(line.split(" -> ", 1) for line in lines if " -> " in line and not line.startswith("#"))
+    rows = dict(
+        line.split(" -> ", 1) for line in lines if " -> " in line and not line.startswith("#")
+    )
     done = subprocess.run(
-        [tree.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/config/test_golden_refusals.py"],
+        [
+            tree.python,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/config/test_golden_refusals.py",
+        ],
         cwd=tree.path,
         env=tree.environment | {"PYTHONPATH": ""},
         capture_output=True,
         text=True,
         check=False,
     )
-    return {"rows": rows, "kept": done.returncode == 0, "~text": done.stdout[-1500:] if done.returncode else ""}
+    return {
+        "rows": rows,
+        "kept": done.returncode == 0,
+        "~text": done.stdout[-1500:] if done.returncode else "",
+    }
 
 
 # Comparing

@@ -1,4 +1,5 @@
-"""Small runs of all kinds, recorded to the last bit; and runs of an older commit that go on under a newer one."""
+"""Small runs of all kinds, recorded to the last bit; and runs of an older commit that go on under a
+newer one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ SHORT = [
         "metrics=with_entropy",
     ),
     *("rollout.prompts_per_batch=4", "rollout.group_size=4", "accumulation.docs_per_step=8"),
-    *("accumulation.max_tokens=64", "optimizer.warmup_steps=0", "optimizer.learning_rate=0.01", "task.num_digits=3"),
+    *(
+        "accumulation.max_tokens=64",
+        "optimizer.warmup_steps=0",
+        "optimizer.learning_rate=0.01",
+        "task.num_digits=3",
+    ),
     *("model.hidden_size=32", "model.num_heads=2", "rollout.max_completion_length=4"),
 ]
 
@@ -46,7 +52,8 @@ Family = FAMILIES["grpo"]
 '''
 
 EXPERIMENTS = {
-    # name: (defaults list, keys); each is run for three steps as one job of a sweep through --config-dir
+    # name: (defaults list, keys); each is run for three steps as one job of a sweep through
+    #   --config-dir
     **{
         f"loss_{name}": ({"loss": name}, {})
         for name in ("grpo", "gspo", "cispo", "sapo", "gmpo", "dppo", "vespo", "kimi", "reinforce")
@@ -57,7 +64,13 @@ EXPERIMENTS = {
     },
     **{
         f"correction_{name}": ({"loss": "grpo", "correction": name}, {})
-        for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off_policy_mask")
+        for name in (
+            "token_truncate",
+            "token_mask",
+            "sequence_truncate",
+            "sequence_mask",
+            "off_policy_mask",
+        )
     },
     **{
         f"kl_{name}": ({"loss": "grpo", "kl": name}, {"kl.coefficient": 0.1})
@@ -82,18 +95,30 @@ EXPERIMENTS = {
         {"loss": "grpo", "correction": "token_truncate"},
         {"rollout.lag": 2, "rollout.old_log_probs": "proximal"},
     ),
-    "dynamic_sampling": ({"loss": "grpo"}, {"rollout.max_sampling_rounds": 3, "rollout.overlong_buffer": 2}),
+    "dynamic_sampling": (
+        {"loss": "grpo"},
+        {"rollout.max_sampling_rounds": 3, "rollout.overlong_buffer": 2},
+    ),
     "masked": ({"loss": "grpo"}, {"rollout.truncated": "mask"}),
     "chain_sum": (
         {"task": "chain_sum"},
-        {"task.min_terms": 2, "task.max_terms": 2, "rollout.max_completion_length": 24, "model.max_positions": 64},
+        {
+            "task.min_terms": 2,
+            "task.max_terms": 2,
+            "rollout.max_completion_length": 24,
+            "model.max_positions": 64,
+        },
     ),
-    "conversation_guess": ({"task": "guess"}, {"rollout.max_completion_length": 26, "model.max_positions": 64}),
+    "conversation_guess": (
+        {"task": "guess"},
+        {"rollout.max_completion_length": 26, "model.max_positions": 64},
+    ),
 }
 
 
 def prepare(tree: Tree) -> None:
-    """Write what the recorded runs read: code of a user, experiments, a model's folder, starts of the study."""
+    """Write what the recorded runs read: code of a user, experiments, a model's folder, starts of
+    the study."""
     (tree.work / "own_code.py").write_text(OWN_CODE)
     folder = tree.work / "own_conf" / "experiment"
     folder.mkdir(parents=True)
@@ -123,8 +148,12 @@ def prepare(tree: Tree) -> None:
     )
     tree.run("export", "start", "outputs/study/small-1")
     for number in range(2, 11):
-        shutil.copytree(tree.work / "outputs/study/small-1", tree.work / f"outputs/study/small-{number}")
-    (tree.work / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}\n')
+        shutil.copytree(
+            tree.work / "outputs/study/small-1", tree.work / f"outputs/study/small-{number}"
+        )
+    (tree.work / "prompts.jsonl").write_text(
+        '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "2+1=", "answer": "3"}\n'
+    )
 
 
 def runs(tree: Tree) -> dict:
@@ -142,7 +171,11 @@ def runs(tree: Tree) -> dict:
             else {"refused": result["status"], "~text": result["err"]}
         )
 
-    evaluated = ("evaluation.every=2", "evaluation.prompts_per_set=8", "evaluation.completions_per_prompt=2")
+    evaluated = (
+        "evaluation.every=2",
+        "evaluation.prompts_per_set=8",
+        "evaluation.completions_per_prompt=2",
+    )
     run("gspo", *evaluated)
     run("grpo", "loss=grpo", "rollout.save_path=recorded", "seed=3")
     run("two_processes", "parallelism=ddp", "loss=grpo")
@@ -151,22 +184,48 @@ def runs(tree: Tree) -> dict:
     run("own_loss", "loss=custom", "loss.path=own_code.Family", "loss.options.epsilon_high=0.1")
     run("fixed", "accumulation=fixed", "loss=grpo", without=("accumulation.",))
     run("own_advantage", "advantage=custom", "advantage.path=own_code.advantages")
-    run("recorded", "loss=grpo", "rollout=recorded", "rollout.path=recorded", without=("rollout.", "task."))
+    run(
+        "recorded",
+        "loss=grpo",
+        "rollout=recorded",
+        "rollout.path=recorded",
+        without=("rollout.", "task."),
+    )
     tree.run("solutions", "solutions.jsonl", "task=reverse", "task.num_digits=3", "--count", "40")
-    run("supervised", "experiment=sft", "rollout.path=solutions.jsonl", without=("rollout.", "task."))
+    run(
+        "supervised",
+        "experiment=sft",
+        "rollout.path=solutions.jsonl",
+        without=("rollout.", "task."),
+    )
     tree.run("export", "runs/gspo", "exported")
-    records["exported"] = {path.name: digest_of(path) for path in (work / "exported").glob("*.safetensors")}
+    records["exported"] = {
+        path.name: digest_of(path) for path in (work / "exported").glob("*.safetensors")
+    }
     model = ("model=huggingface", "model.path=exported")
-    run("lora", *model, "model.lora_rank=4", "optimizer.learning_rate=0.01", without=("model.h", "model.n"))
+    run(
+        "lora",
+        *model,
+        "model.lora_rank=4",
+        "optimizer.learning_rate=0.01",
+        without=("model.h", "model.n"),
+    )
     run("conversation", "task=guess", "rollout.max_completion_length=26", without=("task.",))
     # resumed in the middle: of six steps four were made and saved
     run("to_resume", "loss=grpo", "rollout.lag=1")
     result = tree.run("resume", "runs/to_resume", "trainer.max_steps=7")
     records["resumed"] = (
-        tree.run_record(work / "runs/to_resume") if result["status"] == 0 else {"refused": result["status"]}
+        tree.run_record(work / "runs/to_resume")
+        if result["status"] == 0
+        else {"refused": result["status"]}
     )
     # the answer of evaluate: its numbers
-    result = tree.run("evaluate", "runs/gspo", "evaluation.prompts_per_set=8", "evaluation.completions_per_prompt=2")
+    result = tree.run(
+        "evaluate",
+        "runs/gspo",
+        "evaluation.prompts_per_set=8",
+        "evaluation.completions_per_prompt=2",
+    )
     records["evaluate"] = {"status": result["status"], "~text": result["out"]}
     return records
 
@@ -175,7 +234,11 @@ def many(tree: Tree) -> dict:
     """Many small configurations as the jobs of one sweep, through --config-dir."""
     work, records = tree.work, {}
     experiments = ",".join(f"gate_{name}" for name in EXPERIMENTS)
-    small = [word for word in SHORT if not word.startswith(("trainer.max", "metrics", "rollout.max", "task."))]
+    small = [
+        word
+        for word in SHORT
+        if not word.startswith(("trainer.max", "metrics", "rollout.max", "task."))
+    ]
     result = tree.run(
         "-m",
         "--config-dir",
@@ -198,11 +261,20 @@ def made(tree: Tree) -> dict:
     work = tree.work / "made"
     shutil.copytree(MADE, work)
     result = tree.run("resume", "runs/killed", folder=work)
-    records["killed run resumed"] = {"status": result["status"], **tree.run_record(work / "runs/killed")}
+    records["killed run resumed"] = {
+        "status": result["status"],
+        **tree.run_record(work / "runs/killed"),
+    }
     result = tree.run("continue", "runs/stopped", *made_run(), folder=work)
-    records["stopped run continued"] = {"status": result["status"], **tree.run_record(work / "runs/stopped")}
+    records["stopped run continued"] = {
+        "status": result["status"],
+        **tree.run_record(work / "runs/stopped"),
+    }
     result = tree.run("resume", "runs/done", "trainer.max_steps=10", folder=work)
-    records["finished run goes on"] = {"status": result["status"], **tree.run_record(work / "runs/done")}
+    records["finished run goes on"] = {
+        "status": result["status"],
+        **tree.run_record(work / "runs/done"),
+    }
     before = (work / MADE_SWEEP_FOLDER).glob("*/metrics.jsonl")
     done = {
         path: path.read_text()
@@ -213,7 +285,8 @@ def made(tree: Tree) -> dict:
     jobs = sorted(path.parent for path in (work / MADE_SWEEP_FOLDER).glob("*/status.json"))
     records["sweep again"] = {
         "status": result["status"],
-        "finished jobs were left alone": bool(done) and all(path.read_text() == text for path, text in done.items()),
+        "finished jobs were left alone": bool(done)
+        and all(path.read_text() == text for path, text in done.items()),
     }
     for job in jobs:
         records[f"sweep again/{job.name}"] = tree.run_record(job)
@@ -243,10 +316,17 @@ def clockless(table: str) -> str:
     import csv
 
     rows = list(csv.DictReader(table.splitlines()))
-    return json.dumps([{k: v for k, v in row.items() if not re.search("second|time|started", k or "")} for row in rows])
+    return json.dumps(
+        [
+            {k: v for k, v in row.items() if not re.search("second|time|started", k or "")}
+            for row in rows
+        ]
+    )
 
 
-MADE_SWEEP_FOLDER = next((str(path.relative_to(MADE)) for path in MADE.glob("outputs/sweeps/*")), "")
+MADE_SWEEP_FOLDER = next(
+    (str(path.relative_to(MADE)) for path in MADE.glob("outputs/sweeps/*")), ""
+)
 MADE_SWEEP = [
     "sweep",
     "clip_range",
@@ -264,11 +344,17 @@ MADE_SWEEP = [
 
 
 def made_run() -> list[str]:
-    return [*(word for word in SHORT if "max_steps" not in word), "trainer.max_steps=100", "loss=grpo", "rollout.lag=1"]
+    return [
+        *(word for word in SHORT if "max_steps" not in word),
+        "trainer.max_steps=100",
+        "loss=grpo",
+        "rollout.lag=1",
+    ]
 
 
 def make(tree: Tree) -> None:
-    """made_by_base/: a finished run, one that a signal stopped, a killed one; a sweep of which one job is killed."""
+    """made_by_base/: a finished run, one that a signal stopped, a killed one; a sweep of which one
+    job is killed."""
     if MADE.exists():
         raise SystemExit(f"{MADE} exists")
     work = tree.work / "made"
@@ -298,9 +384,14 @@ def make(tree: Tree) -> None:
     )
     second = None
     while second is None:
-        folders = sorted((work / "outputs/sweeps").glob("*/*/metrics.jsonl"), key=lambda path: path.stat().st_ctime)
+        folders = sorted(
+            (work / "outputs/sweeps").glob("*/*/metrics.jsonl"),
+            key=lambda path: path.stat().st_ctime,
+        )
         started = [
-            path for path in folders if json.loads((path.parent / "status.json").read_text())["state"] == "running"
+            path
+            for path in folders
+            if json.loads((path.parent / "status.json").read_text())["state"] == "running"
         ]
         if len(folders) == 2 and started and started[0].read_text().count("\n") > 90:
             second = started[0]

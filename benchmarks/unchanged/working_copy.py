@@ -1,4 +1,5 @@
-"""A working copy with its environment, whose commands are run and whose run directories are recorded."""
+"""A working copy with its environment, whose commands are run and whose run directories are
+recorded."""
 
 from __future__ import annotations
 
@@ -12,14 +13,22 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CLOCK = {
-    *("time", "tokens_per_second", "peak_memory_gb", "seconds", "seconds_sampling", "seconds_scoring"),
+    *(
+        "time",
+        "tokens_per_second",
+        "peak_memory_gb",
+        "seconds",
+        "seconds_sampling",
+        "seconds_scoring",
+    ),
     *("seconds_old_log_probs", "seconds_update"),
 }
 """What two runs of the same seeds differ in."""
 
 
 class Tree:
-    """A working copy with its environment in .venv, and a folder of our own to run its commands in."""
+    """A working copy with its environment in .venv, and a folder of our own to run its commands
+    in."""
 
     def __init__(self, path: Path, work: Path):
         self.path, self.work = path.resolve(), work
@@ -36,7 +45,11 @@ class Tree:
 
     def plain(self, text: str) -> str:
         """The text without what differs from place to place and from time to time."""
-        text = text.replace(str(self.work), "$WORK").replace(str(self.pgtk), "pgtk").replace(str(self.path), "$TREE")
+        text = (
+            text.replace(str(self.work), "$WORK")
+            .replace(str(self.pgtk), "pgtk")
+            .replace(str(self.path), "$TREE")
+        )
         text = re.sub(r"\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d-\d{6}", "DATE/TIME", text)
         return text
 
@@ -51,21 +64,39 @@ class Tree:
             timeout=1800,
             check=False,
         )
-        result = {"status": done.returncode, "out": self.plain(done.stdout), "err": self.plain(done.stderr)}
+        result = {
+            "status": done.returncode,
+            "out": self.plain(done.stdout),
+            "err": self.plain(done.stderr),
+        }
         if expect is not None and done.returncode != expect:
-            print(f"  ! pgtk {' '.join(words)[:150]}: exit status {done.returncode}: {done.stderr[-300:]}", flush=True)
+            print(
+                (
+                    f"  ! pgtk {' '.join(words)[:150]}: exit status {done.returncode}: "
+                    f"{done.stderr[-300:]}"
+                ),
+                flush=True,
+            )
         return result
 
     def calls(self, commands: dict[str, list[str]]) -> dict[str, dict]:
         """Run many short commands in forks of one process."""
         source, target = self.work / "calls.in.json", self.work / "calls.out.json"
-        source.write_text(json.dumps([{"name": name, "words": words} for name, words in commands.items()]))
+        source.write_text(
+            json.dumps([{"name": name, "words": words} for name, words in commands.items()])
+        )
         subprocess.run(
-            [self.python, HERE / "calls.py", source, target], cwd=self.work, env=self.environment, check=True
+            [self.python, HERE / "calls.py", source, target],
+            cwd=self.work,
+            env=self.environment,
+            check=True,
         )
         results = json.loads(target.read_text())
         return {
-            name: {key: self.plain(text) if isinstance(text, str) else text for key, text in result.items()}
+            name: {
+                key: self.plain(text) if isinstance(text, str) else text
+                for key, text in result.items()
+            }
             for name, result in results.items()
         }
 
@@ -86,7 +117,8 @@ class Tree:
     # What is recorded of a run directory
 
     def run_record(self, folder: Path) -> dict:
-        """Metrics and evaluations without the clock, digests of the weights of every checkpoint, names of files."""
+        """Metrics and evaluations without the clock, digests of the weights of every checkpoint,
+        names of files."""
         record: dict = {}
         for file in ("metrics.jsonl", "evaluations.jsonl"):
             if (folder / file).exists():

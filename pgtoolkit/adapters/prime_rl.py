@@ -1,7 +1,10 @@
-"""A custom loss of prime-rl: [trainer.loss] type = "custom", import_path = "pgtoolkit.adapters.prime_rl.policy_loss".
+"""A custom loss of prime-rl: [trainer.loss] type = "custom", import_path =
+"pgtoolkit.adapters.prime_rl.policy_loss".
 
-prime-rl calls it with one document, adds up what it returns over micro-batches and ranks, and divides by the trained
-tokens of the whole step: the aggregation is token_mean, and a step does not depend on how it was cut.
+prime-rl calls it with one document, adds up what it returns over micro-batches and ranks, and
+divides by the trained
+tokens of the whole step: the aggregation is token_mean, and a step does not depend on how it was
+    cut.
 """
 
 from __future__ import annotations
@@ -27,25 +30,31 @@ def policy_loss(
     kl_reference: str = "sampler",
     **parameters: float,
 ) -> Any:
-    """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and its metrics.
+    """Return prime-rl's LossOutputs of one document: the sum over its trained tokens, and its
+    metrics.
 
-    inputs: prime-rl's LossInputs; its inference_logprobs, of the policy that sampled, are the old log-probs.
+    inputs: prime-rl's LossInputs; its inference_logprobs, of the policy that sampled, are the old
+        log-probs.
     loss, parameters: a family by name, with the values that are to differ from its paper's.
     aggregation: only "token_mean".
-    kl, kl_coefficient: a penalty, against "sampler" (inference_logprobs) or "reference" (ref_logprobs), as
-        kl_reference says. k2 with twice the kl_tau is prime-rl's own pull towards the sampler.
+    kl, kl_coefficient: a penalty, against "sampler" (inference_logprobs) or "reference"
+        (ref_logprobs), as kl_reference says. k2 with twice the kl_tau is prime-rl's own pull
+        towards the sampler.
 
     Raises ValueError for another aggregation, and for options of a penalty without kl.
     """
     if aggregation != "token_mean":
         raise ValueError(
-            f"aggregation={aggregation} needs totals of the step that prime-rl does not tell a loss: it divides "
-            "its sum by the step's trained tokens. Use aggregation=token_mean."
+            f"aggregation={aggregation} needs totals of the step that prime-rl does not tell a "
+            "loss: it divides its sum by the step's trained tokens. Use aggregation=token_mean."
         )
     references = {"sampler": inputs.inference_logprobs, "reference": inputs.ref_logprobs}
     check_name("kl_reference", kl_reference, references)
     if kl is None and (kl_coefficient is not None or kl_reference != "sampler"):
-        raise ValueError("kl_coefficient and kl_reference have no effect without kl. Use kl=k3, or leave them out.")
+        raise ValueError(
+            "kl_coefficient and kl_reference have no effect without kl. Use kl=k3, or leave them "
+            "out."
+        )
     penalty = None
     if kl is not None:
         check_positive("kl_coefficient", kl_coefficient)
@@ -60,7 +69,9 @@ def policy_loss(
         torch.zeros_like(mask, dtype=torch.int64),
         mask,
         loss=family_of(loss, **parameters),
-        reducer=lambda totals, **_: torch.ones_like(inputs.advantages) if weights is None else weights,
+        reducer=lambda totals, **_: (
+            torch.ones_like(inputs.advantages) if weights is None else weights
+        ),
         num_documents=1,
         totals=StepTotals(num_documents=1, num_tokens=mask.sum(), num_empty_documents=0),
         kl=penalty,
@@ -68,5 +79,9 @@ def policy_loss(
         metrics="basic",
     )
     # prime-rl shows each metric's mean, median and extrema over documents.
-    metrics = {f"pgtk/{name}": value.float() for name, value in out.metrics.items() if not name.startswith("num_")}
+    metrics = {
+        f"pgtk/{name}": value.float()
+        for name, value in out.metrics.items()
+        if not name.startswith("num_")
+    }
     return importlib.import_module("prime_rl.trainer.rl.loss").LossOutputs(out.loss, metrics)

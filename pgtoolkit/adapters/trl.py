@@ -1,7 +1,9 @@
-"""TRL's GRPOTrainer with any loss of pgtoolkit in the place of its own; sampling, rewards and advantages stay TRL's.
+"""TRL's GRPOTrainer with any loss of pgtoolkit in the place of its own; sampling, rewards and
+advantages stay TRL's.
 
-An optimizer step of TRL is several micro-batches on each process, whose gradients are added up and averaged over
-processes. Their totals are counted before the first backward pass, and each micro-batch is divided by them.
+An optimizer step of TRL is several micro-batches on each process, whose gradients are added up and
+averaged over processes. Their totals are counted before the first backward pass, and each
+micro-batch is divided by them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pgtoolkit.adapters.trl_heads import add_fused_head, by_fused_head, by_log_probs, obstacles, trained_tokens
+from pgtoolkit.adapters.trl_heads import (
+    add_fused_head,
+    by_fused_head,
+    by_log_probs,
+    obstacles,
+    trained_tokens,
+)
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.kernels.losses import PolicyLoss
 from pgtoolkit.losses.aggregation import aggregation_of
@@ -37,31 +45,42 @@ else:
     GRPOConfig = GRPOTrainer = object
 
 INSTEAD = {
-    **dict.fromkeys(("loss_type", "importance_sampling_level"), "loss= and aggregation= of the trainer"),
-    **dict.fromkeys(("epsilon", "epsilon_high"), "loss=pgtoolkit.families.Grpo(epsilon_low=..., epsilon_high=...)"),
-    "delta": "loss=pgtoolkit.families.Grpo(dual_clip=...)",
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), "loss=pgtoolkit.families.Sapo(...)"),
     **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "loss=pgtoolkit.families.Vespo(...)"
+        ("loss_type", "importance_sampling_level"), "loss= and aggregation= of the trainer"
+    ),
+    **dict.fromkeys(
+        ("epsilon", "epsilon_high"),
+        "loss=pgtoolkit.families.Grpo(epsilon_low=..., epsilon_high=...)",
+    ),
+    "delta": "loss=pgtoolkit.families.Grpo(dual_clip=...)",
+    **dict.fromkeys(
+        ("sapo_temperature_pos", "sapo_temperature_neg"), "loss=pgtoolkit.families.Sapo(...)"
+    ),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "loss=pgtoolkit.families.Vespo(...)",
     ),
     "off_policy_mask_threshold": "correction=pgtoolkit.corrections.OffPolicyMask(threshold=...)",
     "top_entropy_quantile": "its default: pgtoolkit has no mask by entropy",
     "use_adaptive_entropy": "entropy_coef alone: pgtoolkit has no control of it",
 }
-"""Field of GRPOConfig that decides TRL's loss, and so must keep its default -> what to use instead."""
+"""Field of GRPOConfig that decides TRL's loss, and so must keep its default -> what to use
+instead."""
 
 
 class PolicyGradientTrainer(GRPOTrainer):
     """A GRPOTrainer with a loss of pgtoolkit; all else is as GRPOConfig says.
 
-    loss: a family by name or as an object. aggregation, divisor, correction: as in `pgtoolkit.policy_loss`. Without a
-        correction it is the one that GRPOConfig describes (vllm_importance_sampling_...), if vLLM samples.
-    kl: the kind of the penalty of GRPOConfig.beta; None for k3_ratio, or k3 without use_bias_correction_kl.
-    fused_head: whether pgtoolkit's LM head takes the place of TRL's; None: if the model allows it. The attribute
-        of this name then says whether it does.
+    loss: a family by name or as an object. aggregation, divisor, correction: as in
+        `pgtoolkit.policy_loss`. Without a correction it is the one that GRPOConfig describes
+        (vllm_importance_sampling_...), if vLLM samples.
+    kl: the kind of the penalty of GRPOConfig.beta; None for k3_ratio, or k3 without
+        use_bias_correction_kl.
+    fused_head: whether pgtoolkit's LM head takes the place of TRL's; None: if the model allows it.
+        The attribute of this name then says whether it does.
 
-    Raises ValueError where an argument and GRPOConfig contradict each other, say the same thing twice, or ask for
-    what cannot be done; with all problems together.
+    Raises ValueError where an argument and GRPOConfig contradict each other, say the same thing
+    twice, or ask for what cannot be done; with all problems together.
     """
 
     def __init__(
@@ -81,7 +100,9 @@ class PolicyGradientTrainer(GRPOTrainer):
         self.weighting = aggregation_of(aggregation, divisor)
         self.correction = correction_of(correction)
         self._kl = kl
-        arguments_by_name = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **of_trl).arguments
+        arguments_by_name = (
+            inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **of_trl).arguments
+        )
         problems = self._problems(arguments_by_name.get("args") or GRPOConfig())
         if problems:
             raise ValueError("\n".join(problems))
@@ -91,13 +112,16 @@ class PolicyGradientTrainer(GRPOTrainer):
         super().__init__(*arguments, **of_trl)
         reasons = obstacles(self)
         if fused_head and reasons:
-            raise ValueError(f"fused_head=True is impossible here: {'; '.join(reasons)}. Use fused_head=None.")
+            raise ValueError(
+                f"fused_head=True is impossible here: {'; '.join(reasons)}. Use fused_head=None."
+            )
         self.fused_head = not reasons if fused_head is None else fused_head
         if self.fused_head:
             add_fused_head(self.model)
 
     def _problems(self, args: Any) -> list[str]:
-        """Return what is wrong with a GRPOConfig beside the arguments of this trainer, a sentence each."""
+        """Return what is wrong with a GRPOConfig beside the arguments of this trainer, a sentence
+        each."""
         defaults = {field.name: field.default for field in fields(args)}
         changed = {name for name, default in defaults.items() if getattr(args, name) != default}
         problems = [
@@ -111,37 +135,58 @@ class PolicyGradientTrainer(GRPOTrainer):
             needs = f"a multiple of gradient_accumulation_steps ({accumulated})"
             reason = "all of a step's completions have to be there"
             if self.weighting.needs_groups:
-                needs = f"the number of gradient_accumulation_steps ({accumulated}) with this aggregation"
-                reason = "TRL shuffles what it has sampled, so that a part of it has only parts of the groups"
+                needs = (
+                    f"the number of gradient_accumulation_steps ({accumulated}) with this "
+                    "aggregation"
+                )
+                reason = (
+                    "TRL shuffles what it has sampled, so that a part of it has only parts of "
+                    "the groups"
+                )
             problems.append(
-                f"GRPOConfig.steps_per_generation={sampled} needs {needs}: a step's totals are counted before its "
-                f"first backward pass, and {reason}. Use steps_per_generation={accumulated}."
+                f"GRPOConfig.steps_per_generation={sampled} needs {needs}: a step's totals are "
+                f"counted before its first backward pass, and {reason}. Use "
+                f"steps_per_generation={accumulated}."
             )
         if self._kl is not None and args.beta == 0:
-            problems.append(f"kl={self._kl} has no effect with GRPOConfig.beta=0.0. Use beta=0.04, or no kl.")
+            problems.append(
+                f"kl={self._kl} has no effect with GRPOConfig.beta=0.0. Use beta=0.04, or no kl."
+            )
         if self._kl not in (None, "k3") and not args.use_bias_correction_kl:
             problems.append(
-                f"kl={self._kl} contradicts GRPOConfig.use_bias_correction_kl=False, which means k3. Use one of them."
+                f"kl={self._kl} contradicts GRPOConfig.use_bias_correction_kl=False, which means "
+                "k3. Use one of them."
             )
         return problems + self._problems_of_correction(args, changed)
 
     def _problems_of_correction(self, args: Any, changed: set[str]) -> list[str]:
-        """Return what is wrong with GRPOConfig's fields of a correction. changed: fields away from their default."""
+        """Return what is wrong with GRPOConfig's fields of a correction. changed: fields away from
+        their default."""
         if self.correction is None:
             return []
         correction = f"correction={self.correction.name}"
         of_trl = "GRPOConfig.vllm_importance_sampling_correction=True"
         trl_corrects = args.use_vllm and args.vllm_importance_sampling_correction
         if self.correction.of_policy:
-            problem = f"{correction} and {of_trl} would be two corrections at once. Use one of them."
+            problem = (
+                f"{correction} and {of_trl} would be two corrections at once. Use one of them."
+            )
             return [problem] if trl_corrects else []
         problems = [
-            f"GRPOConfig.{key}={getattr(args, key)!r} has no effect beside {correction}. Use one of them."
-            for key in ("vllm_importance_sampling_" + end for end in ("mode", "clip_max", "clip_min"))
+            (
+                f"GRPOConfig.{key}={getattr(args, key)!r} has no effect beside {correction}. Use "
+                "one of them."
+            )
+            for key in (
+                "vllm_importance_sampling_" + end for end in ("mode", "clip_max", "clip_min")
+            )
             if key in changed
         ]
         if not trl_corrects:
-            problems.append(f"{correction} needs a sampler's log-probs. Use GRPOConfig.use_vllm=True and {of_trl}.")
+            problems.append(
+                f"{correction} needs a sampler's log-probs. Use GRPOConfig.use_vllm=True and "
+                f"{of_trl}."
+            )
         return problems
 
     @property
@@ -151,7 +196,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         return KL(kind, self.beta) if self.beta else None
 
     def correction_of_config(self) -> Correction | None:
-        """Return the correction that GRPOConfig describes, None without log-probs of vLLM to correct for."""
+        """Return the correction that GRPOConfig describes, None without log-probs of vLLM to
+        correct for."""
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
         low = self.vllm_importance_sampling_clip_min
@@ -161,10 +207,12 @@ class PolicyGradientTrainer(GRPOTrainer):
         return kind(**{"low": low, "high": high})
 
     def _generate_and_score_completions(self, inputs: Any) -> dict:
-        """Sample as TRL does; where the aggregation needs groups, also number the group of each completion."""
+        """Sample as TRL does; where the aggregation needs groups, also number the group of each
+        completion."""
         batch = super()._generate_and_score_completions(inputs)
         if self.weighting.needs_groups:
-            # Groups are consecutive completions over all processes, as TRL's rewards have them before its shuffle.
+            # Groups are consecutive completions over all processes, as TRL's rewards have them
+            # before its shuffle.
             rows = len(batch["completion_ids"])
             first = self.accelerator.process_index * rows
             numbers = torch.arange(first, first + rows, device=batch["completion_ids"].device)
@@ -175,27 +223,38 @@ class PolicyGradientTrainer(GRPOTrainer):
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def _count_totals(self, inputs: dict) -> StepTotals:
-        """Return the totals over all processes: of the optimizer step, or in an evaluation of this batch."""
+        """Return the totals over all processes: of the optimizer step, or in an evaluation of this
+        batch."""
         pieces = [inputs]
         if self.model.training:
             first = self._step % self.args.steps_per_generation
             pieces = self._buffered_inputs[first : first + self.current_gradient_accumulation_steps]
         token_counts = torch.cat([trained_tokens(piece).sum(1) for piece in pieces])
         num_tokens = token_counts.sum()
-        sums = torch.stack([torch.full_like(num_tokens, len(token_counts)), num_tokens, (token_counts == 0).sum()])
+        sums = torch.stack(
+            [torch.full_like(num_tokens, len(token_counts)), num_tokens, (token_counts == 0).sum()]
+        )
         if not self.weighting.needs_groups:
             return StepTotals(*self.accelerator.reduce(sums, reduction="sum"))
         group_index = torch.cat([piece["group_index"] for piece in pieces])
-        num_groups = len(token_counts) * self.accelerator.num_processes // self._completions_per_prompt()
-        tokens_of_groups = token_counts.new_zeros(num_groups).index_add_(0, group_index, token_counts)
+        num_groups = (
+            len(token_counts) * self.accelerator.num_processes // self._completions_per_prompt()
+        )
+        tokens_of_groups = token_counts.new_zeros(num_groups).index_add_(
+            0, group_index, token_counts
+        )
         sums = self.accelerator.reduce(torch.cat([sums, tokens_of_groups]), reduction="sum")
         num_documents, num_tokens, num_empty = sums[:3]
         return StepTotals(num_documents, num_tokens, num_empty, num_groups, sums[3:])
 
-    def loss_arguments(self, inputs: dict, mask: Tensor, log_probs: Tensor) -> tuple[tuple[Tensor, ...], dict]:
-        """Return a micro-batch's (old log-probs, advantages, documents), (T,) each, and keywords of `log_prob_loss`.
+    def loss_arguments(
+        self, inputs: dict, mask: Tensor, log_probs: Tensor
+    ) -> tuple[tuple[Tensor, ...], dict]:
+        """Return a micro-batch's (old log-probs, advantages, documents), (T,) each, and keywords of
+        `log_prob_loss`.
 
-        mask, log_probs: (B, length), the latter without gradient; they are the old ones where TRL has none.
+        mask, log_probs: (B, length), the latter without gradient; they are the old ones where TRL
+            has none.
         """
         old = inputs.get("old_per_token_logps")
         old = log_probs if old is None else old
@@ -220,7 +279,8 @@ class PolicyGradientTrainer(GRPOTrainer):
         return tuple(x.reshape(-1) for x in (old, _advantages(inputs, mask), documents)), options
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict) -> Tensor:
-        """Return this micro-batch's share of the step's loss times the number of processes, which DDP divides by."""
+        """Return this micro-batch's share of the step's loss times the number of processes, which
+        DDP divides by."""
         training = self.model.training
         accelerator = self.accelerator
         if self._totals is None or not training:
@@ -239,13 +299,18 @@ class PolicyGradientTrainer(GRPOTrainer):
         log_ratio = log_probs - old
         terms = {"entropy": entropies}
         if self.penalty is not None:
-            terms["kl"] = self.penalty.terms(log_probs - inputs["ref_per_token_logps"], log_ratio)[0]
-        self._record_as_trl(metrics, mask, terms, self._clips(mask, log_ratio, _advantages(inputs, mask)))
+            terms["kl"] = self.penalty.terms(log_probs - inputs["ref_per_token_logps"], log_ratio)[
+                0
+            ]
+        self._record_as_trl(
+            metrics, mask, terms, self._clips(mask, log_ratio, _advantages(inputs, mask))
+        )
         self._record(metrics, out, last=not training or accelerator.sync_gradients)
         return loss
 
     def _record(self, metrics: dict[str, list[float]], out: PolicyLoss, last: bool) -> None:
-        """Add a micro-batch's metrics to those of the step; the last one completes and shows them."""
+        """Add a micro-batch's metrics to those of the step; the last one completes and shows
+        them."""
         self._sums = out.metric_sums if self._sums is None else self._sums.merge(out.metric_sums)
         if last:
             group = dist.group.WORLD if self.accelerator.num_processes > 1 else None
@@ -257,44 +322,64 @@ class PolicyGradientTrainer(GRPOTrainer):
             self._totals = None
 
     def _record_as_trl(
-        self, metrics: dict[str, list[float]], mask: Tensor, terms: dict[str, Tensor], clips: dict[str, Tensor]
+        self,
+        metrics: dict[str, list[float]],
+        mask: Tensor,
+        terms: dict[str, Tensor],
+        clips: dict[str, Tensor],
     ) -> None:
-        """Record a micro-batch's metrics under TRL's names and by its definitions, over all processes.
+        """Record a micro-batch's metrics under TRL's names and by its definitions, over all
+        processes.
 
-        terms: (B, length), averaged over tokens. clips: the same, or (B, 1), averaged over documents.
+        terms: (B, length), averaged over tokens. clips: the same, or (B, 1), averaged over
+            documents.
         """
         values = {name: of_metric.double() for name, of_metric in (terms | clips).items()}
         sums = []
         for of_metric in values.values():
-            counted = mask if of_metric.shape == mask.shape else torch.ones_like(of_metric, dtype=torch.bool)
+            counted = (
+                mask
+                if of_metric.shape == mask.shape
+                else torch.ones_like(of_metric, dtype=torch.bool)
+            )
             sums.append(torch.stack([torch.where(counted, of_metric, 0.0).sum(), counted.sum()]))
         totals = self.accelerator.reduce(torch.stack(sums), reduction="sum").tolist()
         for name, (total, count) in zip(values, totals, strict=True):
             metrics[name].append(total / max(count, 1.0))
         if clips:
             for side, end, extremum in (("low", "min", nanmin), ("high", "max", nanmax)):
-                of_documents = torch.where(mask, values[f"clip_ratio/{side}_mean"], 0.0).sum(1) / mask.sum(1)
+                of_documents = torch.where(mask, values[f"clip_ratio/{side}_mean"], 0.0).sum(
+                    1
+                ) / mask.sum(1)
                 extreme = extremum(self.accelerator.gather(of_documents)).item()
                 metrics[f"clip_ratio/{side}_{end}"].append(extreme)
 
     def _clips(self, mask: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
-        """Return where the clip acts, bool, (B, length) or by document (B, 1); {} but for the families TRL shows it of.
+        """Return where the clip acts, bool, (B, length) or by document (B, 1); {} but for the
+        families TRL shows it of.
 
         mask, log_ratio, advantages: (B, length).
         """
         if not isinstance(self.family, Grpo | Gspo):
             return {}
         if self.family.by_document:
-            log_ratio = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+            log_ratio = torch.where(mask, log_ratio, 0.0).sum(1, keepdim=True) / mask.sum(
+                1, keepdim=True
+            ).clamp(min=1)
             advantages = advantages[:, :1]
         ratio = log_ratio.exp()
         lower, upper = self.family.bounds
         low = (ratio < lower) & (advantages < 0)
         high = (ratio > upper) & (advantages > 0)
-        return {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low | high}
+        return {
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low | high,
+        }
 
 
 def _advantages(inputs: dict, mask: Tensor) -> Tensor:
-    """Return (B, length) advantages; TRL has one per document, subclasses of its trainer may have one per token."""
+    """Return (B, length) advantages; TRL has one per document, subclasses of its trainer may have
+    one per token."""
     advantages = inputs["advantages"]
     return (advantages if advantages.dim() == 2 else advantages[:, None]).expand_as(mask)

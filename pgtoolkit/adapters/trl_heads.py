@@ -1,4 +1,5 @@
-"""The two ways from TRL's model to a loss: TRL's LM head with a loss of log-probs, or pgtoolkit's fused LM head."""
+"""The two ways from TRL's model to a loss: TRL's LM head with a loss of log-probs, or pgtoolkit's
+fused LM head."""
 
 from __future__ import annotations
 
@@ -17,14 +18,22 @@ from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.losses.objective import Loss
 
-LOGIT_SCALES = "final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling"
-"""Fields of a model's configuration that scale its logits, so that they are more than hidden @ weight.T."""
+LOGIT_SCALES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "output_multiplier",
+    "lm_head_multiplier",
+    "logits_scaling",
+)
+"""Fields of a model's configuration that scale its logits, so that they are more than hidden @
+weight.T."""
 
 
 class Computed(NamedTuple):
     """A micro-batch's losses.
 
-    loss: with the entropy bonus. out: the policy loss without it, with its metrics. old: (B, length) old log-probs.
+    loss: with the entropy bonus. out: the policy loss without it, with its metrics. old: (B,
+        length) old log-probs.
     entropies: (B, length). aux_loss: the load-balancing loss of a mixture of experts, or None.
     """
 
@@ -44,7 +53,8 @@ def trained_tokens(inputs: dict) -> Tensor:
 
 
 def by_log_probs(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
-    """Compute the loss from TRL's own forward pass, which gives one log-prob and one entropy per token."""
+    """Compute the loss from TRL's own forward pass, which gives one log-prob and one entropy per
+    token."""
     mask = trained_tokens(inputs)
     forward = trainer._get_per_token_logps_and_entropies
     extra = {name: inputs[name] for name in inspect.signature(forward).parameters if name in inputs}
@@ -52,11 +62,14 @@ def by_log_probs(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
     ids, attention = _prompts_and_completions(inputs)
     log_probs, entropies, aux_loss = forward(model, ids, attention, mask.shape[1], **flags, **extra)
     (old, advantages, documents), options = trainer.loss_arguments(inputs, mask, log_probs.detach())
-    out = log_prob_loss(log_probs.reshape(-1), old, advantages, documents, mask.reshape(-1), **options)
+    out = log_prob_loss(
+        log_probs.reshape(-1), old, advantages, documents, mask.reshape(-1), **options
+    )
     loss = out.loss
     if trainer.entropy_coef:
-        # TRL's bonus is of the mean over tokens, whatever the aggregation. With advantages of 1 and entropies in the
-        # place of log-probs, this loss is minus the sum of the entropies over the step's tokens.
+        # TRL's bonus is of the mean over tokens, whatever the aggregation. With advantages of 1 and
+        # entropies in the place of log-probs, this loss is minus the sum of the entropies over the
+        # step's tokens.
         bonus = log_prob_loss(
             entropies.reshape(-1),
             old,
@@ -73,10 +86,11 @@ def by_log_probs(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
 
 
 def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
-    """Compute the loss by pgtoolkit's head, inside the forward pass of `model`, so that its wrappers see the head used.
+    """Compute the loss by pgtoolkit's head, inside the forward pass of `model`, so that its
+    wrappers see the head used.
 
-    One pass over the head, without gradient, gives the entropies, and the old log-probs where TRL has none; another
-    gives the loss and its gradients.
+    One pass over the head, without gradient, gives the entropies, and the old log-probs where TRL
+    has none; another gives the loss and its gradients.
     """
     mask = trained_tokens(inputs)
     labels = inputs["completion_ids"].masked_fill(~mask, -100).reshape(-1)
@@ -86,7 +100,9 @@ def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
         hidden = hidden[:, -mask.shape[1] - 1 : -1].flatten(end_dim=1)
         if trainer.args.cast_lm_head_to_fp32:
             hidden = hidden.float()
-        elif torch.is_autocast_enabled(hidden.device.type):  # as TRL's head: a half-precision product
+        elif torch.is_autocast_enabled(
+            hidden.device.type
+        ):  # as TRL's head: a half-precision product
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         # For log-probs only the labels are read; the other vectors are there for their shape.
         tokens = Tokens(
@@ -111,16 +127,21 @@ def by_fused_head(trainer: Any, model: nn.Module, inputs: dict) -> Computed:
 
 
 def add_fused_head(model: nn.Module) -> None:
-    """Make model(..., of_hidden_states=function) return function(hidden states, LM head); other calls stay as before.
+    """Make model(..., of_hidden_states=function) return function(hidden states, LM head); other
+    calls stay as before.
 
-    DistributedDataParallel looks for a step's parameters in the output of the forward pass, so the head must be used
-    inside of it. model: a transformers causal LM, in PEFT or not, before it is wrapped for several processes.
+    DistributedDataParallel looks for a step's parameters in the output of the forward pass, so the
+    head must be used
+    inside of it. model: a transformers causal LM, in PEFT or not, before it is wrapped for several
+        processes.
     """
     model = getattr(model, "get_base_model", lambda: model)()
     usual_forward = model.forward
 
     @functools.wraps(type(model).forward)  # with its signature, which `generate` reads
-    def forward(self, *arguments: Any, of_hidden_states: Callable | None = None, **keywords: Any) -> Any:
+    def forward(
+        self, *arguments: Any, of_hidden_states: Callable | None = None, **keywords: Any
+    ) -> Any:
         if of_hidden_states is None:
             return usual_forward(*arguments, **keywords)
         keywords.pop("labels", None)  # PEFT passes it on
@@ -131,17 +152,21 @@ def add_fused_head(model: nn.Module) -> None:
 
 
 def obstacles(trainer: Any) -> list[str]:
-    """Return the reasons why pgtoolkit's fused head cannot take the place of TRL's; none if it can."""
+    """Return the reasons why pgtoolkit's fused head cannot take the place of TRL's; none if it
+    can."""
     model = trainer.model
     args = trainer.args
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     distribution = trainer.accelerator.distributed_type.value
-    is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter  # not quantized, sharded or of PEFT
+    # not quantized, sharded or of PEFT
+    is_plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter
     scales = [name for name in LOGIT_SCALES if getattr(config, name, None) not in (None, 1.0)]
     peft_configs = getattr(model, "peft_config", {}).values()
     virtual_tokens = any(peft_config.is_prompt_learning for peft_config in peft_configs)
-    bonus = trainer.entropy_coef and (trainer.weighting.name != "token_mean" or trainer.entropy_coef < 0)
+    bonus = trainer.entropy_coef and (
+        trainer.weighting.name != "token_mean" or trainer.entropy_coef < 0
+    )
     reasons = [
         (not is_plain, f"the LM head is not a plain linear layer but {type(head).__name__}"),
         (scales, f"the model scales its logits by {', '.join(scales)}"),
@@ -151,14 +176,24 @@ def obstacles(trainer: Any) -> list[str]:
         (len({x.device for x in model.parameters()}) > 1, "the model lies on several devices"),
         (args.n_gpu > 1, "DataParallel copies the model for each batch"),
         (args.torch_compile, "torch.compile would compile a loss that waits for the host"),
-        (trainer.aux_loss_enabled, "the load-balancing loss of a mixture of experts comes with TRL's head"),
-        (bonus, "GRPOConfig.entropy_coef is of a mean over tokens, which needs aggregation=token_mean, and >= 0"),
+        (
+            trainer.aux_loss_enabled,
+            "the load-balancing loss of a mixture of experts comes with TRL's head",
+        ),
+        (
+            bonus,
+            (
+                "GRPOConfig.entropy_coef is of a mean over tokens, which needs "
+                "aggregation=token_mean, and >= 0"
+            ),
+        ),
     ]
     return [reason for holds, reason in reasons if holds]
 
 
 def _prompts_and_completions(inputs: dict) -> tuple[Tensor, Tensor]:
-    """Return (B, length) ids of prompts with their completions, and (B, length) their attention mask."""
+    """Return (B, length) ids of prompts with their completions, and (B, length) their attention
+    mask."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     return ids, mask

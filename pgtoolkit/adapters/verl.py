@@ -1,7 +1,9 @@
-"""verl's policy losses pgtk_<family>_<aggregation>, registered by VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl.
+"""verl's policy losses pgtk_<family>_<aggregation>, registered by
+VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl.
 
-verl counts a mini-batch's totals over all ranks, averages gradients over ranks, and adds up micro-batches. So a loss
-divides by these totals and multiplies by the number of ranks, and a step does not depend on how it was cut.
+verl counts a mini-batch's totals over all ranks, averages gradients over ranks, and adds up
+micro-batches. So a loss divides by these totals and multiplies by the number of ranks, and a step
+does not depend on how it was cut.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "cispo": _CLIP,
     "sapo": {"tau_pos": "temperature_positive", "tau_neg": "temperature_negative"},
     "gmpo": _CLIP,
-    "dppo": {"clip_ratio_low": "delta_low", "clip_ratio_high": "delta_high", "clip_ratio_c": "ratio_cap"},
+    "dppo": {
+        "clip_ratio_low": "delta_low",
+        "clip_ratio_high": "delta_high",
+        "clip_ratio_c": "ratio_cap",
+    },
     "vespo": {},
     "kimi": {"policy_loss.dro_beta": "tau"},
     "reinforce": {},
@@ -41,14 +47,25 @@ DEFAULTS = {
 }
 """verl's defaults. A key that the family does not read must have its default."""
 
-MODES = {"sample_mean": "seq-mean-token-mean", "token_mean": "token-mean", "constant": "seq-mean-token-sum-norm"}
+MODES = {
+    "sample_mean": "seq-mean-token-mean",
+    "token_mean": "token-mean",
+    "constant": "seq-mean-token-sum-norm",
+}
 """Aggregation -> the loss_agg_mode that means the same."""
 
 METRICS = (
-    *("ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
+    *(
+        "ratio_new_old",
+        "kl_new_old",
+        "clipped_ratio_fraction",
+        "clipped_low_fraction",
+        "clipped_high_fraction",
+    ),
     "clamped_log_ratio_fraction",
 )
-"""Metrics that are means over documents. verl averages metrics over micro-batches, which is wrong for extrema."""
+"""Metrics that are means over documents. verl averages metrics over micro-batches, which is wrong
+for extrema."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,17 +89,24 @@ class VerlLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (the micro-batch's share of the loss times the number of ranks, metrics).
 
-        Tensors are (documents, length); positions outside of response_mask are not read. config: verl's ActorConfig.
+        Tensors are (documents, length); positions outside of response_mask are not read. config:
+        verl's ActorConfig.
         rollout_is_weights: verl's own correction, a factor without gradient on each token.
 
         Raises ValueError for a configuration that this loss cannot honour, all problems together.
         """
         problems = self._problems(config, loss_agg_mode)
         if problems:
-            raise ValueError("\n".join((f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}", *problems)))
+            raise ValueError(
+                "\n".join(
+                    (f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}", *problems)
+                )
+            )
         info = config.global_batch_info
         num_documents = len(log_prob)
-        document_index = torch.arange(num_documents, device=log_prob.device)[:, None].expand_as(log_prob)
+        document_index = torch.arange(num_documents, device=log_prob.device)[:, None].expand_as(
+            log_prob
+        )
         vectors = (log_prob, old_log_prob, advantages, document_index, response_mask.bool())
         out = log_prob_loss(
             *(x.reshape(-1) for x in vectors),
@@ -91,52 +115,70 @@ class VerlLoss:
             divisor=config.get("loss_scale_factor"),
             num_documents=num_documents,
             # verl does not tell how many documents have no token; no weight depends on it.
-            totals=StepTotals(int(info["global_batch_size"]), int(info["batch_num_tokens"]), num_empty_documents=0),
+            totals=StepTotals(
+                int(info["global_batch_size"]), int(info["batch_num_tokens"]), num_empty_documents=0
+            ),
             factors=None if rollout_is_weights is None else rollout_is_weights.reshape(-1),
             metrics="basic",
         )
         metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
-        values = torch.stack([metrics[name] for name in METRICS]).tolist()  # one wait for the device, not six
-        return out.loss * info["dp_size"], {f"pgtk/{name}": x for name, x in zip(METRICS, values, strict=True)}
+        # one wait for the device, not six
+        values = torch.stack([metrics[name] for name in METRICS]).tolist()
+        return out.loss * info["dp_size"], {
+            f"pgtk/{name}": x for name, x in zip(METRICS, values, strict=True)
+        }
 
     def _problems(self, config: Any, mode: str) -> list[str]:
-        """Return what is wrong with verl's configuration for this loss, a sentence each. mode: its loss_agg_mode."""
+        """Return what is wrong with verl's configuration for this loss, a sentence each. mode: its
+        loss_agg_mode."""
         if self.aggregation not in MODES:
             reason = "verl does not tell a policy loss which prompt a document belongs to"
-            return [f"aggregation={self.aggregation} needs each document's prompt: {reason}. Use another aggregation."]
+            return [
+                (
+                    f"aggregation={self.aggregation} needs each document's prompt: {reason}. Use "
+                    "another aggregation."
+                )
+            ]
         problems = []
         needed = MODES[self.aggregation]
         scale = config.get("loss_scale_factor")
         if mode != needed:
             problems.append(
-                f"{_ACTOR}.loss_agg_mode={mode} needs {needed}: it means {self.aggregation}, and verl weights its KL "
-                f"and entropy terms by it, too. Use {_ACTOR}.loss_agg_mode={needed}."
+                f"{_ACTOR}.loss_agg_mode={mode} needs {needed}: it means {self.aggregation}, and "
+                "verl weights its KL and entropy terms by it, too. Use "
+                f"{_ACTOR}.loss_agg_mode={needed}."
             )
         if self.aggregation == "constant" and scale is None:
             problems.append(
-                f"{_ACTOR}.loss_scale_factor=null needs a number, the divisor: verl's default is the width that a "
-                f"micro-batch was padded to, which depends on the cut. Use {_ACTOR}.loss_scale_factor=1024, or another."
+                f"{_ACTOR}.loss_scale_factor=null needs a number, the divisor: verl's default is "
+                "the width that a micro-batch was padded to, which depends on the cut. Use "
+                f"{_ACTOR}.loss_scale_factor=1024, or another."
             )
         if self.aggregation != "constant" and scale is not None:
             problems.append(
-                f"{_ACTOR}.loss_scale_factor={scale} has no effect: it is the divisor of pgtk_..._constant. Use "
-                f"{_ACTOR}.loss_scale_factor=null."
+                f"{_ACTOR}.loss_scale_factor={scale} has no effect: it is the divisor of "
+                f"pgtk_..._constant. Use {_ACTOR}.loss_scale_factor=null."
             )
         read = set(PARAMETERS[self.family])
-        if read & set(_CLIP) and None in (config.get("clip_ratio_low"), config.get("clip_ratio_high")):
+        if read & set(_CLIP) and None in (
+            config.get("clip_ratio_low"),
+            config.get("clip_ratio_high"),
+        ):
             read.add("clip_ratio")
         for key, default in DEFAULTS.items():
             value = _value(config, key)
             if key not in read and value != default:
                 reads = f"{self.family} reads {', '.join(sorted(read)) or 'none of its keys'}"
                 use = "null" if default is None else default
-                problems.append(f"{_ACTOR}.{key}={value} has no effect: {reads}. Use {_ACTOR}.{key}={use}.")
+                problems.append(
+                    f"{_ACTOR}.{key}={value} has no effect: {reads}. Use {_ACTOR}.{key}={use}."
+                )
         info = config.get("global_batch_info") or {}
         for key in ("batch_num_tokens", "global_batch_size", "dp_size"):
             if info.get(key) is None:
                 problems.append(
-                    f"{key} needs the number of the whole mini-batch (got none): without it a step would depend on how "
-                    "it was cut. Use a worker of verl that counts it."
+                    f"{key} needs the number of the whole mini-batch (got none): without it a step "
+                    "would depend on how it was cut. Use a worker of verl that counts it."
                 )
         return problems
 
@@ -155,14 +197,16 @@ def _family(name: str, *values: float | None) -> Family:
 
 
 def _value(config: Any, key: str) -> Any:
-    """Return the configuration's value of a key of DEFAULTS; clip_ratio stands in for a bound that is None."""
+    """Return the configuration's value of a key of DEFAULTS; clip_ratio stands in for a bound that
+    is None."""
     group, _, name = key.rpartition(".")
     value = (config.get(group) if group else config).get(name)
     return config.get("clip_ratio") if value is None and key in _CLIP else value
 
 
 def register() -> None:
-    """Give verl a policy loss for each family and aggregation; those that it cannot compute say why when used."""
+    """Give verl a policy loss for each family and aggregation; those that it cannot compute say why
+    when used."""
     from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]  (an extra)
 
     for family in FAMILIES:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 _COLORS = ("#2a78c2", "#d9731a", "#2e9e5b", "#c2417c", "#8a63c9", "#a8862a", "#2aa5a5", "#8c8c8c")
-_LINES = [{"color": color, "linestyle": style} for style in ("solid", "dashed", "dotted") for color in _COLORS]
+_LINES = [
+    {"color": color, "linestyle": style}
+    for style in ("solid", "dashed", "dotted")
+    for color in _COLORS
+]
 """Colour and style of each group's line, by the group's place."""
 
 _PANEL_SIZE = 4.6
@@ -39,8 +43,12 @@ _SETTINGS = {
     "pdf.fonttype": 42,  # letters stay letters, which journals ask for
 }
 
-_LEFT_OUT = {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate", "Creator", "Producer")}
-"""Metadata about when and by which program a file was drawn. Without it equal pictures are equal files."""
+_LEFT_OUT = {
+    "svg": ("Date", "Creator", "Format", "Type"),
+    "pdf": ("CreationDate", "Creator", "Producer"),
+}
+"""Metadata about when and by which program a file was drawn. Without it equal pictures are equal
+files."""
 
 
 def curve(run: Run, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
@@ -70,10 +78,11 @@ def mean_curve(runs: list[Run], metric: str, axis: str) -> np.ndarray:
 def picture(compared: Compared, kind: str) -> bytes:
     """Draw the charts with their legend, and return the file.
 
-    The panels are curves over documents, curves over time, the tested means with their intervals, and with --best-of
+    The panels are curves over documents, curves over time, the tested means with their intervals,
+    and with --best-of
     the values that were tried. kind: png, pdf, or svg, which is transparent.
-    In the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the group's place, and intervals
-    interval-GROUP.
+    In the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the group's place,
+    and intervals interval-GROUP.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -82,8 +91,12 @@ def picture(compared: Compared, kind: str) -> bytes:
         panels = 4 if compared.best_of else 3
         figure = Figure(figsize=(_PANEL_SIZE * panels, _PANEL_SIZE), layout="constrained", dpi=100)
         unit, seconds = _time_unit(compared)
-        _draw_curves(figure.add_subplot(1, panels, 1), compared, "documents_seen", "documents seen", 1)
-        lines = _draw_curves(figure.add_subplot(1, panels, 2), compared, "seconds", f"time in {unit}", seconds)
+        _draw_curves(
+            figure.add_subplot(1, panels, 1), compared, "documents_seen", "documents seen", 1
+        )
+        lines = _draw_curves(
+            figure.add_subplot(1, panels, 2), compared, "seconds", f"time in {unit}", seconds
+        )
         _draw_intervals(figure.add_subplot(1, panels, 3), compared)
         if compared.best_of:
             _draw_tried(figure.add_subplot(1, panels, 4), compared)
@@ -97,7 +110,9 @@ def picture(compared: Compared, kind: str) -> bytes:
 
 def _time_unit(compared: Compared) -> tuple[str, int]:
     """Return the unit in which the longest run is read well, and how many seconds it has."""
-    longest = max((run.last("seconds") for group in compared.groups for run in group.runs), default=0)
+    longest = max(
+        (run.last("seconds") for group in compared.groups for run in group.runs), default=0
+    )
     if longest > 7200:
         return "hours", 3600
     if longest > 300:
@@ -122,35 +137,63 @@ def _draw_legend(figure: Figure, compared: Compared, lines: dict[int, Line2D]) -
 
 
 def _legend_title(compared: Compared) -> str:
-    """Return the keys whose values the legend shows; an empty text where the user has named the values."""
+    """Return the keys whose values the legend shows; an empty text where the user has named the
+    values."""
     if any(group.labels for group in compared.groups):
         return ""
-    return ", ".join(key for key in compared.keys if any(group.values[key] is not None for group in compared.groups))
+    return ", ".join(
+        key
+        for key in compared.keys
+        if any(group.values[key] is not None for group in compared.groups)
+    )
 
 
 def _draw_intervals(axes: Axes, compared: Compared) -> None:
-    """Draw each group's runs, their mean and its interval over seeds, the first group at the top."""
-    axes.set(xlabel=legible(f"{compared.measured}\n(a line for each run, the mean, its 95 % interval)"), yticks=[])
+    """Draw each group's runs, their mean and its interval over seeds, the first group at the
+    top."""
+    axes.set(
+        xlabel=legible(f"{compared.measured}\n(a line for each run, the mean, its 95 % interval)"),
+        yticks=[],
+    )
     axes.set_ylim(-len(compared.groups) + 0.4, 0.6)
-    for place, (group, sample) in enumerate(zip(compared.groups, compared.comparisons.samples, strict=False)):
+    for place, (group, sample) in enumerate(
+        zip(compared.groups, compared.comparisons.samples, strict=False)
+    ):
         values = compared.tested(group)
         if not values:
             continue
         color = _LINES[place % len(_LINES)]["color"]
         mean = float(np.mean(values))
-        axes.plot(values, [-place] * len(values), color=color, linestyle="none", marker="|", markersize=9, alpha=0.5)
+        axes.plot(
+            values,
+            [-place] * len(values),
+            color=color,
+            linestyle="none",
+            marker="|",
+            markersize=9,
+            alpha=0.5,
+        )
         interval = mean_interval(sample)
-        reach = None if interval is None else [[max(0.0, mean - interval[0])], [max(0.0, interval[1] - mean)]]
-        bars = axes.errorbar(mean, -place, xerr=reach, color=color, fmt="o", capsize=4, linewidth=1.8)
+        reach = (
+            None
+            if interval is None
+            else [[max(0.0, mean - interval[0])], [max(0.0, interval[1] - mean)]]
+        )
+        bars = axes.errorbar(
+            mean, -place, xerr=reach, color=color, fmt="o", capsize=4, linewidth=1.8
+        )
         bars[0].set_gid(f"interval-{place}")
     if not any(compared.tested(group) for group in compared.groups):
         axes.text(0.5, 0.5, "no run has finished", transform=axes.transAxes, ha="center")
 
 
-def _draw_curves(axes: Axes, compared: Compared, axis: str, label: str, unit: int) -> dict[int, Line2D]:
+def _draw_curves(
+    axes: Axes, compared: Compared, axis: str, label: str, unit: int
+) -> dict[int, Line2D]:
     """Draw the mean curve of each group, and a thin one for each run that did not finish.
 
-    unit: the values of the axis are divided by it. Returns a line for each group that has one, by the group's place.
+    unit: the values of the axis are divided by it. Returns a line for each group that has one, by
+        the group's place.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -166,30 +209,52 @@ def _draw_curves(axes: Axes, compared: Compared, axis: str, label: str, unit: in
             x, y = curve(run, compared.metric, axis)
             if x.size:
                 gid = f"run-{place}-{axis}-{number}"
-                lines[place] = axes.plot(np.divide(x, unit), y, color=color, alpha=0.55, linewidth=0.9, gid=gid)[0]
+                lines[place] = axes.plot(
+                    np.divide(x, unit), y, color=color, alpha=0.55, linewidth=0.9, gid=gid
+                )[0]
         x, mean, low, high = mean_curve(group.counted, compared.metric, axis)
         if x.size:
             x = x / unit
             gid = f"mean-{place}-{axis}"
             lines[place] = axes.plot(x, mean, **style, linewidth=1.8, gid=gid)[0]  # pyright: ignore[reportArgumentType]
         if (low < high).any():
-            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0, gid=f"band-{place}-{axis}")
+            axes.fill_between(
+                x, low, high, color=color, alpha=0.16, linewidth=0, gid=f"band-{place}-{axis}"
+            )
     if compared.goal.threshold is not None and lines:
-        axes.axhline(compared.goal.threshold, color="gray", linestyle=":", linewidth=1.1, gid=f"threshold-{axis}")
+        axes.axhline(
+            compared.goal.threshold,
+            color="gray",
+            linestyle=":",
+            linewidth=1.1,
+            gid=f"threshold-{axis}",
+        )
     if not lines:
         axes.text(0.5, 0.5, "no run has recorded this", transform=axes.transAxes, ha="center")
     return lines
 
 
 def _draw_tried(axes: Axes, compared: Compared) -> None:
-    """Draw the tested values over each value of the --best-of key that was tried: mean, lowest and highest."""
+    """Draw the tested values over each value of the --best-of key that was tried: mean, lowest and
+    highest."""
     values = compared.tried
     axes.set(xlabel=legible(compared.best_of or ""), ylabel=legible(compared.measured))
-    axes.set_xticks(range(len(values)), [*map(legible, values)], rotation=30 if sum(map(len, values)) > 40 else 0)
+    axes.set_xticks(
+        range(len(values)),
+        [*map(legible, values)],
+        rotation=30 if sum(map(len, values)) > 40 else 0,
+    )
     for place, group in enumerate(compared.groups):
         style = _LINES[place % len(_LINES)]
         x = sorted(map(values.index, group.tried))
         tested = [compared.tested(group.tried[values[at]]) for at in x]
         means = [float(np.mean(of_value)) for of_value in tested]
         axes.plot(x, means, **style, marker="o", gid=f"tried-{place}")  # pyright: ignore[reportArgumentType]
-        axes.fill_between(x, [*map(min, tested)], [*map(max, tested)], color=style["color"], alpha=0.16, linewidth=0)
+        axes.fill_between(
+            x,
+            [*map(min, tested)],
+            [*map(max, tested)],
+            color=style["color"],
+            alpha=0.16,
+            linewidth=0,
+        )

@@ -14,7 +14,8 @@ from pgtoolkit.system.report import is_number, text
 
 
 def learned(run: Run, name: str) -> object:
-    """Return the value that a run has learned with, of a key or of another name in `run.trained_with`."""
+    """Return the value that a run has learned with, of a key or of another name in
+    `run.trained_with`."""
     if name not in run.trained_with:
         return run.config.get(name)
     key = key_named(name, run.config) if name in run.config else None
@@ -26,11 +27,15 @@ def learned(run: Run, name: str) -> object:
 
 @dataclass
 class Group:
-    """Runs of one configuration, which differ in their block alone (their seed, and the keys of --over).
+    """Runs of one configuration, which differ in their block alone (their seed, and the keys of
+    --over).
 
-    values: of the keys that tell the groups apart. counted: one run per block. reached: what each counted run reached.
-    tried: with --best-of, all finished groups that differ from this one in that key alone, by its value in words.
-    labels: the user's names for values, by (key, value in words). label: a few words that tell the group from the
+    values: of the keys that tell the groups apart. counted: one run per block. reached: what each
+        counted run reached.
+    tried: with --best-of, all finished groups that differ from this one in that key alone, by its
+        value in words.
+    labels: the user's names for values, by (key, value in words). label: a few words that tell the
+        group from the
     others; see `name_groups`.
     """
 
@@ -45,12 +50,18 @@ class Group:
     @property
     def words(self) -> list[str]:
         """The values of the varying keys, under the user's names for them where there are some."""
-        return [self.labels.get((key, text(value)), text(value)) for key, value in self.values.items()]
+        return [
+            self.labels.get((key, text(value)), text(value)) for key, value in self.values.items()
+        ]
 
     @property
     def telling_words(self) -> list[str]:
         """The words without those of keys that this group does not have."""
-        return [word for value, word in zip(self.values.values(), self.words, strict=True) if value is not None]
+        return [
+            word
+            for value, word in zip(self.values.values(), self.words, strict=True)
+            if value is not None
+        ]
 
     @property
     def final(self) -> tuple[float | None, float | None]:
@@ -68,14 +79,18 @@ class Compared:
     """All that a report shows.
 
     goal: the metric, and the threshold if there is one.
-    limits: {axis: how far the threshold is looked for}. That is as far as every run has been that did not reach it,
-        infinite where all did. It has the axes that all counted runs have; without a threshold it is empty.
-    keys: the varying keys that tell the groups apart, as shown. following: varying keys that follow from those.
+    limits: {axis: how far the threshold is looked for}. That is as far as every run has been that
+        did not reach it, infinite where all did. It has the axes that all counted runs have;
+        without a threshold it is empty.
+    keys: the varying keys that tell the groups apart, as shown. following: varying keys that follow
+        from those.
     common: the configuration that all share.
     groups: the best first, but the bases of planned comparisons before it.
     comparisons: every pair of groups, by their place in `groups`.
-    left_out: (run, reason) for each run that is excluded from averages. notes: sentences without their full stop.
-    over: keys that belong to a run's block, as the seed does. best_of: the key of which each group has its best value.
+    left_out: (run, reason) for each run that is excluded from averages. notes: sentences without
+        their full stop.
+    over: keys that belong to a run's block, as the seed does. best_of: the key of which each group
+        has its best value.
     """
 
     goal: Goal
@@ -96,7 +111,8 @@ class Compared:
 
     @property
     def by_documents(self) -> bool:
-        """True if groups are sorted and tested by the documents to the threshold, not by a value of the metric."""
+        """True if groups are sorted and tested by the documents to the threshold, not by a value of
+        the metric."""
         return DOCUMENTS in self.limits
 
     @property
@@ -106,7 +122,8 @@ class Compared:
 
     @property
     def sign(self) -> int:
-        """1 where a higher tested value is better, -1 where a lower one is, 0 where the metric's name does not tell."""
+        """1 where a higher tested value is better, -1 where a lower one is, 0 where the metric's
+        name does not tell."""
         return -1 if self.by_documents else int(is_score(self.metric))
 
     @property
@@ -121,11 +138,18 @@ class Compared:
         """All values of the --best-of key in words: numbers by their size, then the others."""
         if self.best_of is None:
             return []
-        values = {name: group.values[self.best_of] for best in self.groups for name, group in best.tried.items()}
-        return sorted(values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name))
+        values = {
+            name: group.values[self.best_of]
+            for best in self.groups
+            for name, group in best.tried.items()
+        }
+        return sorted(
+            values, key=lambda name: (0, values[name]) if is_number(values[name]) else (1, name)
+        )
 
     def name_groups(self) -> None:
-        """Give each group its label: its telling words, or all of its words where another group has the same."""
+        """Give each group its label: its telling words, or all of its words where another group has
+        the same."""
         names = [", ".join(group.telling_words) for group in self.groups]
         for group, name in zip(self.groups, names, strict=True):
             is_unique = name and names.count(name) == 1
@@ -136,7 +160,8 @@ class Compared:
         return ", ".join(text(value) for key, value in group.values.items() if key != self.best_of)
 
     def tested(self, group: Group) -> list[float]:
-        """Return the tested value of each counted run: documents to the threshold, area, or final value."""
+        """Return the tested value of each counted run: documents to the threshold, area, or final
+        value."""
         if self.by_documents:
             return self.spent(group, DOCUMENTS)
         if self.goal.measure == "area":
@@ -144,7 +169,8 @@ class Compared:
         return [run.final for run in group.reached]
 
     def spent(self, group: Group, axis: str) -> list[float]:
-        """Return what each counted run spent until it reached the threshold, at most the axis's limit."""
+        """Return what each counted run spent until it reached the threshold, at most the axis's
+        limit."""
         return [min(run.to.get(axis, inf), self.limits[axis]) for run in group.reached]
 
     def arrived(self, group: Group, axis: str) -> int:

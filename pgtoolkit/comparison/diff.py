@@ -26,11 +26,15 @@ def render_diff(first: Path, second: Path) -> str:
         notes += [f"{path} was resumed: compared is its last start." for path in resumed]
     else:
         missing = " and ".join(shell_path(path) for path in known if not known[path])
-        notes.append(f"Code, packages and hardware are not known: no readable provenance.json in {missing}.")
+        notes.append(
+            f"Code, packages and hardware are not known: no readable provenance.json in {missing}."
+        )
     lines = [f"A  {shell_path(first)}", f"B  {shell_path(second)}"]
     for title, changes in sections.items():
         if changes:
-            rows = [[key, text(before), "->", text(after)] for key, (before, after) in changes.items()]
+            rows = [
+                [key, text(before), "->", text(after)] for key, (before, after) in changes.items()
+            ]
             lines += ["", title, *(f"  {line}" for line in aligned(rows))]
     same = [title for title, changes in sections.items() if not changes]
     if same:
@@ -39,17 +43,27 @@ def render_diff(first: Path, second: Path) -> str:
 
 
 def _facts(provenance: dict) -> dict[str, dict]:
-    """Return the facts of a run's last start, by section. Uncommitted changes are a digest beside the commit."""
+    """Return the facts of a run's last start, by section. Uncommitted changes are a digest beside
+    the commit."""
     start = last_start(provenance)
     # Names that differ only in case or in - and _ are one package.
-    packages = {name.lower().replace("_", "-"): version for name, version in start.get("packages", {}).items()}
+    packages = {
+        name.lower().replace("_", "-"): version
+        for name, version in start.get("packages", {}).items()
+    }
     gpus = [" ".join(map(str, gpu.values())) for gpu in start.get("gpus", [])]
     hardware = {name: start.get(name) for name in ("host", "platform", "cpus", "memory_bytes")}
-    hardware["gpus"] = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+    hardware["gpus"] = (
+        ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or "none"
+    )
     commits = " ".join(commit_text(*pair) for pair in code_of(provenance))
     modules = {**start.get("modules", {}), **start.get("evaluation_modules", {})}
     return {
-        "code": {"pgtoolkit": start.get("version"), "commit": commits or "no repository", **modules},
+        "code": {
+            "pgtoolkit": start.get("version"),
+            "commit": commits or "no repository",
+            **modules,
+        },
         "packages": {"python": start.get("python"), **packages},
         "hardware": hardware,
     }

@@ -17,13 +17,16 @@ FEWEST_STEPS = 10
 """A shorter run tells nothing."""
 
 SOLVED = 0.8
-"""Where so many completions are right, groups without signal and a policy that is certain are what was wanted."""
+"""Where so many completions are right, groups without signal and a policy that is certain are what
+was wanted."""
 
 HELD_OUT_FALL = 0.05
-"""By how much a share of held-out prompts has to fall to be noticed, beside three standard errors of it."""
+"""By how much a share of held-out prompts has to fall to be noticed, beside three standard errors
+of it."""
 
 _CLIPPED_BY_DOCUMENT = ("gspo", "gmpo")
-"""Families whose bounds are narrow, or of many tokens at once, so that most of a healthy batch lies outside."""
+"""Families whose bounds are narrow, or of many tokens at once, so that most of a healthy batch lies
+outside."""
 
 REWARD_RISE = 0.02
 """By how much training's reward has to rise at the same time."""
@@ -41,8 +44,10 @@ class Found:
 class Rule:
     """A known failure.
 
-    name: what is wrong. metrics: the columns without which nothing can be said. measured_by: how to get them.
-    healthy: what they are in a run without it, as docs/metrics.md has it. find: what a run shows of it. meaning: why it
+    name: what is wrong. metrics: the columns without which nothing can be said. measured_by: how to
+        get them.
+    healthy: what they are in a run without it, as docs/metrics.md has it. find: what a run shows of
+        it. meaning: why it
     matters. change: what to try, the likeliest first.
     """
 
@@ -75,7 +80,8 @@ def examine(run: Run) -> Examined:
 
 
 def diagnose(paths: Sequence[str], as_json: bool = False) -> str:
-    """Return the page on the runs that are or lie below these folders. Raises ConfigError for a folder without any."""
+    """Return the page on the runs that are or lie below these folders. Raises ConfigError for a
+    folder without any."""
     examined = [examine(read_run(path, None)) for path in run_directories("pgtk doctor", paths)]
     if as_json:
         return json.dumps([_as_values(one) for one in examined], indent=1, ensure_ascii=False)
@@ -97,7 +103,8 @@ def _page(examined: Examined) -> str:
         lines.append(f"  None of the {looked_at} known failures that were looked for.")
     if examined.not_measured:
         names = "; ".join(
-            f"{rule.name} ({rule.measured_by or ', '.join(rule.metrics)})" for rule in examined.not_measured
+            f"{rule.name} ({rule.measured_by or ', '.join(rule.metrics)})"
+            for rule in examined.not_measured
         )
         lines += ["", *folded(f"Not looked for, since it was not measured: {names}.", "  ", "    ")]
     return "\n".join(lines)
@@ -105,12 +112,24 @@ def _page(examined: Examined) -> str:
 
 def _as_values(examined: Examined) -> dict[str, object]:
     found = [
-        {"failure": rule.name, "since": seen.step, "seen": seen.seen, "healthy": rule.healthy, "change": rule.change}
+        {
+            "failure": rule.name,
+            "since": seen.step,
+            "seen": seen.seen,
+            "healthy": rule.healthy,
+            "change": rule.change,
+        }
         for rule, seen in examined.found
     ]
     not_measured = [rule.name for rule in examined.not_measured]
     run = examined.run
-    return {"run": str(run.path), "state": run.state, "step": run.step, "found": found, "not_measured": not_measured}
+    return {
+        "run": str(run.path),
+        "state": run.state,
+        "step": run.step,
+        "found": found,
+        "not_measured": not_measured,
+    }
 
 
 def _points(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +145,8 @@ def _smoothed(run: Run, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _since(steps: np.ndarray, is_bad: np.ndarray) -> int | None:
-    """Return the first step from which on all is bad, if that is at least the last tenth; else None."""
+    """Return the first step from which on all is bad, if that is at least the last tenth; else
+    None."""
     good = np.flatnonzero(~is_bad)
     first = int(good[-1]) + 1 if good.size else 0
     return int(steps[first]) if first <= len(steps) - max(2, len(steps) // 10) else None
@@ -151,7 +171,11 @@ def _lasting(
             return None
         steps, values = _smoothed(run, name)
         step = _since(steps, values < bound if below else values > bound)
-        return None if step is None else Found(step, f"{name} is {_at_the_end(_points(run, name)[1]):.3g} at the end")
+        return (
+            None
+            if step is None
+            else Found(step, f"{name} is {_at_the_end(_points(run, name)[1]):.3g} at the end")
+        )
 
     return find
 
@@ -159,15 +183,20 @@ def _lasting(
 def _now_and_then(
     names: Sequence[str], bound: float, share: float, below: bool = False
 ) -> Callable[[Run], Found | None]:
-    """Return a rule's function for metrics one of which is above (or below) a bound in more than a share of steps."""
+    """Return a rule's function for metrics one of which is above (or below) a bound in more than a
+    share of steps."""
 
     def find(run: Run) -> Found | None:
         for name in names:
             steps, values = _points(run, name)
             is_bad = values < bound if below else values > bound
             if is_bad.sum() > share * len(run.columns["step"]):
-                side, end, worst = ("below", "least", values.min()) if below else ("above", "most", values.max())
-                seen = f"{name} is {side} {bound:g} in {is_bad.sum()} steps, and at {end} {worst:.3g}"
+                side, end, worst = (
+                    ("below", "least", values.min()) if below else ("above", "most", values.max())
+                )
+                seen = (
+                    f"{name} is {side} {bound:g} in {is_bad.sum()} steps, and at {end} {worst:.3g}"
+                )
                 return Found(int(steps[is_bad][0]), seen)
         return None
 
@@ -175,7 +204,8 @@ def _now_and_then(
 
 
 def _ratios_at_first_update(run: Run) -> Found | None:
-    """Steps of which all documents were sampled by the weights that are trained: their ratios are 1."""
+    """Steps of which all documents were sampled by the weights that are trained: their ratios are
+    1."""
     steps, staleness, ratios, distances = (
         run.columns[name] for name in ("step", "staleness", "ratio_new_old", "kl_new_old")
     )
@@ -185,13 +215,15 @@ def _ratios_at_first_update(run: Run) -> Found | None:
         return None
     seen = (
         f"in {is_bad.sum()} of {is_first.sum()} first updates of a batch ratio_new_old is up to "
-        f"{abs(ratios[is_bad] - 1).max():.3g} away from 1, kl_new_old up to {distances[is_bad].max():.3g}"
+        f"{abs(ratios[is_bad] - 1).max():.3g} away from 1, kl_new_old up to "
+        f"{distances[is_bad].max():.3g}"
     )
     return Found(int(steps[is_bad][0]), seen)
 
 
 def _clipped(run: Run) -> Found | None:
-    """Half of the ratios outside of the bounds, at updates after the first of a batch, which clips nothing.
+    """Half of the ratios outside of the bounds, at updates after the first of a batch, which clips
+    nothing.
 
     Of families whose bounds are narrow nine tenths, and with a gradient that is cut.
     """
@@ -205,21 +237,30 @@ def _clipped(run: Run) -> Found | None:
     clipped = outside[counts]
     if not clipped.size:
         return None
-    step = _since(run.columns["step"][counts], smooth(clipped, len(clipped) // 20) > (0.9 if is_narrow else 0.5))
-    return None if step is None else Found(step, f"{_at_the_end(clipped):.0%} is clipped at the end")
+    step = _since(
+        run.columns["step"][counts],
+        smooth(clipped, len(clipped) // 20) > (0.9 if is_narrow else 0.5),
+    )
+    return (
+        None if step is None else Found(step, f"{_at_the_end(clipped):.0%} is clipped at the end")
+    )
 
 
 def _spikes(run: Run) -> Found | None:
-    """Steps whose gradient is ten times the median of the fifty before them, zeros left out: three, and 0.5 %."""
+    """Steps whose gradient is ten times the median of the fifty before them, zeros left out: three,
+    and 0.5 %."""
     steps, norms = _points(run, "grad_norm")
     steps, norms = steps[norms > 0], norms[norms > 0]
-    medians = np.array([np.median(norms[max(0, place - 50) : place]) for place in range(FEWEST_STEPS, len(norms))])
+    medians = np.array(
+        [np.median(norms[max(0, place - 50) : place]) for place in range(FEWEST_STEPS, len(norms))]
+    )
     times = norms[FEWEST_STEPS:] / medians if medians.size else medians
     is_spike = times > 10
     if is_spike.sum() < max(3, 0.005 * len(norms)):
         return None
     seen = (
-        f"grad_norm is more than 10 times the median before it in {is_spike.sum()} steps, up to {times.max():.3g} times"
+        f"grad_norm is more than 10 times the median before it in {is_spike.sum()} steps, up to "
+        f"{times.max():.3g} times"
     )
     return Found(int(steps[FEWEST_STEPS:][is_spike][0]), seen)
 
@@ -231,11 +272,16 @@ def _reward_lost(run: Run) -> Found | None:
     if best <= 0.05:
         return None
     step = _since(steps, rewards < 0.3 * best)
-    return None if step is None else Found(step, f"reward was {best:.3g} and is {_at_the_end(rewards):.3g} at the end")
+    return (
+        None
+        if step is None
+        else Found(step, f"reward was {best:.3g} and is {_at_the_end(rewards):.3g} at the end")
+    )
 
 
 def _held_out_falls(run: Run) -> Found | None:
-    """The last evaluation against the best one, where training's reward has not fallen since that."""
+    """The last evaluation against the best one, where training's reward has not fallen since
+    that."""
     for name in sorted(run.columns):
         if not (name.startswith(HELD_OUT) and name.endswith("/pass@1")):
             continue
@@ -247,9 +293,14 @@ def _held_out_falls(run: Run) -> Found | None:
         fall = float(shares[best] - shares[-1])
         reward_steps, rewards = _smoothed(run, "reward")
         then = float(np.interp(steps[best], reward_steps, rewards))
-        if fall > max(HELD_OUT_FALL, 3 * max(errors, default=0.0)) and rewards[-1] > then + REWARD_RISE:
+        if (
+            fall > max(HELD_OUT_FALL, 3 * max(errors, default=0.0))
+            and rewards[-1] > then + REWARD_RISE
+        ):
             seen = f"{name} was {shares[best]:.3g} and is {shares[-1]:.3g}; "
-            return Found(int(steps[best]), f"{seen}reward rose from {then:.3g} to {rewards[-1]:.3g}")
+            return Found(
+                int(steps[best]), f"{seen}reward rose from {then:.3g} to {rewards[-1]:.3g}"
+            )
     return None
 
 
@@ -258,7 +309,9 @@ def _skipped(run: Run) -> Found | None:
     steps, sums = _points(run, "num_skipped_steps")
     if sums[-1] <= 0.01 * len(steps):
         return None
-    return Found(int(steps[int((sums > 0).argmax())]), f"{sums[-1]:.0f} of {len(steps)} steps made no update")
+    return Found(
+        int(steps[int((sums > 0).argmax())]), f"{sums[-1]:.0f} of {len(steps)} steps made no update"
+    )
 
 
 RULES = (
@@ -267,18 +320,21 @@ RULES = (
         metrics=("staleness", "ratio_new_old", "kl_new_old"),
         healthy="ratio_new_old 1 and kl_new_old 0 where staleness is 0",
         find=_ratios_at_first_update,
-        meaning="The weights have not changed since they sampled, so old and new log-probs should be the same numbers.",
-        change="rollout.old_log_probs=training, which computes the old ones as the new ones are; a model folder whose "
-        "attention or dropout differs between the two; the sampler's temperature and chat template",
+        meaning="The weights have not changed since they sampled, so old and new log-probs should "
+        "be the same numbers.",
+        change="rollout.old_log_probs=training, which computes the old ones as the new ones are; a "
+        "model folder whose attention or dropout differs between the two; the sampler's "
+        "temperature and chat template",
     ),
     Rule(
         name="sampler and trainer apart",
         metrics=("kl_old_sampling",),
         healthy="kl_old_sampling below 1e-3, clipped_sampling_fraction 0",
         find=_lasting("kl_old_sampling", 0.01),
-        meaning="The engine samples from another distribution than the trainer computes gradients of.",
-        change="the sampler's number type and quantization; model.fp32_lm_head=true; correction=token_truncate or "
-        "sequence_mask; less rollout.lag",
+        meaning="The engine samples from another distribution than the trainer computes "
+        "gradients of.",
+        change="the sampler's number type and quantization; model.fp32_lm_head=true; "
+        "correction=token_truncate or sequence_mask; less rollout.lag",
         measured_by="a sampler whose log-probs are known",
     ),
     Rule(
@@ -287,8 +343,9 @@ RULES = (
         healthy="below 0.9 until the task is solved",
         find=_lasting("zero_advantage_group_fraction", 0.9, unless_solved=True),
         meaning="All completions of a prompt get one reward, so that nothing is learned from it.",
-        change="prompts that are sometimes solved, a supervised start (experiment=sft), or a reward with parts; "
-        "rollout.max_sampling_rounds=4, which samples others in their place; more completions, rollout.group_size",
+        change="prompts that are sometimes solved, a supervised start (experiment=sft), or a "
+        "reward with parts; rollout.max_sampling_rounds=4, which samples others in their place; "
+        "more completions, rollout.group_size",
     ),
     Rule(
         name="completions cut off",
@@ -296,25 +353,29 @@ RULES = (
         healthy="below 0.1 in the end",
         find=_lasting("truncated_fraction", 0.8),
         meaning="What is cut off seldom has an answer, and never learns to end.",
-        change="rollout.max_completion_length, longer; task.chat and rollout.stop, where completions do not end; "
-        "rollout.overlong_buffer, which makes length cost something",
+        change="rollout.max_completion_length, longer; task.chat and rollout.stop, where "
+        "completions do not end; rollout.overlong_buffer, which makes length cost something",
     ),
     Rule(
         name="everything clipped",
         metrics=("clipped_ratio_fraction", "clipped_low_fraction", "clipped_high_fraction"),
-        healthy="0 at a batch's first update, then a few percent; with gspo, whose bounds are narrow, most",
+        healthy="0 at a batch's first update, then a few percent; with gspo, whose bounds are "
+        "narrow, most",
         find=_clipped,
         meaning="The gradient of what is clipped is 0: most of a batch teaches nothing.",
         change="loss.epsilon_low and loss.epsilon_high, wider (0.2 for grpo, 3e-4 for gspo); "
-        "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, larger",
+        "optimizer.learning_rate, lower; fewer updates of a batch: accumulation.docs_per_step, "
+        "larger",
     ),
     Rule(
         name="log-ratios clamped",
         metrics=("clamped_log_ratio_fraction",),
         healthy="clamped_log_ratio_fraction 0, always",
         find=_now_and_then(("clamped_log_ratio_fraction",), 0.0, 0.01),
-        meaning="Probabilities have changed by a factor of e^20: the old log-probs belong to other weights or tokens.",
-        change="the recorded log-probs, which may be one place off; optimizer.learning_rate, lower; less rollout.lag",
+        meaning="Probabilities have changed by a factor of e^20: the old log-probs belong to other "
+        "weights or tokens.",
+        change="the recorded log-probs, which may be one place off; optimizer.learning_rate, "
+        "lower; less rollout.lag",
     ),
     Rule(
         name="effective sample size low",
@@ -322,8 +383,8 @@ RULES = (
         healthy="1 on-policy, above 0.9 afterwards",
         find=_now_and_then(("effective_sample_size",), 0.5, 0.2, below=True),
         meaning="A few tokens with large ratios stand for the whole step.",
-        change="optimizer.learning_rate, lower; fewer updates of a batch; less rollout.lag; a family whose ratio is "
-        "clipped (loss=grpo)",
+        change="optimizer.learning_rate, lower; fewer updates of a batch; less rollout.lag; a "
+        "family whose ratio is clipped (loss=grpo)",
     ),
     Rule(
         name="entropy gone",
@@ -341,8 +402,8 @@ RULES = (
         healthy="within a few times its median",
         find=_spikes,
         meaning="Single steps are far larger than others; they often come before a collapse.",
-        change="optimizer.learning_rate, lower; optimizer.max_grad_norm=0.2; less rollout.lag; a clip, where the "
-        "family has none",
+        change="optimizer.learning_rate, lower; optimizer.max_grad_norm=0.2; less rollout.lag; a "
+        "clip, where the family has none",
     ),
     Rule(
         name="steps without an update",
@@ -366,8 +427,8 @@ RULES = (
             0.02,
             0.05,
         ),
-        meaning="Completions that nobody could score are left out, or punished for it: the policy may learn to break "
-        "its verifier.",
+        meaning="Completions that nobody could score are left out, or punished for it: the policy "
+        "may learn to break its verifier.",
         change="the verifier on the completions that run.log names; task.verifier_seconds, longer; "
         "task.verifier_processes, so that a crash ends no run",
     ),
@@ -377,17 +438,18 @@ RULES = (
         healthy="rises, and stays",
         find=_reward_lost,
         meaning="The policy was better before.",
-        change="optimizer.learning_rate, lower (a quarter); an earlier checkpoint: pgtk resume RUN --step N, or "
-        "pgtk export --best; kl=k3",
+        change="optimizer.learning_rate, lower (a quarter); an earlier checkpoint: pgtk resume RUN "
+        "--step N, or pgtk export --best; kl=k3",
     ),
     Rule(
         name="reward up while held-out falls",
         metrics=("reward", "evaluation"),
         healthy="both rise",
         find=_held_out_falls,
-        meaning="The policy learns the training prompts, or its verifier's weakness, and not the task.",
-        change="pgtk samples RUN, which shows what earns the reward; more prompts; pgtk export RUN DIR --best, which "
-        "takes the best checkpoint",
+        meaning="The policy learns the training prompts, or its verifier's weakness, and not the "
+        "task.",
+        change="pgtk samples RUN, which shows what earns the reward; more prompts; pgtk export RUN "
+        "DIR --best, which takes the best checkpoint",
         measured_by="evaluation.every",
     ),
 )

@@ -1,4 +1,5 @@
-"""Runs gathered by configuration: which keys tell them apart, and what makes them hard to compare."""
+"""Runs gathered by configuration: which keys tell them apart, and what makes them hard to
+compare."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def compare(
 ) -> Compared:
     """Gather the runs by configuration and compare what they reached.
 
-    metric: see `parse_metric`; None for the one that `chosen_metric` chooses, or the one of `reach`.
+    metric: see `parse_metric`; None for the one that `chosen_metric` chooses, or the one of
+        `reach`.
     best_of: a varying key; of groups that differ in it alone only the best one is compared.
     reach: METRIC=THRESHOLD, in the place of `metric`.
     over: KEY,..., varying keys that belong to a run's block, as the seed does.
@@ -48,13 +50,16 @@ def compare(
     ignore_code: runs that differ in the user's own modules alone are of one configuration.
     labels: KEY=VALUE=NAME, the name to show for a value.
 
-    Raises ConfigError if no run can be read or has the metric, and for an option that does not fit the runs.
+    Raises ConfigError if no run can be read or has the metric, and for an option that does not fit
+    the runs.
     """
     readable = [_as_typed(run) for run in runs if run.config]
     left_out = [(run, run.why_not_counted()) for run in runs if not run.config]
     if not readable:
         listing = "; ".join(f"{run.name}: {why}" for run, why in left_out)
-        raise ConfigError(f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders.")
+        raise ConfigError(
+            f"pgtk compare needs a run that can be read (got none). {listing}. Use other folders."
+        )
     if margin is not None:
         measures.margin_of(margin)  # refuses a bad one before the work
     metric, measure, threshold, notes = _metric(readable, metric, reach)
@@ -101,11 +106,14 @@ def compare(
 
 
 def _as_typed(run: Run) -> Run:
-    """Return the run with own code as the option of its group, in the place of the keys that name it."""
+    """Return the run with own code as the option of its group, in the place of the keys that name
+    it."""
     return replace(run, config=as_typed(run.config), trained_with=as_typed(run.trained_with))
 
 
-def _metric(runs: list[Run], metric: str | None, reach: str | None) -> tuple[str, str | None, float | None, list[str]]:
+def _metric(
+    runs: list[Run], metric: str | None, reach: str | None
+) -> tuple[str, str | None, float | None, list[str]]:
     """Return (metric, measure or None, threshold or None, notes) by --metric and --reach.
 
     Raises ConfigError for a metric that no run has recorded.
@@ -126,7 +134,8 @@ def _metric(runs: list[Run], metric: str | None, reach: str | None) -> tuple[str
 
 
 def _grouped(runs: list[Run], keys: list[str]) -> list[Group]:
-    """Return a group for each combination of values that runs have learned with, in the order of the runs."""
+    """Return a group for each combination of values that runs have learned with, in the order of
+    the runs."""
     by_values: dict[tuple, Group] = {}
     for run in runs:
         values = {key: learned(run, key) for key in keys}
@@ -135,8 +144,11 @@ def _grouped(runs: list[Run], keys: list[str]) -> list[Group]:
     return list(by_values.values())
 
 
-def _keys_of(option: str, names: Sequence[str], keys: list[str], others: Collection[str] = ()) -> list[str]:
-    """Return the keys of the names that the user typed. Raises ConfigError for one that is not in `keys` or `others`.
+def _keys_of(
+    option: str, names: Sequence[str], keys: list[str], others: Collection[str] = ()
+) -> list[str]:
+    """Return the keys of the names that the user typed. Raises ConfigError for one that is not in
+    `keys` or `others`.
 
     keys: those that tell the runs apart; a refusal lists them.
     """
@@ -145,20 +157,26 @@ def _keys_of(option: str, names: Sequence[str], keys: list[str], others: Collect
         if name not in known:
             listing = ", ".join(map(shown, keys)) or "none"
             raise ConfigError(
-                f"{option}={name} needs a key that tells the runs apart. These are {listing}. Use another."
+                f"{option}={name} needs a key that tells the runs apart. These are {listing}. Use "
+                "another."
             )
     return [known[name] for name in names]
 
 
 def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str], str]:
-    """Return (key, value in words) -> name. Raises ConfigError for a name of a value that no run has."""
+    """Return (key, value in words) -> name. Raises ConfigError for a name of a value that no run
+    has."""
     values = {(key, text(value)) for group in groups for key, value in group.values.items()}
     names = {}
     for label in labels:
-        # Both a value and a name may hold equals signs, so the values that runs have decide where the value ends.
+        # Both a value and a name may hold equals signs, so the values that runs have decide where
+        # the value ends.
         matches = [(key, value) for key, value in values if label.startswith(f"{key}={value}=")]
         if not matches:
-            known = ", ".join(sorted(f"{key}={value}" for key, value in values)) or "none, as nothing varies"
+            known = (
+                ", ".join(sorted(f"{key}={value}" for key, value in values))
+                or "none, as nothing varies"
+            )
             reason = f"It names a value of a key that tells the runs apart. These are {known}."
             raise ConfigError(refusal(f"--label {label}", "KEY=VALUE=NAME", label, reason, "one"))
         key, value = max(matches, key=lambda pair: len(pair[1]))
@@ -167,21 +185,29 @@ def _labels(labels: Sequence[str], groups: list[Group]) -> dict[tuple[str, str],
 
 
 def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
-    """Return the pairs of each base with the groups that differ from it in the keys of `against` alone.
+    """Return the pairs of each base with the groups that differ from it in the keys of `against`
+    alone.
 
-    A base is a group that has all values of `against`. Moves the bases to the front of `compared.groups`.
+    A base is a group that has all values of `against`. Moves the bases to the front of
+    `compared.groups`.
     """
     base: dict[str, str] = {}
     for pair in against.split(","):
         key, _, value = pair.partition("=")
         base[key] = value
     _keys_of("--against", [*base], compared.keys)
-    bases = [group for group in compared.groups if all(text(group.values[key]) == base[key] for key in base)]
+    bases = [
+        group
+        for group in compared.groups
+        if all(text(group.values[key]) == base[key] for key in base)
+    ]
     if not bases:
         key = next(iter(base))
         values = ", ".join(dict.fromkeys(text(group.values[key]) for group in compared.groups))
         reason = f"No configuration has it; of {key} there are {values}."
-        raise ConfigError(refusal(f"--against={against}", "values that runs have", against, reason, "one of them"))
+        raise ConfigError(
+            refusal(f"--against={against}", "values that runs have", against, reason, "one of them")
+        )
     compared.groups = bases + [group for group in compared.groups if group not in bases]
     others = [key for key in compared.keys if key not in (*base, compared.best_of)]
     rests = [[repr(group.values[key]) for key in others] for group in compared.groups]
@@ -190,11 +216,15 @@ def _planned(compared: Compared, against: str) -> set[tuple[int, int]]:
 
 
 def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
-    """Append rows to each run that collapsed, so that it stays at its last value as far as the others have been.
+    """Append rows to each run that collapsed, so that it stays at its last value as far as the
+    others have been.
 
     Returns a note that names these runs, or an empty list.
     """
-    ends = {axis: max((run.last(axis) for run in runs if not run.collapsed), default=0.0) for axis in ("step", *AXES)}
+    ends = {
+        axis: max((run.last(axis) for run in runs if not run.collapsed), default=0.0)
+        for axis in ("step", *AXES)
+    }
     collapsed = [run for run in runs if run.collapsed]
     for run in collapsed:
         values = run.values(metric)
@@ -203,9 +233,15 @@ def _extend_collapsed(runs: list[Run], metric: str) -> list[str]:
         at_end = {axis: max(end, here[axis]) for axis, end in ends.items()}
         for row in (here, at_end):
             row[metric] = stays_at
-            run.columns = {name: np.append(column, row.get(name, np.nan)) for name, column in run.columns.items()}
+            run.columns = {
+                name: np.append(column, row.get(name, np.nan))
+                for name, column in run.columns.items()
+            }
     names = ", ".join(run.name for run in collapsed)
-    why = "numbers that were not finite ended them, and they count with what they had reached, to the end"
+    why = (
+        "numbers that were not finite ended them, and they count with what they had reached, to "
+        "the end"
+    )
     return [f"collapsed, and not dropped: {names}; {why}"] if collapsed else []
 
 
@@ -223,8 +259,8 @@ def _limits(goal: measures.Goal, runs: list[measures.Reached]) -> dict[str, floa
 def _rank(compared: Compared, group: Group) -> tuple[float, ...]:
     """Return the sorting key of a group, the best first and groups without a counted run last.
 
-    Groups are sorted by the documents to the threshold, then by the area under the curve; without a threshold by the
-    measure that is compared.
+    Groups are sorted by the documents to the threshold, then by the area under the curve; without a
+    threshold by the measure that is compared.
     """
     if not group.reached:
         return (1,)
@@ -235,8 +271,11 @@ def _rank(compared: Compared, group: Group) -> tuple[float, ...]:
     return 0, statistics.fmean(compared.spent(group, DOCUMENTS)), -(group.mean[0] or 0.0), -value
 
 
-def _sample(compared: Compared, group: Group, varying: Sequence[str], blocks: Sequence[str] = ()) -> Sample:
-    """Return the tested values of a group by block, with the values of keys that decide about its prompts."""
+def _sample(
+    compared: Compared, group: Group, varying: Sequence[str], blocks: Sequence[str] = ()
+) -> Sample:
+    """Return the tested values of a group by block, with the values of keys that decide about its
+    prompts."""
     config = group.runs[0].config
     prompts = {}
     for name in varying:
@@ -244,17 +283,21 @@ def _sample(compared: Compared, group: Group, varying: Sequence[str], blocks: Se
         declared = key_named(key, config) if key in config else None
         if declared is not None and declared.fixed == POSITION:
             prompts[name] = sorted({repr(learned(run, name)) for run in group.counted})
-    values = zip((_block(run, blocks) for run in group.counted), compared.tested(group), strict=True)
+    values = zip(
+        (_block(run, blocks) for run in group.counted), compared.tested(group), strict=True
+    )
     return Sample(dict(values), prompts)
 
 
 def _block(run: Run, blocks: Sequence[str]) -> tuple:
-    """Return the values by which a run is paired with those of other groups: of the --over keys, and the seed."""
+    """Return the values by which a run is paired with those of other groups: of the --over keys,
+    and the seed."""
     return (*(repr(learned(run, key)) for key in blocks), run.config["seed"])
 
 
 def _keep_best(compared: Compared, best_of: str) -> None:
-    """Keep the first of the sorted groups that differ in one key alone; it holds all of them in `tried`."""
+    """Keep the first of the sorted groups that differ in one key alone; it holds all of them in
+    `tried`."""
     _keys_of("--best-of", [best_of], compared.keys)
     chosen: dict[tuple, Group] = {}
     for group in compared.groups:
@@ -270,7 +313,8 @@ def _keep_best(compared: Compared, best_of: str) -> None:
 def _varying(
     runs: Sequence[Run], first: Sequence[str] = (), ignore_code: bool = False
 ) -> tuple[list[str], list[str], dict[str, object]]:
-    """Return (names that tell the runs apart, names that follow from those, {name: value} of what all share).
+    """Return (names that tell the runs apart, names that follow from those, {name: value} of what
+    all share).
 
     A name follows from others if adding it to them divides the runs no further.
     first: names that are looked at before all others, and so follow from none.
@@ -323,15 +367,23 @@ def _changes_learning(name: str, run: Run) -> bool:
 def _code_notes(compared: Compared, runs: list[Run], ignore_code: bool) -> list[str]:
     """Return a note of the user's own modules where runs have used different versions of them."""
     if ignore_code:
-        names = dict.fromkeys(name for run in runs for name in run.trained_with if name.startswith(CODE))
-        differing = [name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1]
-        return [f"--ignore=code counts as the same what differs: {', '.join(differing)}"] if differing else []
+        names = dict.fromkeys(
+            name for run in runs for name in run.trained_with if name.startswith(CODE)
+        )
+        differing = [
+            name for name in names if len({run.trained_with.get(name) for run in runs} - {None}) > 1
+        ]
+        return (
+            [f"--ignore=code counts as the same what differs: {', '.join(differing)}"]
+            if differing
+            else []
+        )
     differing = [key for key in compared.keys if key.startswith(CODE)]
     if not differing:
         return []
     return [
-        f"{' and '.join(differing)} differs, not in comments or docstrings alone, and so these runs are not counted as "
-        "seeds of one configuration; --ignore=code counts them as such"
+        f"{' and '.join(differing)} differs, not in comments or docstrings alone, and so these "
+        "runs are not counted as seeds of one configuration; --ignore=code counts them as such"
     ]
 
 
@@ -358,7 +410,9 @@ def _refuse_unknown(runs: list[Run], metric: str, option: str) -> None:
     if metric not in known:
         near = nearest(metric, known, 0) or "reward"
         names = ", ".join(known) or "the metrics of a run that has finished a step"
-        raise ConfigError(f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={near}.")
+        raise ConfigError(
+            f"{option}={metric} needs one of {names}. No run has recorded it. Use {option}={near}."
+        )
 
 
 def notes_of(compared: Compared) -> list[str]:
@@ -366,16 +420,22 @@ def notes_of(compared: Compared) -> list[str]:
     notes = []
     counted = [run for group in compared.groups for run in group.counted]
     if len({run.code for run in counted}) > 1:
-        notes.append("the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says what changed")
+        notes.append(
+            "the runs come from different code: `pgtk compare RUN_A RUN_B` of two of them says "
+            "what changed"
+        )
     lengths = {run.step for run in counted if not run.collapsed}
     if len(lengths) > 1:
         steps = ", ".join(map(str, sorted(lengths)))
-        notes.append(f"the runs are of different length ({steps} steps): their ends do not compare, the mean does")
+        notes.append(
+            f"the runs are of different length ({steps} steps): their ends do not compare, the "
+            "mean does"
+        )
     names = _evaluated_differently(counted) if compared.metric.startswith(HELD_OUT) else []
     if names:
         notes.append(
-            f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with other "
-            "settings, or at other steps"
+            f"the runs were evaluated differently ({', '.join(names)}): on other prompts, with "
+            "other settings, or at other steps"
         )
     if compared.best_of is not None:
         notes += _best_of_notes(compared, compared.best_of)
@@ -383,26 +443,35 @@ def notes_of(compared: Compared) -> list[str]:
 
 
 def _best_of_notes(compared: Compared, key: str) -> list[str]:
-    """Return notes of the choice by --best-of: that it flatters, and which group's best is the last value tried."""
+    """Return notes of the choice by --best-of: that it flatters, and which group's best is the last
+    value tried."""
     best = "fewest" if compared.by_documents else "highest"
     notes = [
-        f"of each configuration the {key} with the {best} {compared.measured[0].lower()}{compared.measured[1:]} "
-        "is shown. It was chosen by the same runs that are compared, which flatters a configuration that has more "
-        "values of it, or noisier ones: further seeds of the chosen ones tell"
+        f"of each configuration the {key} with the {best} "
+        f"{compared.measured[0].lower()}{compared.measured[1:]} is shown. It was chosen by the "
+        "same runs that are compared, which flatters a configuration that has more values of it, "
+        "or noisier ones: further seeds of the chosen ones tell"
     ]
     for group in compared.groups:
         tried = [value for value in compared.tried if value in group.tried]
         chosen = text(group.values[key])
         if len(tried) > 1 and is_number(group.values[key]) and chosen in (tried[0], tried[-1]):
             end = "lowest" if chosen == tried[0] else "highest"
-            notes.append(f"{group.label}: this is the {end} {key} tried, and one beyond may be better")
+            notes.append(
+                f"{group.label}: this is the {end} {key} tried, and one beyond may be better"
+            )
     return notes
 
 
 def _evaluated_differently(runs: list[Run]) -> list[str]:
     """Return the names of settings, data and code of the evaluation in which the runs differ."""
     beginnings = ("evaluation.", EVALUATION_CODE, f"{CONTENTS}evaluation.")
-    present = {name for run in runs for name in (*run.config, *run.trained_with) if name.startswith(beginnings)}
+    present = {
+        name
+        for run in runs
+        for name in (*run.config, *run.trained_with)
+        if name.startswith(beginnings)
+    }
     names = []
     for name in sorted(present - {"evaluation.best"}):
         values = [learned(run, name) for run in runs]
@@ -426,7 +495,8 @@ def _scale_notes(groups: list[Group]) -> list[str]:
     high = max(norms, key=lambda label: norms[label])
     times = f", {norms[high] / norms[low]:.3g} times as much" if norms[low] > 0 else ""
     return [
-        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with {low} and "
-        f"{norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and AdamW's epsilon then act on "
-        "them differently, and one learning rate need not suit both: docs/comparing.md"
+        f"the gradients are of different lengths: the median grad_norm is {norms[low]:.3g} with "
+        f"{low} and {norms[high]:.3g} with {high}{times}. Clipping to optimizer.max_grad_norm and "
+        "AdamW's epsilon then act on them differently, and one learning rate need not suit both: "
+        "docs/comparing.md"
     ]

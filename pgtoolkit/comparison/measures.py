@@ -1,4 +1,5 @@
-"""Measures of a run: how much it took to reach a threshold, its mean over documents, its final value."""
+"""Measures of a run: how much it took to reach a threshold, its mean over documents, its final
+value."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ AXES = {"documents_seen": "documents", "tokens_seen": "tokens", "seconds": "seco
 DOCUMENTS = "documents_seen"
 
 _WINDOWS = 50
-"""A metric of training has reached a threshold once its mean over a fiftieth of the documents has."""
+"""A metric of training has reached a threshold once its mean over a fiftieth of the documents
+has."""
 
 _SHARE = 0.9
-"""The default threshold of a share; of other metrics, the part of the way from the start to the best end."""
+"""The default threshold of a share; of other metrics, the part of the way from the start to the
+best end."""
 
 _LAST_EVALUATIONS = 3
 
@@ -37,7 +40,8 @@ class Goal:
     threshold: the value to reach, or None. why: how the threshold was chosen, in words.
     window: documents over which a mean must reach the threshold.
     span: documents (first, last) that every run has seen.
-    measure: of MEASURES, compared where there is no threshold. chosen: whether the user has chosen it.
+    measure: of MEASURES, compared where there is no threshold. chosen: whether the user has chosen
+        it.
     """
 
     metric: str
@@ -68,7 +72,8 @@ class Reached:
 def final_of(values: list[float], metric: str) -> float:
     """Return the mean over the last tenth of a run's steps.
 
-    Of evaluations it is the mean over the last three, or, if there are fewer than nine, over the last third.
+    Of evaluations it is the mean over the last three, or, if there are fewer than nine, over the
+    last third.
     """
     if not metric.startswith(HELD_OUT):
         return final(values)
@@ -76,14 +81,19 @@ def final_of(values: list[float], metric: str) -> float:
 
 
 def end_of(run: Run, metric: str) -> float:
-    """Return the final value of a run. Of one that collapsed it is the value with which `compare` has extended it."""
+    """Return the final value of a run. Of one that collapsed it is the value with which `compare`
+    has extended it."""
     values = run.values(metric)
     return values[-1] if run.collapsed else final_of(values, metric)
 
 
 def is_score(metric: str) -> bool:
     """Return whether a higher value of this metric is better, as far as its name tells."""
-    return metric == "reward" or is_share(metric) or (metric.startswith(HELD_OUT) and metric.endswith("/avg"))
+    return (
+        metric == "reward"
+        or is_share(metric)
+        or (metric.startswith(HELD_OUT) and metric.endswith("/avg"))
+    )
 
 
 def is_share(metric: str) -> bool:
@@ -92,19 +102,24 @@ def is_share(metric: str) -> bool:
 
 
 def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
-    """Return (the metric to compare where none is named, notes): held-out before exact_match before reward.
+    """Return (the metric to compare where none is named, notes): held-out before exact_match before
+    reward.
 
-    A share that is 0 in all runs cannot tell them apart. It is chosen only if reward is 0 in all of them too.
+    A share that is 0 in all runs cannot tell them apart. It is chosen only if reward is 0 in all of
+    them too.
     """
     done = [run for run in runs if run.state == "done"] or runs
-    held_out = dict.fromkeys(name for run in done for name in run.columns if name.startswith(HELD_OUT))
+    held_out = dict.fromkeys(
+        name for run in done for name in run.columns if name.startswith(HELD_OUT)
+    )
     pass_at_1 = [name for name in held_out if name.endswith("/pass@1")]
     notes = []
     if pass_at_1 and not all(run.values(pass_at_1[0]) for run in done):
         count = sum(bool(run.values(pass_at_1[0])) for run in done)
         notes.append(
-            f"{count} of {len(done)} finished runs have {pass_at_1[0]}, measured on held-out prompts. So that none is "
-            f"left out all are compared by a metric of training; --metric={pass_at_1[0]} compares those that have it"
+            f"{count} of {len(done)} finished runs have {pass_at_1[0]}, measured on held-out "
+            "prompts. So that none is left out all are compared by a metric of training; "
+            f"--metric={pass_at_1[0]} compares those that have it"
         )
     shares = [name for name in (*pass_at_1, "exact_match") if all(run.values(name) for run in done)]
     not_zero = [name for name in (*shares, "reward") if any(any(run.values(name)) for run in done)]
@@ -118,13 +133,15 @@ def chosen_metric(runs: list[Run]) -> tuple[str, list[str]]:
 
 
 def needed_for(metric: str | None) -> set[str]:
-    """Return the metrics of training that a comparison reads: this one, or those among which it chooses."""
+    """Return the metrics of training that a comparison reads: this one, or those among which it
+    chooses."""
     names = {"reward", "exact_match", "grad_norm"}
     return names | {metric} if metric else names
 
 
 def parse_metric(text: str) -> tuple[str | None, str]:
-    """Return (measure or None, metric) of --metric=NAME, area:NAME or final:NAME; the measure is of MEASURES."""
+    """Return (measure or None, metric) of --metric=NAME, area:NAME or final:NAME; the measure is of
+    MEASURES."""
     measure, _, name = text.partition(":")
     return (measure, name) if measure in MEASURES else (None, text)
 
@@ -138,7 +155,9 @@ def parse_reach(text: str) -> tuple[str, float]:
         threshold = nan
     if not metric or not isfinite(threshold):
         reason = "It is reached where the metric is at least that high."
-        raise ConfigError(f"--reach={text} needs METRIC=NUMBER. {reason} Use --reach=exact_match=0.9.")
+        raise ConfigError(
+            f"--reach={text} needs METRIC=NUMBER. {reason} Use --reach=exact_match=0.9."
+        )
     return metric, threshold
 
 
@@ -154,14 +173,21 @@ def margin_of(text: str, mean: float = 1.0) -> float:
         value = nan
     if not 0 < value < inf:
         reason = "Differences within it are called equal."
-        raise ConfigError(refusal(f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"))
+        raise ConfigError(
+            refusal(
+                f"--margin={text}", "a number > 0, or one with %", text, reason, "--margin=0.02"
+            )
+        )
     return value if number == text else value / 100 * abs(mean)
 
 
-def goal_of(groups: list[list[Run]], metric: str, threshold: float | None, measure: str | None = None) -> Goal:
+def goal_of(
+    groups: list[list[Run]], metric: str, threshold: float | None, measure: str | None = None
+) -> Goal:
     """Return the goal by which the counted runs of these groups are compared.
 
-    threshold: the user's; None for one that fits the runs. measure: of MEASURES, compared without a threshold.
+    threshold: the user's; None for one that fits the runs. measure: of MEASURES, compared without a
+        threshold.
     """
     documents = [run.points(DOCUMENTS, metric)[0] for group in groups for run in group]
     documents = [of_run for of_run in documents if of_run.size]
@@ -174,15 +200,22 @@ def goal_of(groups: list[list[Run]], metric: str, threshold: float | None, measu
         why = ""
     elif threshold is None and measure is None:
         threshold, why = _fitting_threshold([group for group in groups if group], metric, window)
-    return Goal(metric, threshold, why, window, (low, high), measure or "final", measure is not None)
+    return Goal(
+        metric, threshold, why, window, (low, high), measure or "final", measure is not None
+    )
 
 
-def _fitting_threshold(groups: list[list[Run]], metric: str, window: float) -> tuple[float | None, str]:
-    """Return (threshold, how it was chosen), the same for all runs; (None, "") if no configuration improves."""
+def _fitting_threshold(
+    groups: list[list[Run]], metric: str, window: float
+) -> tuple[float | None, str]:
+    """Return (threshold, how it was chosen), the same for all runs; (None, "") if no configuration
+    improves."""
     if not is_score(metric):
         return None, ""
     share = Goal(metric, _SHARE, "", window, (0.0, 0.0))
-    if is_share(metric) and any(all(_reaching_row(run, share) is not None for run in group) for group in groups):
+    if is_share(metric) and any(
+        all(_reaching_row(run, share) is not None for run in group) for group in groups
+    ):
         return _SHARE, "the default for a share that a configuration reaches with every seed"
     start = mean([first(run.values(metric)) for group in groups for run in group])
     top = max(min(end_of(run, metric) for run in group) for group in groups)
@@ -190,13 +223,14 @@ def _fitting_threshold(groups: list[list[Run]], metric: str, window: float) -> t
         return None, ""
     threshold = _rounded(start + _SHARE * (top - start), (top - start) / 100)
     return threshold, (
-        f"nine tenths of the way from {start:.3g}, the mean start, to {top:.3g}, as high as a configuration ends with "
-        "every seed"
+        f"nine tenths of the way from {start:.3g}, the mean start, to {top:.3g}, as high as a "
+        "configuration ends with every seed"
     )
 
 
 def _rounded(value: float, tolerance: float) -> float:
-    """Return the value rounded to three digits, or to more if the error would exceed the tolerance."""
+    """Return the value rounded to three digits, or to more if the error would exceed the
+    tolerance."""
     digits = 3
     while digits < 17 and abs(float(f"{value:.{digits}g}") - value) > tolerance:
         digits += 1
@@ -214,12 +248,17 @@ def reached(run: Run, goal: Goal) -> Reached:
     to = {}
     row = _reaching_row(run, goal)
     if row is not None:
-        to = {axis: exact(axis, column[row]) for axis, column in columns.items() if not isnan(column[row])}
+        to = {
+            axis: exact(axis, column[row])
+            for axis, column in columns.items()
+            if not isnan(column[row])
+        }
     return Reached(to, seen, _mean_over_documents(run, goal), end_of(run, goal.metric))
 
 
 def _reaching_row(run: Run, goal: Goal) -> int | None:
-    """Return the first row whose mean over the last `goal.window` documents is at the threshold, None without one.
+    """Return the first row whose mean over the last `goal.window` documents is at the threshold,
+    None without one.
 
     Rows before `goal.window` documents have been seen do not count.
     """
@@ -237,7 +276,8 @@ def _reaching_row(run: Run, goal: Goal) -> int | None:
 
 
 def _mean_over_documents(run: Run, goal: Goal) -> float | None:
-    """Return the area under the curve over `goal.span`, divided by its length; None where the run does not cover it."""
+    """Return the area under the curve over `goal.span`, divided by its length; None where the run
+    does not cover it."""
     x, y = run.points(DOCUMENTS, goal.metric)
     low, high = goal.span
     if not x.size or x[0] > low or x[-1] < high:

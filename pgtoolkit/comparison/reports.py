@@ -1,4 +1,5 @@
-"""The comparison as files: tables (CSV, LaTeX), one self-contained HTML page, JSON, and pictures (PNG, SVG, PDF)."""
+"""The comparison as files: tables (CSV, LaTeX), one self-contained HTML page, JSON, and pictures
+(PNG, SVG, PDF)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _TABLES = 20
 
 
 def write(compared: Compared, kind: str, path: Path, command: str) -> None:
-    """Write one file. kind: html, csv, runs_csv, latex, png, svg or pdf. command: shown as the one that made it."""
+    """Write one file. kind: html, csv, runs_csv, latex, png, svg or pdf. command: shown as the one
+    that made it."""
     if kind in ("png", "svg", "pdf"):
         path.write_bytes(picture(compared, kind))
     elif kind in ("csv", "runs_csv"):
@@ -75,7 +77,15 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
     """Return the header and a row for each configuration, numbers in full."""
     keys: list[object] = [*compared.keys]
     tested = ["n", "measured", "mean", "mean_low", "mean_high", "std"]
-    difference = ["against", "difference", "difference_low", "difference_high", "p", "p_adjusted", "p_equal"]
+    difference = [
+        "against",
+        "difference",
+        "difference_low",
+        "difference_high",
+        "p",
+        "p_adjusted",
+        "p_equal",
+    ]
     rows: list[list[object]] = [["label", *keys, *tested, *difference, "verdict"]]
     for row in configurations(compared):
         pair = row.pair
@@ -85,18 +95,25 @@ def configuration_rows(compared: Compared) -> list[list[object]]:
         if pair is None:
             cells += [None] * len(difference)
         else:
-            cells += [compared.groups[pair.first].label, pair.difference, *(pair.interval or (None, None))]
+            cells += [
+                compared.groups[pair.first].label,
+                pair.difference,
+                *(pair.interval or (None, None)),
+            ]
             cells += [pair.p, pair.adjusted_p, pair.equal_p]
         rows.append([*cells, row.verdict])
     return rows
 
 
 def _latex(compared: Compared, command: str) -> str:
-    """Return the configurations as a LaTeX table, with intervals of means and differences, adjusted p and verdicts.
+    """Return the configurations as a LaTeX table, with intervals of means and differences, adjusted
+    p and verdicts.
 
     Comments above it say what its numbers are.
     """
-    write = text_report.short_count if compared.by_documents else text_report.number_format(compared)
+    write = (
+        text_report.short_count if compared.by_documents else text_report.number_format(compared)
+    )
     keys = text_report.differing_keys(compared)
     every_word_tells = all(group.telling_words == group.words for group in compared.groups)
     column_per_key = len(keys) > 1 and every_word_tells
@@ -117,7 +134,11 @@ def _latex(compared: Compared, command: str) -> str:
         rows.append([*cells, row.verdict])
     names = keys if column_per_key else ["configuration"]
     header = [*names, "n", compared.measured, "difference", "p", "verdict"]
-    sentences = [f"Made by {command}", *text_report.definitions(compared), text_report.question(compared)]
+    sentences = [
+        f"Made by {command}",
+        *text_report.definitions(compared),
+        text_report.question(compared),
+    ]
     comments = [f"% {legible(line)}" for sentence in sentences for line in sentence.splitlines()]
     table = [
         r"\begin{tabular}{" + "l" * len(names) + "rrrrl}",
@@ -135,8 +156,18 @@ def _bracketed(interval: tuple[float, float] | None, write: Callable[[float], st
     return "" if interval is None else f" [{write(interval[0])}, {write(interval[1])}]"
 
 
-_TEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$"}
-_TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"≥": r"$\geq$", "±": r"$\pm$", "-": "-"}
+_TEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": "$<$",
+    ">": "$>$",
+}
+_TEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "≥": r"$\geq$",
+    "±": r"$\pm$",
+    "-": "-",
+}
 """What LaTeX needs in the place of a character."""
 
 
@@ -145,7 +176,8 @@ def _tex_row(cells: list[str]) -> str:
 
 
 def _tex(cell: str) -> str:
-    """Return the text for LaTeX: its special characters escaped, and the minus of a number as a minus sign."""
+    """Return the text for LaTeX: its special characters escaped, and the minus of a number as a
+    minus sign."""
     escaped_text = "".join(_TEX.get(character, character) for character in legible(cell))
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped_text)
 
@@ -172,7 +204,9 @@ def as_json(compared: Compared) -> str:
         {
             "first": compared.groups[pair.first].label,
             "second": compared.groups[pair.second].label,
-            **{name: value for name, value in vars(pair).items() if name not in ("first", "second")},
+            **{
+                name: value for name, value in vars(pair).items() if name not in ("first", "second")
+            },
             "verdict": text_report.verdict(pair, compared.sign, compared.comparisons.margin),
         }
         for pair in compared.comparisons
@@ -204,8 +238,9 @@ def _finite(value: object) -> object:
 def run_rows(compared: Compared) -> list[list[object]]:
     """Return the header and a row per run, unfinished ones too.
 
-    A row has the values that vary, the seed, the state, whether the run is in the means, and what it reached.
-    `documents_to_METRIC_THRESHOLD` and its like are None where the run has not reached the threshold.
+    A row has the values that vary, the seed, the state, whether the run is in the means, and what
+    it reached. `documents_to_METRIC_THRESHOLD` and its like are None where the run has not reached
+    the threshold.
     """
     goal = compared.goal
     to = {axis: f"{AXES[axis]}_to_{goal.metric}_{goal.threshold:g}" for axis in compared.limits}
@@ -216,7 +251,12 @@ def run_rows(compared: Compared) -> list[list[object]]:
             row = {"run": run.path, **{key: text(value) for key, value in group.values.items()}}
             row |= {key: text(learned(run, key)) for key in compared.over}
             counted = "yes" if run in group.counted else "no"
-            row |= {"seed": run.config["seed"], "state": run.state, "counted": counted, "step": run.step}
+            row |= {
+                "seed": run.config["seed"],
+                "state": run.state,
+                "counted": counted,
+                "step": run.step,
+            }
             values = run.values(goal.metric)
             if values:
                 measures = reached(run, goal)
@@ -226,18 +266,33 @@ def run_rows(compared: Compared) -> list[list[object]]:
             rows.append(row)
     unreadable = [run for run, _ in compared.left_out if not run.config]
     rows += [{"run": run.path, "state": run.state, "counted": "no"} for run in unreadable]
-    columns: list[object] = ["run", *compared.keys, *compared.over, "seed", "state", "counted", "step"]
+    columns: list[object] = [
+        "run",
+        *compared.keys,
+        *compared.over,
+        "seed",
+        "state",
+        "counted",
+        "step",
+    ]
     columns += [*to.values(), mean, final, highest, *AXES]
     return [columns, *([row.get(column) for column in columns] for row in rows)]
 
 
 def _render_html(compared: Compared, command: str) -> str:
-    """Return the page: all that the terminal shows, the differences of all pairs, every run and what they share."""
+    """Return the page: all that the terminal shows, the differences of all pairs, every run and
+    what they share."""
     title = f"{compared.metric} by {' and '.join(compared.keys) or 'seed'}"
-    svg = picture(compared, "svg").decode().replace("#000000", "currentColor")  # legible on light and dark pages
+    # legible on light and dark pages
+    svg = picture(compared, "svg").decode().replace("#000000", "currentColor")
     excluded = text_report.left_out(compared)
-    runs = [[f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in run_rows(compared)]
-    pairs = [compared.comparisons.against(place) for place in range(min(len(compared.groups), _TABLES))]
+    runs = [
+        [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row]
+        for row in run_rows(compared)
+    ]
+    pairs = [
+        compared.comparisons.against(place) for place in range(min(len(compared.groups), _TABLES))
+    ]
     common = [["key", "value"], *([key, text(value)] for key, value in compared.common.items())]
     notes = (f"<p><strong>Note:</strong> {escaped(note)}</p>" for note in compared.notes)
     lead = [f"<p>{escaped(text_report.heading(compared))}.</p>", *notes]
@@ -256,7 +311,9 @@ def _render_html(compared: Compared, command: str) -> str:
         f"<details><summary>Every run ({len(runs) - 1})</summary>\n{_table(runs)}</details>",
         f"<details><summary>Configuration shared by all</summary>\n{_table(common)}</details>",
     ]
-    page = Template(files("pgtoolkit.comparison").joinpath("report.html").read_text(encoding="utf-8"))
+    page = Template(
+        files("pgtoolkit.comparison").joinpath("report.html").read_text(encoding="utf-8")
+    )
     return page.substitute(
         title=escaped(title),
         lead="\n".join(lead),

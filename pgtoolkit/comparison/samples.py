@@ -1,4 +1,5 @@
-"""`pgtk samples`: the best and the worst completions, how answers changed, and all as one page by samples.html."""
+"""`pgtk samples`: the best and the worst completions, how answers changed, and all as one page by
+samples.html."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ MOST_CHARACTERS = 8000
 
 @dataclass(frozen=True)
 class Kept:
-    """The completions of one set that a run kept. entries: of each, the step, the name and the reward alone."""
+    """The completions of one set that a run kept. entries: of each, the step, the name and the
+    reward alone."""
 
     set: str
     files: list[CompletionFile]
@@ -47,15 +49,22 @@ class Kept:
         return sorted({entry.step for entry in self.entries})
 
     def rows(self, step: int) -> list[CompletionRow]:
-        """Return the completions of a step, with all that was kept of them, in the order of the file."""
+        """Return the completions of a step, with all that was kept of them, in the order of the
+        file."""
         paths = [file.path for file in self.files if file.first <= step <= file.last]
-        return [row for path in paths for row in completion_files.read_completions(path) if row.step == step]
+        return [
+            row
+            for path in paths
+            for row in completion_files.read_completions(path)
+            if row.step == step
+        ]
 
 
 class Change(NamedTuple):
     """A prompt whose completions were kept at two steps.
 
-    means: of the rewards at the first and at the second step. before, after: the completion of each step whose reward
+    means: of the rewards at the first and at the second step. before, after: the completion of each
+        step whose reward
     is nearest to the mean.
     """
 
@@ -67,7 +76,8 @@ class Change(NamedTuple):
 class Samples(NamedTuple):
     """One set at one step, and how rewards changed since an earlier step.
 
-    counts: of the prompts that were sampled more than once between the steps `since` and `step`, how many have a mean
+    counts: of the prompts that were sampled more than once between the steps `since` and `step`,
+        how many have a mean
     reward that rose, fell and stayed the same. changes: the largest changes, in falling order.
     """
 
@@ -80,7 +90,8 @@ class Samples(NamedTuple):
 
 
 def kept_by(run_dir: Path) -> dict[str, Kept]:
-    """Return {name: set} of what a run kept. Raises ConfigError where there is no run, or nothing was kept."""
+    """Return {name: set} of what a run kept. Raises ConfigError where there is no run, or nothing
+    was kept."""
     if not is_run(run_dir):
         raise not_a_run(f"pgtk samples {run_dir}", run_dir, "a run directory")
     sets: dict[str, Kept] = {}
@@ -92,9 +103,9 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
             kept.entries.extend(entries)
     if not sets:
         raise ConfigError(
-            f"pgtk samples {run_dir} needs a run that kept completions (got none). Runs keep some with rollout=policy "
-            "and rollout.keep_completions above 0; those of rollout=recorded are in rollout.path. Use "
-            "rollout.keep_completions=8 in a new run."
+            f"pgtk samples {run_dir} needs a run that kept completions (got none). Runs keep some "
+            "with rollout=policy and rollout.keep_completions above 0; those of rollout=recorded "
+            "are in rollout.path. Use rollout.keep_completions=8 in a new run."
         )
     return sets
 
@@ -102,15 +113,23 @@ def kept_by(run_dir: Path) -> dict[str, Kept]:
 def chosen_set(kept: dict[str, Kept], name: str | None) -> Kept:
     """Return the set of this name.
 
-    name: None for a set of an evaluation, whose prompts are the same each time, or that of training if it is alone.
+    name: None for a set of an evaluation, whose prompts are the same each time, or that of training
+        if it is alone.
     """
-    name = name or next((known for known in kept if known != completion_files.TRAINING), completion_files.TRAINING)
+    name = name or next(
+        (known for known in kept if known != completion_files.TRAINING), completion_files.TRAINING
+    )
     if name not in kept:
-        raise ConfigError(f"--set={name} needs one of {', '.join(kept)} (got {name}). Use --set={next(iter(kept))}.")
+        raise ConfigError(
+            f"--set={name} needs one of {', '.join(kept)} (got {name}). Use "
+            f"--set={next(iter(kept))}."
+        )
     return kept[name]
 
 
-def samples(kept: Kept, step: int | None = None, since: int | None = None, count: int = 3) -> Samples:
+def samples(
+    kept: Kept, step: int | None = None, since: int | None = None, count: int = 3
+) -> Samples:
     """Return a set at a step, and the prompts whose rewards changed most since another step.
 
     step: None for the last. since: None for the first. count: of changes at most.
@@ -119,14 +138,19 @@ def samples(kept: Kept, step: int | None = None, since: int | None = None, count
     step = kept.steps[-1] if step is None else step
     _check_step("--step", step, kept.steps, step, kept.set)
     if since is not None:
-        _check_step("--since", since, [known for known in kept.steps if known < step], step, kept.set)
+        _check_step(
+            "--since", since, [known for known in kept.steps if known < step], step, kept.set
+        )
     since = kept.steps[0] if since is None else since
     rewards: dict[str, dict[int, list[float]]] = {}  # of each prompt, by step
     for entry in kept.entries:
         if since <= entry.step <= step and entry.reward is not None:
             rewards.setdefault(entry.name, {}).setdefault(entry.step, []).append(entry.reward)
     repeated = {name: by_step for name, by_step in rewards.items() if len(by_step) > 1}
-    rises = {name: mean(by_step[max(by_step)]) - mean(by_step[min(by_step)]) for name, by_step in repeated.items()}
+    rises = {
+        name: mean(by_step[max(by_step)]) - mean(by_step[min(by_step)])
+        for name, by_step in repeated.items()
+    }
     rising = sum(rise > 0 for rise in rises.values())
     falling = sum(rise < 0 for rise in rises.values())
     counts = (rising, falling, len(rises) - rising - falling)
@@ -154,38 +178,58 @@ def _check_step(option: str, number: int, known: list[int], step: int, set_name:
 
 def _nearest(rows: list[CompletionRow], name: str, reward: float) -> CompletionRow:
     """Return the row of a prompt whose reward is nearest to a number, the first of equal ones."""
-    distances = [(row, abs(row.reward - reward)) for row in rows if row.name == name and row.reward is not None]
+    distances = [
+        (row, abs(row.reward - reward))
+        for row in rows
+        if row.name == name and row.reward is not None
+    ]
     return min(distances, key=lambda pair: pair[1])[0]
 
 
 def render_samples(shown: Samples, kept: dict[str, Kept], run: str, count: int, lines: int) -> str:
     """Return the samples for the terminal, at most WIDTH columns wide.
 
-    run: as the user can paste it. count: completions of each kind at most. lines: of each text at most.
+    run: as the user can paste it. count: completions of each kind at most. lines: of each text at
+        most.
     """
     page = _heading(shown, run)
-    others = [f"{name} ({_listed(other.steps)})" for name, other in kept.items() if name != shown.set]
+    others = [
+        f"{name} ({_listed(other.steps)})" for name, other in kept.items() if name != shown.set
+    ]
     if others:
         page += folded(f"Other sets: {', '.join(others)}")
     scored = [row for row in shown.rows if row.reward is not None]
     not_scored = [row for row in shown.rows if row.reward is None]
     best, worst = best_and_worst(scored, count)
-    title = "Best" if worst or not scored else f"All have reward {scored[0].reward:.3f}; some of them"
-    for name, rows in ((title, best), ("Worst", worst), ("Not scored, since scoring failed", not_scored[:count])):
+    title = (
+        "Best" if worst or not scored else f"All have reward {scored[0].reward:.3f}; some of them"
+    )
+    for name, rows in (
+        (title, best),
+        ("Worst", worst),
+        ("Not scored, since scoring failed", not_scored[:count]),
+    ):
         page += ["", name] if rows else []
         for row in rows:
             reward = "  -  " if row.reward is None else f"{row.reward:.3f}"
             page += folded(f"{reward}  {legible(row.name)}: {facts(row)}", "  ", " " * 9)
             page += _texts(row, {"completion": row}, lines)
     rose, fell, stayed = shown.counts
-    changed = f"{rose} prompts better, {fell} worse, {stayed} the same (by mean reward of what was kept)"
+    changed = (
+        f"{rose} prompts better, {fell} worse, {stayed} the same (by mean reward of what was kept)"
+    )
     if not any(shown.counts):
-        changed = "unknown, no prompt was asked twice; an evaluation (evaluation.every=20) asks the same ones each time"
+        changed = (
+            "unknown, no prompt was asked twice; an evaluation (evaluation.every=20) asks "
+            "the same ones each time"
+        )
     page += ["", *folded(f"Changed since step {shown.since}: {changed}")]
     for change in shown.changes:
         before, after = change.means
         page.append(f"  {before:.3f} -> {after:.3f}  {legible(change.after.name)}"[:WIDTH])
-        page += _texts(change.after, {f"step {row.step}": row for row in (change.before, change.after)}, lines)
+        page += _texts(
+            change.after, {f"step {row.step}": row for row in (change.before, change.after)}, lines
+        )
     return "\n".join(page)
 
 
@@ -201,15 +245,20 @@ def _heading(shown: Samples, run: str) -> list[str]:
         means = f"mean reward of these {mean(rewards):.3f}"
     completions = plural(len(shown.rows), "completion")
     prompts = plural(len({row.name for row in shown.rows}), "prompt")
-    return folded(f"{legible(run)}: {shown.set}, step {shown.step}: {completions} kept of {prompts}, {means}")
+    return folded(
+        f"{legible(run)}: {shown.set}, step {shown.step}: {completions} kept of {prompts}, {means}"
+    )
 
 
-def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[CompletionRow], list[CompletionRow]]:
-    """Return at most `count` rows with the highest and with the lowest rewards; rows without a reward are left out.
+def best_and_worst(
+    rows: list[CompletionRow], count: int
+) -> tuple[list[CompletionRow], list[CompletionRow]]:
+    """Return at most `count` rows with the highest and with the lowest rewards; rows without a
+    reward are left out.
 
-    A text that a prompt has several times comes once. Among equal rewards the first texts of all prompts come before
-    any prompt's second text. The lowest reward is not among the best, nor the highest among the worst; where all
-    rewards are equal there is no worst.
+    A text that a prompt has several times comes once. Among equal rewards the first texts of all
+    prompts come before any prompt's second text. The lowest reward is not among the best, nor the
+    highest among the worst; where all rewards are equal there is no worst.
     """
     rewards = [row.reward for row in rows if row.reward is not None]
     low = min(rewards, default=0.0)
@@ -222,18 +271,23 @@ def best_and_worst(rows: list[CompletionRow], count: int) -> tuple[list[Completi
             distinct[text] = times[row.name, row.reward], row
             times[row.name, row.reward] += 1
     ordered = [row for _, row in sorted(distinct.values(), key=lambda pair: pair[0])]
-    best = sorted((row for row in ordered if row.reward > low or low == high), key=lambda row: -row.reward)[:count]
+    best = sorted(
+        (row for row in ordered if row.reward > low or low == high), key=lambda row: -row.reward
+    )[:count]
     worst = [row for row in ordered if row.reward < high and row not in best]
     return best, sorted(worst, key=lambda row: row.reward)[:count]
 
 
 def facts(row: CompletionRow) -> str:
-    """Return a line about a completion: parts of its reward, what was logged, advantage, length, its end, weights."""
+    """Return a line about a completion: parts of its reward, what was logged, advantage, length,
+    its end, weights."""
     parts = [f"{legible(name)} {score:.3g}" for name, score in row.rewards.items()]
     parts += [f"{legible(name)} {_cut(legible(text))}" for name, text in row.logged.items()]
     advantage = [] if row.advantage is None else [f"advantage {row.advantage:+.3f}"]
     ends = "cut off at the length limit" if row.finish_reason == "length" else "ended by itself"
-    return ", ".join([*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"])
+    return ", ".join(
+        [*parts, *advantage, plural(row.tokens, "token"), ends, f"weights of update {row.version}"]
+    )
 
 
 def _cut(text: str) -> str:
@@ -241,7 +295,8 @@ def _cut(text: str) -> str:
 
 
 def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
-    """Return the page of these sets. step: of this step alone. command: shown as the one that made the page."""
+    """Return the page of these sets. step: of this step alone. command: shown as the one that made
+    the page."""
     files_of_sets = [file for completions in kept for file in completions.files]
     chosen, total = completion_files.some_completions(files_of_sets, MOST_COMPLETIONS, step)
     rows = _merged(chosen)
@@ -252,14 +307,28 @@ def html(kept: list[Kept], step: int | None, run: str, command: str) -> str:
     # Only "<" could end the script's element, whatever a model has written.
     script = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = files("pgtoolkit.comparison").joinpath("samples.html").read_text(encoding="utf-8")
-    return re.sub("@(COMMAND|DATA)@", lambda mark: script if mark[1] == "DATA" else escape(legible(command)), page)
+    return re.sub(
+        "@(COMMAND|DATA)@",
+        lambda mark: script if mark[1] == "DATA" else escape(legible(command)),
+        page,
+    )
 
 
 def _merged(rows: list[tuple[str, CompletionRow]]) -> list[dict]:
-    """Return (set, row) pairs as the page has them: equal completions of a prompt at a step once, with their number."""
+    """Return (set, row) pairs as the page has them: equal completions of a prompt at a step once,
+    with their number."""
     merged: dict[tuple, dict] = {}
     for set_name, row in rows:
-        same = (set_name, row.step, row.name, row.prompt, row.completion, row.answer, row.reward, facts(row))
+        same = (
+            set_name,
+            row.step,
+            row.name,
+            row.prompt,
+            row.completion,
+            row.answer,
+            row.reward,
+            facts(row),
+        )
         if same not in merged:
             merged[same] = _page_row(set_name, row) | {"times": 0}
         merged[same]["times"] += 1
@@ -281,7 +350,8 @@ def _page_row(set_name: str, row: CompletionRow) -> dict:
 
 
 def _texts(row: CompletionRow, labelled: dict[str, CompletionRow], lines: int) -> list[str]:
-    """Return lines with the row's prompt, the labelled completions, and the row's answer if it has one."""
+    """Return lines with the row's prompt, the labelled completions, and the row's answer if it has
+    one."""
     texts = {"prompt": row.prompt} | {label: other.completion for label, other in labelled.items()}
     texts |= {"answer": row.answer} if row.answer else {}
     return [
@@ -292,7 +362,8 @@ def _texts(row: CompletionRow, labelled: dict[str, CompletionRow], lines: int) -
 
 
 def _listed(steps: list[int]) -> str:
-    """Return the steps in words: all of up to six, else their number with the first and the last."""
+    """Return the steps in words: all of up to six, else their number with the first and the
+    last."""
     if len(steps) <= 6:
         return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -12,16 +12,19 @@ import numpy as np
 from pgtoolkit.comparison.measures import margin_of
 
 LEVEL = 0.05
-"""A difference with an adjusted p below this is called more than seed noise; intervals are of 1 - LEVEL."""
+"""A difference with an adjusted p below this is called more than seed noise; intervals are of 1 -
+LEVEL."""
 
 POWER = 0.8
-"""The probability with which `seeds_needed` seeds of each sample show a difference as large as the one seen."""
+"""The probability with which `seeds_needed` seeds of each sample show a difference as large as the
+one seen."""
 
 MOST_SEEDS = 1000
 """Where more seeds would be needed, their number is not computed."""
 
 _BCA_FROM = 5
-"""Values from which on the interval is bias-corrected and accelerated; from fewer that correction is a guess."""
+"""Values from which on the interval is bias-corrected and accelerated; from fewer that correction
+is a guess."""
 
 _RESAMPLES = 9999
 
@@ -52,15 +55,18 @@ class Sample:
 class Comparison:
     """The test of two samples, which are known by their places.
 
-    counts: values of each. paired: whether values are compared block by block, or as independent samples.
+    counts: values of each. paired: whether values are compared block by block, or as independent
+        samples.
     difference: of the means, second - first. interval: of the difference, by the bootstrap.
     p: of a t-test. adjusted_p: the same, adjusted for the number of pairs tested.
-    equal_p: of two one-sided tests that the difference is within the margin, adjusted in the same way.
-    improvement, seeds_needed: see the functions. MOST_SEEDS + 1 stands for any larger number of seeds.
+    equal_p: of two one-sided tests that the difference is within the margin, adjusted in the same
+        way.
+    improvement, seeds_needed: see the functions. MOST_SEEDS + 1 stands for any larger number of
+        seeds.
     exploratory: whether the pair was not planned; p and equal_p are then not adjusted.
 
-    interval, p, adjusted_p, equal_p and seeds_needed are None where a sample has one value, or no seed differs from
-    another.
+    interval, p, adjusted_p, equal_p and seeds_needed are None where a sample has one value, or no
+    seed differs from another.
     """
 
     first: int
@@ -87,14 +93,21 @@ def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
 class Comparisons:
     """A t-test of every pair of samples that have values, p adjusted over all the pairs tested.
 
-    margin: for the test that a pair is equal, see `margin_of`. primary: the pairs (first place, second place) that
+    margin: for the test that a pair is equal, see `margin_of`. primary: the pairs (first place,
+        second place) that
     were planned before the runs; p is adjusted over these alone, and the others are exploratory.
 
-    len() is the number of pairs, and iterating gives a `Comparison` of each. All are tested at once, since a thousand
-    configurations make half a million pairs; intervals are computed when a pair is asked for.
+    len() is the number of pairs, and iterating gives a `Comparison` of each. All are tested at
+    once, since a thousand configurations make half a million pairs; intervals are computed when a
+    pair is asked for.
     """
 
-    def __init__(self, samples: list[Sample], margin: str | None = None, primary: set[tuple[int, int]] | None = None):
+    def __init__(
+        self,
+        samples: list[Sample],
+        margin: str | None = None,
+        primary: set[tuple[int, int]] | None = None,
+    ):
         self.samples = samples
         self.margin = margin
         self.primary = primary
@@ -125,7 +138,8 @@ class Comparisons:
 
     @property
     def paired(self) -> set[bool]:
-        """Which kinds of pairs there are: True if some are paired block by block, False if some are independent."""
+        """Which kinds of pairs there are: True if some are paired block by block, False if some are
+        independent."""
         samples_by_pairing = Counter(self._pairing[place] for place in self._values)
         kinds = set()
         if any(count > 1 for count in samples_by_pairing.values()):
@@ -136,10 +150,15 @@ class Comparisons:
 
     def against(self, first: int) -> list[Comparison]:
         """Return the pairs whose first sample is the one at this place."""
-        return [self._pair(first, second) for second in self._values if first in self._values and second > first]
+        return [
+            self._pair(first, second)
+            for second in self._values
+            if first in self._values and second > first
+        ]
 
     def _pair(self, first: int, second: int) -> Comparison:
-        """Return the test of two samples: Student's of their differences where they are paired, else Welch's."""
+        """Return the test of two samples: Student's of their differences where they are paired,
+        else Welch's."""
         x, y, paired = _matched(self.samples[first], self.samples[second])
         pair = Comparison(first, second, (x.size, y.size), paired, float(y.mean() - x.mean()))
         pair.improvement = improvement(self.samples[first], self.samples[second])
@@ -154,23 +173,32 @@ class Comparisons:
         noise = [y - x] if paired else [x, y]
         if max(map(np.ptp, noise)) > _EQUAL * max(abs(x).max(), abs(y).max()):
             pair.interval = _interval(x, y, paired)
-            pair.seeds_needed = seeds_needed(pair.difference, [float(values.var(ddof=1)) for values in noise])
+            pair.seeds_needed = seeds_needed(
+                pair.difference, [float(values.var(ddof=1)) for values in noise]
+            )
         return pair
 
 
 def improvement(first: Sample, second: Sample) -> float | None:
-    """Return the probability that a run of the second sample has a higher value than one of the first.
+    """Return the probability that a run of the second sample has a higher value than one of the
+    first.
 
-    Equal values count half. It is the mean over the strata that both have (arXiv 2108.13264), None if there are none.
+    Equal values count half. It is the mean over the strata that both have (arXiv 2108.13264), None
+    if there are none.
     """
     strata = first.strata
     others = second.strata
-    shares = [(1 + np.sign(others[name][:, None] - strata[name]).mean()) / 2 for name in strata if name in others]
+    shares = [
+        (1 + np.sign(others[name][:, None] - strata[name]).mean()) / 2
+        for name in strata
+        if name in others
+    ]
     return float(np.mean(shares)) if shares else None
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean over the last axis without its lowest and its highest quarter (arXiv 2108.13264)."""
+    """Return the mean over the last axis without its lowest and its highest quarter (arXiv
+    2108.13264)."""
     cut = values.shape[-1] // 4
     return np.sort(values, -1)[..., cut : values.shape[-1] - cut].mean(-1)
 
@@ -186,19 +214,24 @@ def interquartile_interval(sample: Sample) -> tuple[float, float] | None:
 def mean_interval(sample: Sample) -> tuple[float, float] | None:
     """Return the interval of the mean by the same bootstrap, None for a single value.
 
-    Where each stratum has one seed, such as one for each checkpoint, the strata themselves are drawn.
+    Where each stratum has one seed, such as one for each checkpoint, the strata themselves are
+    drawn.
     """
     if len(sample.values) == len(sample.strata):
         sample = Sample({(number,): value for number, value in enumerate(sample.values.values())})
     return _bootstrap_interval(sample, lambda values: values.mean(-1))
 
 
-def _bootstrap_interval(sample: Sample, mean_of: Callable[[np.ndarray], np.ndarray]) -> tuple[float, float] | None:
+def _bootstrap_interval(
+    sample: Sample, mean_of: Callable[[np.ndarray], np.ndarray]
+) -> tuple[float, float] | None:
     strata = sample.strata.values()
     if max((values.size for values in strata), default=0) < 2:
         return None
     random = np.random.default_rng(0)
-    resampled = [values[random.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata]
+    resampled = [
+        values[random.integers(values.size, size=(_RESAMPLES, values.size))] for values in strata
+    ]
     low, high = np.quantile(mean_of(np.concatenate(resampled, axis=1)), [LEVEL / 2, 1 - LEVEL / 2])
     return float(low), float(high)
 
@@ -206,12 +239,14 @@ def _bootstrap_interval(sample: Sample, mean_of: Callable[[np.ndarray], np.ndarr
 def holm(p: np.ndarray) -> np.ndarray:
     """Return (n,) p adjusted for the number of tests; a NaN stays one and is not counted.
 
-    The chance of even one false difference among all pairs stays below LEVEL, so that the best may be picked after
-    looking (Holm, Scandinavian Journal of Statistics 6, 1979).
+    The chance of even one false difference among all pairs stays below LEVEL, so that the best may
+    be picked after looking (Holm, Scandinavian Journal of Statistics 6, 1979).
     """
     order = np.argsort(p, kind="stable")[: np.count_nonzero(p == p)]
     adjusted = np.full(p.size, np.nan)
-    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(order.size, 0, -1) * p[order]))
+    adjusted[order] = np.maximum.accumulate(
+        np.minimum(1.0, np.arange(order.size, 0, -1) * p[order])
+    )
     return adjusted
 
 
@@ -231,7 +266,8 @@ def _pairing(sample: Sample) -> tuple:
 
 
 def _matched(first: Sample, second: Sample) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return the values of both samples and whether they are paired; if so they have the same blocks in one order."""
+    """Return the values of both samples and whether they are paired; if so they have the same
+    blocks in one order."""
     shared = first.values.keys() & second.values
     paired = bool(shared) and _pairing(first) == _pairing(second)
     x = np.array([first.values[block] for block in sorted(shared if paired else first.values)])
@@ -242,13 +278,15 @@ def _matched(first: Sample, second: Sample) -> tuple[np.ndarray, np.ndarray, boo
 def _p_values(
     samples: list[Sample], values: dict[int, np.ndarray], pairings: list[tuple], margin: str | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two (samples, samples) arrays over pairs of places, the earlier place first; NaN elsewhere.
+    """Return two (samples, samples) arrays over pairs of places, the earlier place first; NaN
+    elsewhere.
 
-    The first has the p of the difference: of Student's test of the differences where the samples are paired, else of
-    Welch's. The second has the p that they are equal within the margin, the higher of two one-sided tests (Schuirmann,
-    Journal of Pharmacokinetics and Biopharmaceutics 15, 1987).
-    Both are NaN where a sample has a single value, or no seed differs from another. Of samples without any spread p is
-    1 if they are equal, and NaN if they are not.
+    The first has the p of the difference: of Student's test of the differences where the samples
+        are paired, else of
+    Welch's. The second has the p that they are equal within the margin, the higher of two one-sided
+    tests (Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987). Both are NaN
+    where a sample has a single value, or no seed differs from another. Of samples without any
+    spread p is 1 if they are equal, and NaN if they are not.
     """
     from scipy.special import stdtr
 
@@ -268,9 +306,14 @@ def _p_values(
         noise = np.maximum(spread[later], spread[i])
         with np.errstate(all="ignore"):  # of samples without spread
             freedom = variance**2 / (
-                mean_variance[i] ** 2 / (size[i] - 1) + mean_variance[later] ** 2 / (size[later] - 1)
+                mean_variance[i] ** 2 / (size[i] - 1)
+                + mean_variance[later] ** 2 / (size[later] - 1)
             )
-            same = [other for other in range(i + 1, len(tested)) if pairings[tested[other]] == pairings[place]]
+            same = [
+                other
+                for other in range(i + 1, len(tested))
+                if pairings[tested[other]] == pairings[place]
+            ]
             has_over = pairings[place][0] is None
             if same and not has_over:
                 changes = np.array([values[tested[other]] for other in same]) - values[place]
@@ -300,8 +343,8 @@ def _p_values(
 def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[float, float]:
     """Return the bootstrap interval of the difference of means, the same for the same values.
 
-    It is bias-corrected and accelerated from five seeds on (BCa; Efron, JASA 82, 1987), else of percentiles. What an
-    interval of few seeds is worth says `worth` in text_report.py.
+    It is bias-corrected and accelerated from five seeds on (BCa; Efron, JASA 82, 1987), else of
+    percentiles. What an interval of few seeds is worth says `worth` in text_report.py.
     """
     from scipy.stats import bootstrap
 
@@ -320,26 +363,33 @@ def _interval(first: np.ndarray, second: np.ndarray, paired: bool) -> tuple[floa
 
 
 def seeds_needed(difference: float, variances: list[float]) -> int:
-    """Return how many seeds of each sample a t-test at LEVEL needs to find this difference with probability POWER.
+    """Return how many seeds of each sample a t-test at LEVEL needs to find this difference with
+    probability POWER.
 
-    variances: of both samples, or, where they are paired, of their differences alone. The difference and the variances
-    are taken for the true ones and the values for normal, and p is not adjusted for other pairs (arXiv 1806.08295).
-    Returns MOST_SEEDS + 1 for any larger number.
+    variances: of both samples, or, where they are paired, of their differences alone. The
+        difference and the variances
+    are taken for the true ones and the values for normal, and p is not adjusted for other pairs
+    (arXiv 1806.08295). Returns MOST_SEEDS + 1 for any larger number.
     """
     for counts in (np.arange(2, 33), np.arange(33, MOST_SEEDS + 1)):  # most comparisons need few
         freedom = (counts - 1) * sum(variances) ** 2 / sum(variance**2 for variance in variances)
-        enough = counts[_power(freedom, abs(difference) / np.sqrt(sum(variances) / counts)) >= POWER]
+        enough = counts[
+            _power(freedom, abs(difference) / np.sqrt(sum(variances) / counts)) >= POWER
+        ]
         if enough.size:
             return int(enough[0])
     return MOST_SEEDS + 1
 
 
 def _power(freedom: np.ndarray, shift: np.ndarray) -> np.ndarray:
-    """Return the probability that a t-test at LEVEL finds a difference of `shift` standard errors."""
+    """Return the probability that a t-test at LEVEL finds a difference of `shift` standard
+    errors."""
     from scipy.stats import nct, t
 
     critical = t.isf(LEVEL / 2, freedom)
-    # Beyond 40 standard errors the difference is found, and the distribution is no longer computed well.
+    # Beyond 40 standard errors the difference is found, and the distribution is no longer computed
+    # well.
     shift = np.minimum(shift, 40.0)
-    lower_tail = np.nan_to_num(nct.cdf(-critical, freedom, shift))  # NaN where it is far below 1e-16
+    # NaN where it is far below 1e-16
+    lower_tail = np.nan_to_num(nct.cdf(-critical, freedom, shift))
     return nct.sf(critical, freedom, shift) + lower_tail

@@ -12,7 +12,14 @@ from pgtoolkit.comparison import statistics
 from pgtoolkit.comparison.charts import mean_curve
 from pgtoolkit.comparison.compared import Compared, Group
 from pgtoolkit.comparison.measures import AXES, DOCUMENTS, is_score, is_share
-from pgtoolkit.comparison.statistics import LEVEL, MOST_SEEDS, POWER, Comparison, Sample, mean_and_std
+from pgtoolkit.comparison.statistics import (
+    LEVEL,
+    MOST_SEEDS,
+    POWER,
+    Comparison,
+    Sample,
+    mean_and_std,
+)
 from pgtoolkit.runs.find import HELD_OUT
 from pgtoolkit.system.columns import aligned
 from pgtoolkit.system.report import plural
@@ -28,28 +35,39 @@ def render_comparison(compared: Compared) -> str:
     lines += [line for sentence in definitions(compared) for line in folded(sentence, "", "  ")]
     rows = tried_rows(compared)
     if rows:
-        lines += ["", *folded(f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:")]
+        lines += [
+            "",
+            *folded(f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:"),
+        ]
         lines += [f"  {row}"[:WIDTH] for row in aligned(rows, WIDTH - 2)]
     lines += ["", *folded(question(compared))]
     shown = planned(compared)
     for pairs in shown:
         base = compared.groups[pairs[0].first]
         lines.append(f"  against {base.label} (n = {len(base.counted)})"[:WIDTH])
-        lines += [f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)]
+        lines += [
+            f"  {line}"[:WIDTH] for line in aligned(difference_rows(compared, pairs), WIDTH - 2)
+        ]
     sentences = worth(compared, [pair for pairs in shown for pair in pairs])
     lines += [line for sentence in sentences for line in folded(sentence, "", "  ")]
     if compared.left_out:
         lines += ["", "Excluded from averages:"]
-        lines += [line for excluded in left_out(compared) for line in folded(excluded, "  ", "      ")]
+        lines += [
+            line for excluded in left_out(compared) for line in folded(excluded, "  ", "      ")
+        ]
     lines += [line for note in compared.notes for line in folded(f"Note: {note}")]
     return "\n".join(lines)
 
 
 def planned(compared: Compared) -> list[list[Comparison]]:
-    """Return the pairs that the terminal shows, a list for each base: the planned pairs, or those with the best."""
+    """Return the pairs that the terminal shows, a list for each base: the planned pairs, or those
+    with the best."""
     primary = compared.comparisons.primary
     bases = sorted({first for first, _ in primary}) if primary else [0]
-    pairs = [[pair for pair in compared.comparisons.against(place) if not pair.exploratory] for place in bases]
+    pairs = [
+        [pair for pair in compared.comparisons.against(place) if not pair.exploratory]
+        for place in bases
+    ]
     return [of_base for of_base in pairs if of_base]
 
 
@@ -57,7 +75,10 @@ def heading(compared: Compared) -> str:
     """Return the number of runs and configurations, and the keys that tell them apart."""
     count = sum(len(group.runs) for group in compared.groups)
     counted = sum(len(group.counted) for group in compared.groups)
-    start = f"{plural(count, 'run')} ({counted} counted) of {plural(len(compared.groups), 'configuration')}"
+    start = (
+        f"{plural(count, 'run')} ({counted} counted) of "
+        f"{plural(len(compared.groups), 'configuration')}"
+    )
     keys = differing_keys(compared)
     if not keys:
         return f"{start}: they differ in nothing but the seed"
@@ -66,8 +87,13 @@ def heading(compared: Compared) -> str:
 
 
 def differing_keys(compared: Compared) -> list[str]:
-    """Return the keys in which the groups differ; the values of the others belong to runs that are not shown."""
-    return [key for key in compared.keys if len({repr(group.values[key]) for group in compared.groups}) > 1]
+    """Return the keys in which the groups differ; the values of the others belong to runs that are
+    not shown."""
+    return [
+        key
+        for key in compared.keys
+        if len({repr(group.values[key]) for group in compared.groups}) > 1
+    ]
 
 
 def definitions(compared: Compared) -> list[str]:
@@ -76,24 +102,34 @@ def definitions(compared: Compared) -> list[str]:
     metric = compared.metric
     sentences = []
     if is_score(metric):
-        where = "held-out prompts" if metric.startswith(HELD_OUT) else "the prompts of training, as they were sampled"
-        sentences.append(f"{metric} is measured on {where}; mean ± sample standard deviation over {compared.blocks}s.")
+        where = (
+            "held-out prompts"
+            if metric.startswith(HELD_OUT)
+            else "the prompts of training, as they were sampled"
+        )
+        sentences.append(
+            f"{metric} is measured on {where}; mean ± sample standard deviation over "
+            f"{compared.blocks}s."
+        )
     if compared.by_documents:
         sentences += _definition_of_reached(compared)
     elif is_score(metric) and not goal.chosen:
-        sentences.append("No threshold: no configuration ends higher than the runs start. --reach sets one.")
+        sentences.append(
+            "No threshold: no configuration ends higher than the runs start. --reach sets one."
+        )
     if goal.chosen:
         sentences.append(
-            f"IQM: of the {'mean' if goal.measure == 'area' else 'final'} values, without the lowest and the highest "
-            f"quarter of the runs; its interval, {1 - LEVEL:.0%}, by the bootstrap over seeds (arXiv 2108.13264)."
+            f"IQM: of the {'mean' if goal.measure == 'area' else 'final'} values, without the "
+            f"lowest and the highest quarter of the runs; its interval, {1 - LEVEL:.0%}, by the "
+            "bootstrap over seeds (arXiv 2108.13264)."
         )
     low, high = goal.span
     ends = "the last tenth of a run's steps"
     if metric.startswith(HELD_OUT):
         ends = "the last three evaluations, of fewer than nine the last third"
     sentences.append(
-        f"mean: of {metric} over documents {low:,.0f} to {high:,.0f}, which all have seen (the area under the curve). "
-        f"final: over {ends}."
+        f"mean: of {metric} over documents {low:,.0f} to {high:,.0f}, which all have seen (the "
+        f"area under the curve). final: over {ends}."
     )
     return sentences
 
@@ -105,14 +141,16 @@ def _definition_of_reached(compared: Compared) -> list[str]:
     window = f", as mean over the last {goal.window:,.0f} documents" if goal.window else ""
     within = f", within {limit:,.0f} documents" if limit < inf else ""
     sentences = [
-        f"reached: seeds that came to {goal.metric} {goal.threshold:g}{window}{within}; the threshold is {goal.why}. "
-        "documents, tokens, seconds: what that took."
+        f"reached: seeds that came to {goal.metric} {goal.threshold:g}{window}{within}; the "
+        f"threshold is {goal.why}. documents, tokens, seconds: what that took."
     ]
     if any(limit < inf for limit in compared.limits.values()):
-        limits = ", ".join(f"{short_count(limit)} {AXES[axis]}" for axis, limit in compared.limits.items())
+        limits = ", ".join(
+            f"{short_count(limit)} {AXES[axis]}" for axis, limit in compared.limits.items()
+        )
         sentences.append(
-            f"≥: a seed that never reached it counts as the search limit ({limits}), so the mean is a lower "
-            "bound (restricted mean, Royston and Parmar 2013)."
+            f"≥: a seed that never reached it counts as the search limit ({limits}), so the mean "
+            "is a lower bound (restricted mean, Royston and Parmar 2013)."
         )
     return sentences
 
@@ -120,17 +158,30 @@ def _definition_of_reached(compared: Compared) -> list[str]:
 def question(compared: Compared) -> str:
     """Return the question that the verdicts answer, with the test that answers it."""
     if not compared.comparisons:
-        return "Nothing to compare: one configuration has finished runs. Name more runs to compare it with."
+        return (
+            "Nothing to compare: one configuration has finished runs. Name more runs to compare "
+            "it with."
+        )
     tests = compared.comparisons
-    kinds = sorted(f"paired by {compared.blocks}" if paired else "Welch's" for paired in tests.paired)
-    equal = "" if tests.margin is None else f", and two one-sided ones for equality within {tests.margin}"
+    kinds = sorted(
+        f"paired by {compared.blocks}" if paired else "Welch's" for paired in tests.paired
+    )
+    equal = (
+        ""
+        if tests.margin is None
+        else f", and two one-sided ones for equality within {tests.margin}"
+    )
     pairs = "pairs" if tests.primary is None else "planned pairs"
     adjusted = f", p adjusted for {tests.tested} {pairs} (Holm)" if tests.tested > 1 else ""
-    return f"More than seed noise? {compared.measured}, t-test, {' or '.join(kinds)}, two-sided{equal}{adjusted}:"
+    return (
+        f"More than seed noise? {compared.measured}, t-test, {' or '.join(kinds)}, "
+        f"two-sided{equal}{adjusted}:"
+    )
 
 
 def tried_rows(compared: Compared) -> list[list[str]]:
-    """Return the header and a row per group with what was tested at each value of the --best-of key; [] without one."""
+    """Return the header and a row per group with what was tested at each value of the --best-of
+    key; [] without one."""
     key = compared.best_of
     if not key:
         return []
@@ -140,7 +191,9 @@ def tried_rows(compared: Compared) -> list[list[str]]:
         cells = {}
         for value, tried in group.tried.items():
             mean, _ = mean_and_std(compared.tested(tried))
-            cells[value] = spent(compared, tried, DOCUMENTS) if compared.by_documents else write(mean)
+            cells[value] = (
+                spent(compared, tried, DOCUMENTS) if compared.by_documents else write(mean)
+            )
         words = [word for name, word in zip(group.values, group.words, strict=True) if name != key]
         rows.append([*words, *(cells.get(value, "-") for value in compared.tried)])
     return rows
@@ -154,27 +207,35 @@ def worth(compared: Compared, pairs: list[Comparison]) -> list[str]:
     few_seeds = ""
     if min(min(pair.counts) for pair in tested) <= 10:
         few_seeds = (
-            ". It knows these few seeds alone and is too narrow: with 3 it holds the true difference in about 75 of "
-            "100 cases, with 5 in 85, with 10 in 90"
+            ". It knows these few seeds alone and is too narrow: with 3 it holds the true "
+            "difference in about 75 of 100 cases, with 5 in 85, with 10 in 90"
         )
     more = _more(compared)
     sentences = []
     if any(pair.paired for pair in tested):
         sentences.append(
-            "paired: both have the same seeds, so the same prompts; the difference of each seed is tested."
+            "paired: both have the same seeds, so the same prompts; the difference of each seed is "
+            "tested."
         )
     sentences += [
         f"interval: of the difference, {1 - LEVEL:.0%}, by the bootstrap over seeds{few_seeds}.",
-        f"{more}: the probability that one run is {more} than one of the other side (arXiv 2108.13264). unknown: "
-        "nothing was shown, not even that there is no difference.",
-        f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power {POWER}), were the "
-        "difference and the spread as seen and the values normal (arXiv 1806.08295).",
+        f"{more}: the probability that one run is {more} than one of the other side (arXiv "
+        "2108.13264). unknown: nothing was shown, not even that there is no difference.",
+        f"seeds: of each, that this pair alone would need for a t-test (level {LEVEL}, power "
+        f"{POWER}), were the difference and the spread as seen and the values normal (arXiv "
+        "1806.08295).",
     ]
     if compared.comparisons.margin is not None:
-        sentences.append("equal: p that the difference is as large as the margin (Schuirmann 1987).")
-    unplanned = len(compared.comparisons) - len(compared.comparisons.primary or compared.comparisons)
+        sentences.append(
+            "equal: p that the difference is as large as the margin (Schuirmann 1987)."
+        )
+    unplanned = len(compared.comparisons) - len(
+        compared.comparisons.primary or compared.comparisons
+    )
     if unplanned:
-        sentences.append(f"{plural(unplanned, 'other pair')}: exploratory, p not adjusted; --html lists them.")
+        sentences.append(
+            f"{plural(unplanned, 'other pair')}: exploratory, p not adjusted; --html lists them."
+        )
     return sentences
 
 
@@ -200,8 +261,22 @@ def verdict(pair: Comparison, sign: int = 0, margin: str | None = None) -> str:
 def difference_rows(compared: Compared, pairs: list[Comparison]) -> list[list[str]]:
     """Return the header and a row for each pair of one configuration with others."""
     equal = [] if compared.comparisons.margin is None else ["equal"]
-    header = ["", "n", "difference", "interval", "p", "seeds", _more(compared), *equal, "test", "verdict"]
-    return [header, *([compared.groups[pair.second].label, *_difference(compared, pair)] for pair in pairs)]
+    header = [
+        "",
+        "n",
+        "difference",
+        "interval",
+        "p",
+        "seeds",
+        _more(compared),
+        *equal,
+        "test",
+        "verdict",
+    ]
+    return [
+        header,
+        *([compared.groups[pair.second].label, *_difference(compared, pair)] for pair in pairs),
+    ]
 
 
 def _difference(compared: Compared, pair: Comparison) -> list[str]:
@@ -242,11 +317,14 @@ def left_out(compared: Compared) -> list[str]:
 
 
 def number_format(compared: Compared) -> Callable[[float | None], str]:
-    """Return a function that writes values of the metric, all in one format that suits the largest final value.
+    """Return a function that writes values of the metric, all in one format that suits the largest
+    final value.
 
     It writes a dash for None and NaN.
     """
-    largest = max((abs(reached.final) for group in compared.groups for reached in group.reached), default=0)
+    largest = max(
+        (abs(reached.final) for group in compared.groups for reached in group.reached), default=0
+    )
     fixed = largest >= 0.1 or largest == 0 or is_score(compared.metric)
     form = ".1f" if largest >= 1000 else ".3f" if fixed else ".2e"
     return lambda value: "-" if value is None or value != value else f"{value:{form}}"
@@ -262,12 +340,15 @@ def short_count(value: float | None) -> str:
     return f"{value / size:.3g}{unit}"
 
 
-def _mean_and_spread(mean: float | None, std: float | None, write: Callable[[float | None], str]) -> str:
+def _mean_and_spread(
+    mean: float | None, std: float | None, write: Callable[[float | None], str]
+) -> str:
     return write(mean) if std is None else f"{write(mean)} ± {write(std)}"
 
 
 def spent(compared: Compared, group: Group, axis: str) -> str:
-    """Return what it took to reach the threshold: mean ± standard deviation, or ≥ the mean if a seed did not."""
+    """Return what it took to reach the threshold: mean ± standard deviation, or ≥ the mean if a
+    seed did not."""
     values = compared.spent(group, axis)
     mean, std = mean_and_std(values)
     if compared.arrived(group, axis) < len(values):
@@ -276,10 +357,15 @@ def spent(compared: Compared, group: Group, axis: str) -> str:
 
 
 def group_rows(compared: Compared) -> list[list[str]]:
-    """Return the header and a row per group: values of the keys, seeds, what these spent and reached."""
+    """Return the header and a row per group: values of the keys, seeds, what these spent and
+    reached."""
     write = number_format(compared)
     header = list(compared.keys)
-    header += ["reached", *(AXES[axis] for axis in compared.limits)] if compared.by_documents else ["seeds"]
+    header += (
+        ["reached", *(AXES[axis] for axis in compared.limits)]
+        if compared.by_documents
+        else ["seeds"]
+    )
     header += ["IQM"] if compared.goal.chosen else []
     rows = [[*header, "mean", "final"]]
     for group, sample in zip(compared.groups, compared.comparisons.samples, strict=True):
@@ -305,8 +391,13 @@ def _interquartile(sample: Sample, write: Callable[[float | None], str]) -> str:
 
 def _groups_with_curves(compared: Compared) -> list[str]:
     """Return `group_rows` in aligned columns, each with a small curve of the metric."""
-    means = [list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups]
-    span = (min(map(min, filter(None, means)), default=0), max(map(max, filter(None, means)), default=0))
+    means = [
+        list(mean_curve(group.counted, compared.metric, DOCUMENTS)[1]) for group in compared.groups
+    ]
+    span = (
+        min(map(min, filter(None, means)), default=0),
+        max(map(max, filter(None, means)), default=0),
+    )
     if is_share(compared.metric):
         span = (0, 1)  # so that one success in fifty is not drawn as a peak
     curves = ["curve", *(sparkline(mean, _CURVE, span) for mean in means)]
@@ -316,5 +407,6 @@ def _groups_with_curves(compared: Compared) -> list[str]:
 
 
 def folded(sentence: str, indent: str = "", further: str = "") -> list[str]:
-    """Return the sentence on lines of at most WIDTH columns. further: the indent of all lines but the first."""
+    """Return the sentence on lines of at most WIDTH columns. further: the indent of all lines but
+    the first."""
     return textwrap.wrap(sentence, WIDTH, initial_indent=indent, subsequent_indent=further)

@@ -41,20 +41,31 @@ They have a ratio of each token, a ratio of each document, and a clip that leave
 _TERMS = ("l_t", "+", "-", "w_t", "rho_t")
 """Beginnings of the lines of an equation that define a number of a token."""
 
-_OF_THE_UPDATE = ("seconds_", "time", "tokens_per_second", "peak_memory_gb", "num_micro_batches", "learning_rate")
-"""Beginnings of the names of metrics that depend on how a step was computed, and so may differ when it is repeated."""
+_OF_THE_UPDATE = (
+    "seconds_",
+    "time",
+    "tokens_per_second",
+    "peak_memory_gb",
+    "num_micro_batches",
+    "learning_rate",
+)
+"""Beginnings of the names of metrics that depend on how a step was computed, and so may differ when
+it is repeated."""
 
 _RELATIVE_TOLERANCE = 1e-3
 _ABSOLUTE_TOLERANCE = 1e-5
-"""Other hardware or libraries change a metric by less than this, other documents or weights by more."""
+"""Other hardware or libraries change a metric by less than this, other documents or weights by
+more."""
 
 
 @dataclass(frozen=True)
 class Inspected:
     """A step with the numbers of its tokens under each loss, the run's own first.
 
-    name: of the run's folder, or of the file. own: words before the label of the first column. facts: sentences on
-    where weights and documents come from, and how that is known. common: see `tokens_losses.common_vectors`.
+    name: of the run's folder, or of the file. own: words before the label of the first column.
+        facts: sentences on
+    where weights and documents come from, and how that is known. common: see
+    `tokens_losses.common_vectors`.
     """
 
     name: str
@@ -67,19 +78,24 @@ class Inspected:
 
 
 def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
-    """Return a step of a run, or of a run that would be started on recorded rollouts, under several losses.
+    """Return a step of a run, or of a run that would be started on recorded rollouts, under several
+    losses.
 
-    target: a run directory, or a file or folder of recorded rollouts. overrides: keys of the loss, with several
-    values separated by commas, choose the losses to compare; for recorded rollouts others configure the run. number:
-    of the step; None for the last step on the batch of documents with which the newest checkpoint goes on.
-    Raises ConfigError, DataError if the repeated step is not the one that the run has made, and what training raises.
+    target: a run directory, or a file or folder of recorded rollouts. overrides: keys of the loss,
+        with several
+    values separated by commas, choose the losses to compare; for recorded rollouts others configure
+    the run. number: of the step; None for the last step on the batch of documents with which the
+    newest checkpoint goes on. Raises ConfigError, DataError if the repeated step is not the one
+    that the run has made, and what training raises.
     """
     path = Path(target)
     run_dir = path if is_run(path) else None
     of_loss = [override for override in overrides if key_of(override).split(".")[0] in OF_THE_LOSS]
     others = [override for override in overrides if override not in of_loss]
     if run_dir is None:
-        if not path.exists() or (path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]):
+        if not path.exists() or (
+            path.is_dir() and not [*path.glob("*.jsonl"), *path.glob("*.parquet")]
+        ):
             raise not_a_run(f"pgtk tokens {target}", path, "a run directory, or recorded rollouts")
         others = [*reading(target), *others]
     chosen = jobs(of_loss) if of_loss else []
@@ -97,7 +113,9 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     facts = [_origin_of_weights(run_dir, checkpoint, number), f"Documents: {made.documents}."]
     if run_dir:
         row = {name: column[steps.index(number)] for name, column in recorded.items()}
-        facts.append(_agreement(made, {name: value for name, value in row.items() if value == value}, number))
+        facts.append(
+            _agreement(made, {name: value for name, value in row.items() if value == value}, number)
+        )
     if not chosen and made.has_old_log_probs:
         instructive = [name for name in INSTRUCTIVE if name != config.loss.name][:2]
         compared = _composed(run_dir, others, [[f"loss={name}"] for name in instructive])
@@ -106,7 +124,9 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     return Inspected(path.resolve().name, own, number, facts, made, common_vectors(made), columns)
 
 
-def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) -> list[tuple[list[str], Config]]:
+def _composed(
+    run_dir: Path | None, others: list[str], jobs: list[list[str]]
+) -> list[tuple[list[str], Config]]:
     """Return each job (overrides) with its configuration.
 
     Raises ConfigError with the problems of all, but for those of servers, since none is started.
@@ -117,7 +137,9 @@ def _composed(run_dir: Path | None, others: list[str], jobs: list[list[str]]) ->
         config, report = validated(compose([*others, *job], run_dir=run_dir))
         problems += report.problems
         configured.append((job, config))
-    problems = [problem for problem in dict.fromkeys(problems) if not problem.startswith("sampler.")]
+    problems = [
+        problem for problem in dict.fromkeys(problems) if not problem.startswith("sampler.")
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     return configured
@@ -134,21 +156,25 @@ def _refuse_another_run(run_dir: Path, config: Config) -> None:
     if changed:
         before, now = drift[changed[0]]
         raise ConfigError(
-            f"{changed[0]}={now} needs to stay as the run had it (got {now}, was {before}). A step is made again as it "
-            f"was. Use keys of {', '.join(OF_THE_LOSS)} for the losses to compare, or a new run."
+            f"{changed[0]}={now} needs to stay as the run had it (got {now}, was {before}). A step "
+            f"is made again as it was. Use keys of {', '.join(OF_THE_LOSS)} for the losses to "
+            "compare, or a new run."
         )
 
 
 def _step_and_checkpoint(
     run_dir: Path | None, config: Config, number: int | None, steps: list[int]
 ) -> tuple[int, dict | None]:
-    """Return the step's number and the newest checkpoint before it. steps: those that the run has made."""
+    """Return the step's number and the newest checkpoint before it. steps: those that the run has
+    made."""
     if run_dir is None:
         first = 1
         last = config.trainer.max_steps
         limit = "trainer.max_steps"
     elif not steps:
-        raise ConfigError(f"pgtk tokens {run_dir} needs a step that the run has made (got none). Use pgtk resume.")
+        raise ConfigError(
+            f"pgtk tokens {run_dir} needs a step that the run has made (got none). Use pgtk resume."
+        )
     else:
         first = steps[0]
         last = steps[-1]
@@ -156,12 +182,17 @@ def _step_and_checkpoint(
     if number is not None and not first <= number <= last:
         needs = f"a step from {first} to {last}, {limit}"
         raise ConfigError(f"--step={number} needs {needs} (got {number}). Use --step={last}.")
-    checkpoint = None if run_dir is None else load_newest(run_dir / "checkpoints", last if number is None else number)
+    checkpoint = (
+        None
+        if run_dir is None
+        else load_newest(run_dir / "checkpoints", last if number is None else number)
+    )
     return number or min(last, _last_of_batch(config, checkpoint)), checkpoint
 
 
 def _last_of_batch(config: Config, checkpoint: dict | None) -> int:
-    """Return the last step on the batch of documents with which a checkpoint goes on: there ratios are widest."""
+    """Return the last step on the batch of documents with which a checkpoint goes on: there ratios
+    are widest."""
     steps_done = 0 if checkpoint is None else checkpoint["step"]
     position = 0 if checkpoint is None else checkpoint["data"]["position"]
     batch_size = documents_per_batch(config.rollout)
@@ -205,7 +236,8 @@ def _origin_of_weights(run_dir: Path | None, checkpoint: dict | None, number: in
 
 
 def _agreement(made: MadeStep, row: dict[str, float], number: int) -> str:
-    """Return a sentence on how the metrics of the repeated step agree with the run's row of metrics.jsonl.
+    """Return a sentence on how the metrics of the repeated step agree with the run's row of
+    metrics.jsonl.
 
     Raises DataError where they differ by more than rounding.
     """
@@ -221,28 +253,34 @@ def _agreement(made: MadeStep, row: dict[str, float], number: int) -> str:
     }
     if not far:
         return (
-            f"All {len(pairs)} recorded metrics of step {number} come out the same but for rounding, "
-            f"{len(different)} of them not bit for bit: hardware, a library or the number of processes is another, or "
-            "a GPU rounds anew."
+            f"All {len(pairs)} recorded metrics of step {number} come out the same but for "
+            f"rounding, {len(different)} of them not bit for bit: hardware, a library or the "
+            "number of processes is another, or a GPU rounds anew."
         )
     name, (made_again, recorded) = next(iter(far.items()))
     raise DataError(
-        f"--step={number} needs the step as the run has made it (got {name}={made_again:.6g}, and metrics.jsonl has "
-        f"{recorded:.6g}; {len(far)} of {len(pairs)} metrics differ). {made.documents.capitalize()}; on other "
-        "hardware, or after a resume with other settings, that is another step. Use a step right after a checkpoint, "
-        "or rollout.save_path=FOLDER in a new run."
+        f"--step={number} needs the step as the run has made it (got {name}={made_again:.6g}, and "
+        f"metrics.jsonl has {recorded:.6g}; {len(far)} of {len(pairs)} metrics differ). "
+        f"{made.documents.capitalize()}; on other hardware, or after a resume with other settings, "
+        "that is another step. Use a step right after a checkpoint, or rollout.save_path=FOLDER in "
+        "a new run."
     )
 
 
 def summary(inspected: Inspected, page: Path) -> str:
     """Return what `pgtk tokens` prints: the step, where it comes from, and totals of each loss."""
     totals = inspected.made.step.totals
-    size = f"{plural(int(totals.num_documents), 'document')}, {plural(int(totals.num_tokens), 'trained token')}"
+    size = (
+        f"{plural(int(totals.num_documents), 'document')}, "
+        f"{plural(int(totals.num_tokens), 'trained token')}"
+    )
     lines = [f"step {inspected.number} of {inspected.name}: {size}", *inspected.facts]
     rows = [["", "loss", "cut below", "cut above", "capped"]]
     for column in inspected.columns:
         cut_below = column.count("below, cut")
         cut_above = column.count("above, cut")
         capped = column.count("below, capped", "above, capped")
-        rows.append([column.label, f"{column.total:.6g}", str(cut_below), str(cut_above), str(capped)])
+        rows.append(
+            [column.label, f"{column.total:.6g}", str(cut_below), str(cut_above), str(capped)]
+        )
     return "\n".join([*lines, *aligned(rows), f"page  {shell_path(page)}"])

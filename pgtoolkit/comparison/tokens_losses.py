@@ -21,7 +21,8 @@ CLIPS = (
 )
 """Effects of a family's bounds on a token, by number.
 
-Below or above the bounds the coefficient is unchanged where the advantage has the other sign, capped where the weight
+Below or above the bounds the coefficient is unchanged where the advantage has the other sign,
+capped where the weight
 stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or minus 20.
 """
 
@@ -30,12 +31,15 @@ stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or minu
 class LossOnStep:
     """One loss on a step. label: the overrides that choose it. lines: its equation.
 
-    total: the step's loss, as training adds it up. vectors: by name, one number per trained token of the step in the
+    total: the step's loss, as training adds it up. vectors: by name, one number per trained token
+        of the step in the
     order of its documents, float32 but for clip:
         ratio: the token's, or its document's where the family's scope is the document.
         clip: uint8, a place in CLIPS.
-        weight: w_t, without the factor of a correction. factor: that factor; missing where there is no correction.
-        coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the entropy bonus.
+        weight: w_t, without the factor of a correction. factor: that factor; missing where there is
+            no correction.
+        coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the
+            entropy bonus.
         share: the token's part of the step's loss, with the penalty and the bonus.
     """
 
@@ -63,10 +67,12 @@ def loss_on_step(made: MadeStep, loss: Loss) -> LossOnStep:
 
 
 def common_vectors(made: MadeStep) -> dict[str, np.ndarray]:
-    """Return {name: float32 vector of one number per trained token} of what does not depend on the loss.
+    """Return {name: float32 vector of one number per trained token} of what does not depend on the
+    loss.
 
-    advantage; new_log_prob, under the weights before the step's update; old_log_prob; entropy of the policy; and,
-    where they are known, sampling_log_prob, with difference, the old less the sampling one, and ref_log_prob.
+    advantage; new_log_prob, under the weights before the step's update; old_log_prob; entropy of
+    the policy; and, where they are known, sampling_log_prob, with difference, the old less the
+    sampling one, and ref_log_prob.
     """
     parts = [_common(piece, made.has_old_log_probs) for piece in made.pieces]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -111,15 +117,19 @@ def _numbers(loss: Loss, piece: Piece, made: MadeStep) -> dict[str, np.ndarray]:
 
 
 def _clips(loss: Loss, piece: Piece, made: MadeStep) -> Tensor:
-    """Return (T,) uint8 places in CLIPS, of the family alone, since a correction may make a gradient 0 too."""
+    """Return (T,) uint8 places in CLIPS, of the family alone, since a correction may make a
+    gradient 0 too."""
     log_probs = piece.log_probs
     without_correction = replace(loss, correction=None)
-    objective = make_objective(piece.micro_batch, made.step.totals, without_correction, log_probs.dtype, Ranks())
+    objective = make_objective(
+        piece.micro_batch, made.step.totals, without_correction, log_probs.dtype, Ranks()
+    )
     if not (made.has_old_log_probs and loss.family.reads_old_log_probs):
         return torch.zeros_like(log_probs, dtype=torch.uint8)
     terms = objective.token_terms(log_probs)
     low, high, cut_low, cut_high = clips(objective, log_probs)
-    # Numbers as in the first row of CLIPS: 1 unchanged, 2 capped, 3 cut; those of "above" are higher by 3.
+    # Numbers as in the first row of CLIPS: 1 unchanged, 2 capped, 3 cut; those of "above" are
+    #   higher by 3.
     effect = torch.where(terms.slope == 0, 3, 2)
     below = torch.where(cut_low, effect, low.long())
     above = torch.where(cut_high, effect, high.long())
@@ -133,11 +143,13 @@ def _of_trained(values: Tensor, trained: Tensor) -> np.ndarray:
 
 
 def _check_documents(made: MadeStep, loss: Loss) -> None:
-    """Refuse a loss that reads what the step's documents do not have, or that is not a sum over single tokens."""
+    """Refuse a loss that reads what the step's documents do not have, or that is not a sum over
+    single tokens."""
     if loss.kl is not None and loss.full_kl:
         raise ConfigError(
-            f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the tokens that were "
-            "written). Its part of the loss is no number of one token. Use kl=k3_ratio, or kl=none."
+            f"kl={loss.kl.kind} needs the whole vocabulary at each token (got log-probs of the "
+            "tokens that were written). Its part of the loss is no number of one token. Use "
+            "kl=k3_ratio, or kl=none."
         )
     tokens = made.pieces[0].micro_batch
     missing = {}  # field -> overrides that do without it
@@ -150,8 +162,10 @@ def _check_documents(made: MadeStep, loss: Loss) -> None:
     if loss.aggregation.needs_groups and not made.has_groups:
         missing["group_id"] = ["aggregation=token_mean"]
     if missing:
-        overrides = dict.fromkeys(override for of_field in missing.values() for override in of_field)
+        overrides = dict.fromkeys(
+            override for of_field in missing.values() for override in of_field
+        )
         raise ConfigError(
-            f"loss={loss.family.name} with this aggregation, correction and kl needs {', '.join(missing)} of every "
-            f"document (got some without). Use {' '.join(overrides)}."
+            f"loss={loss.family.name} with this aggregation, correction and kl needs "
+            f"{', '.join(missing)} of every document (got some without). Use {' '.join(overrides)}."
         )

@@ -1,4 +1,5 @@
-"""The tokens of a step under several losses as one self-contained HTML page; tokens.html is its template."""
+"""The tokens of a step under several losses as one self-contained HTML page; tokens.html is its
+template."""
 
 from __future__ import annotations
 
@@ -22,9 +23,14 @@ def html(inspected: Inspected, command: str) -> str:
     """Return the page. command: shown as the one that made it."""
     documents = inspected.made.step.documents
     ends = np.cumsum([document.num_trained for document in documents]).tolist()
-    parts = [slice(end - document.num_trained, end) for document, end in zip(documents, ends, strict=True)]
+    parts = [
+        slice(end - document.num_trained, end)
+        for document, end in zip(documents, ends, strict=True)
+    ]
     data = {
-        "title": legible(f"What the loss did to each token: step {inspected.number} of {inspected.name}"),
+        "title": legible(
+            f"What the loss did to each token: step {inspected.number} of {inspected.name}"
+        ),
         "facts": list(map(legible, inspected.facts)),
         "command": legible(command),
         "clips": CLIPS,
@@ -40,7 +46,10 @@ def html(inspected: Inspected, command: str) -> str:
         "texts": _texts(inspected.made.module.policy.tokenizer, documents),
     }
     packed = [
-        f'<script type="text/plain" id="document-{number}">{_packed(document, part, inspected)}</script>'
+        (
+            '<script type="text/plain" '
+            f'id="document-{number}">{_packed(document, part, inspected)}</script>'
+        )
         for number, (document, part) in enumerate(zip(documents, parts, strict=True))
     ]
     page = files("pgtoolkit.comparison").joinpath("tokens.html").read_text(encoding="utf-8")
@@ -65,17 +74,21 @@ def _column(column: LossOnStep) -> dict:
 
 
 def _scales(vectors: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return {name: the size that gets the full colour}, of ratios and factors the size of their logarithm."""
+    """Return {name: the size that gets the full colour}, of ratios and factors the size of their
+    logarithm."""
     scales = {}
     for name, values in vectors.items():
         if name != "clip" and len(values):
-            sizes = np.abs(np.log(np.maximum(values, 1e-30)) if name in ("ratio", "factor") else values)
+            sizes = np.abs(
+                np.log(np.maximum(values, 1e-30)) if name in ("ratio", "factor") else values
+            )
             scales[name] = float(np.quantile(sizes, _FULL_COLOUR))
     return scales
 
 
 def _facts(document: Document, clips: list[np.ndarray]) -> dict:
-    """Return what the list of documents shows of one. clips: for each loss, places in CLIPS of its trained tokens."""
+    """Return what the list of documents shows of one. clips: for each loss, places in CLIPS of its
+    trained tokens."""
     cut = [CLIPS.index(name) for name in ("below, cut", "above, cut")]
     equal = document.num_trained and bool((document.advantages == document.advantages[0]).all())
     return {
@@ -89,7 +102,8 @@ def _facts(document: Document, clips: list[np.ndarray]) -> dict:
 
 
 def _packed(document: Document, part: slice, inspected: Inspected) -> str:
-    """Return a document's tokens and numbers in the order in which the page reads them, compressed, as base64.
+    """Return a document's tokens and numbers in the order in which the page reads them, compressed,
+    as base64.
 
     part: the document's trained tokens among those of the step.
     """
@@ -97,8 +111,11 @@ def _packed(document: Document, part: slice, inspected: Inspected) -> str:
     for column in inspected.columns:
         vectors += column.vectors.values()
     arrays = [document.tokens.numpy().astype("<u4"), document.loss_mask.numpy().astype("u1")]
-    arrays += [values[part].astype("u1" if values.dtype == np.uint8 else "<f4") for values in vectors]
-    # All first bytes of an array, then all second ones: they are more alike, and so compress better.
+    arrays += [
+        values[part].astype("u1" if values.dtype == np.uint8 else "<f4") for values in vectors
+    ]
+    # All first bytes of an array, then all second ones: they are more alike, and so compress
+    #   better.
     planes = [array.view("u1").reshape(len(array), array.itemsize).T.tobytes() for array in arrays]
     return base64.b64encode(gzip.compress(b"".join(planes), 6, mtime=0)).decode()
 
@@ -111,7 +128,8 @@ def _texts(tokenizer, documents: list[Document]) -> dict[int, str]:
 
 
 def _text(tokenizer, token: int) -> str | None:
-    """Return the text of a token, or its name in the vocabulary where it is only part of a character.
+    """Return the text of a token, or its name in the vocabulary where it is only part of a
+    character.
 
     None for an id that the vocabulary does not have.
     """
@@ -121,5 +139,6 @@ def _text(tokenizer, token: int) -> str | None:
     text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if "\ufffd" in text:
         return name
-    # SentencePiece marks a space by "\u2581", and its decoders leave out a space at the start of a text.
+    # SentencePiece marks a space by "\u2581", and its decoders leave out a space at the start of a
+    # text.
     return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text

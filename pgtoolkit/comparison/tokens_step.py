@@ -32,7 +32,8 @@ from pgtoolkit.training.train import quieten
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch of the step with (T,) log-probs as training computed them, and (T,) entropies; all on the CPU."""
+    """A micro-batch of the step with (T,) log-probs as training computed them, and (T,) entropies;
+    all on the CPU."""
 
     micro_batch: MicroBatch
     log_probs: Tensor
@@ -43,7 +44,8 @@ class Piece:
 class MadeStep:
     """A repeated step, before its update. metrics: as a row of metrics.jsonl has them.
 
-    has_groups: whether the data says which documents share a prompt. documents: where they come from, in words.
+    has_groups: whether the data says which documents share a prompt. documents: where they come
+        from, in words.
     """
 
     step: Step
@@ -60,12 +62,13 @@ class MadeStep:
 
 
 def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep:
-    """Repeat step `number` of the run that `config` describes, from a checkpoint before it, or from the start.
+    """Repeat step `number` of the run that `config` describes, from a checkpoint before it, or from
+    the start.
 
-    All steps after the checkpoint are made as training makes them, in this process; nothing is written. Documents are
-    those that the run has recorded (rollout.save_path), if their files are there; else those that the checkpoint
-    holds, and those that are sampled, or read, as the run did.
-    Raises DataError if the data ends before the step, or a recorded batch is missing.
+    All steps after the checkpoint are made as training makes them, in this process; nothing is
+    written. Documents are those that the run has recorded (rollout.save_path), if their files are
+    there; else those that the checkpoint holds, and those that are sampled, or read, as the run
+    did. Raises DataError if the data ends before the step, or a recorded batch is missing.
     """
     quieten()
     config_of_run = config
@@ -90,15 +93,22 @@ def make_again(config: Config, checkpoint: dict | None, number: int) -> MadeStep
     finally:
         loader.source.close()
     if watch.step is None:
-        raise DataError(f"--step={number} needs data for {number} steps (got {watch.last}). Use --step={watch.last}.")
+        raise DataError(
+            f"--step={number} needs data for {number} steps (got {watch.last}). Use "
+            f"--step={watch.last}."
+        )
     if not watch.pieces:
-        raise DataError(f"--step={number} needs a step with trained tokens (got none). Use another --step.")
+        raise DataError(
+            f"--step={number} needs a step with trained tokens (got none). Use another --step."
+        )
     if not isinstance(config_of_run.rollout, PolicyRolloutConfig):
         documents = f"read from {config_of_run.rollout.path}"
     elif recorded is not None:
         documents = f"recorded by the run in {recorded}"
     else:
-        documents = "sampled by the seeds of their prompts" if watch.sampled else "held by the checkpoint"
+        documents = (
+            "sampled by the seeds of their prompts" if watch.sampled else "held by the checkpoint"
+        )
     return MadeStep(watch.step, watch.pieces, watch.metrics, has_groups, documents, module)
 
 
@@ -107,28 +117,41 @@ def _recorded_documents(config: Config) -> Path | None:
     folder = getattr(config.rollout, "save_path", None)
     if folder is None or not Path(folder).is_dir():
         return None
-    # Recorded documents lack the prompts that the reference model has read in the place of the policy's, and what a
-    # critic has said of their tokens.
+    # Recorded documents lack the prompts that the reference model has read in the place of the
+    # policy's, and what a critic has said of their tokens.
     is_complete = config.kl.reference_prompt is None and config.advantage.estimator != "gae"
     return Path(folder) if is_complete else None
 
 
 def _in_this_process(config: Config) -> Config:
-    """Return the same experiment in one process that writes nothing, evaluates nothing and starts no server."""
-    sizes = {"data_parallel": 1, "tensor_parallel": 1, "sequence_data_parallel": 1, "pipeline_parallel": 1}
-    parallelism: ParallelismConfig = replace(config.parallelism, **sizes, shard=False, sequence_parallel=False)
-    config = replace(config, parallelism=parallelism, evaluation=replace(config.evaluation, every=0))
+    """Return the same experiment in one process that writes nothing, evaluates nothing and starts
+    no server."""
+    sizes = {
+        "data_parallel": 1,
+        "tensor_parallel": 1,
+        "sequence_data_parallel": 1,
+        "pipeline_parallel": 1,
+    }
+    parallelism: ParallelismConfig = replace(
+        config.parallelism, **sizes, shard=False, sequence_parallel=False
+    )
+    config = replace(
+        config, parallelism=parallelism, evaluation=replace(config.evaluation, every=0)
+    )
     if isinstance(config.rollout, PolicyRolloutConfig):
         config = with_values(config, {"rollout.save_path": None})
         static_cache = getattr(config.sampler, "static_cache", None)
         most = config.sampler.max_sequences if config.sampler.name == "transformers" else None
-        here = TransformersSamplerConfig("transformers", most, config.sampler.dtype, static_cache, None, 0)
+        here = TransformersSamplerConfig(
+            "transformers", most, config.sampler.dtype, static_cache, None, 0
+        )
         config = replace(config, sampler=here)
     return config
 
 
 class RecordedBatches(Source):
-    """The batches that a run has recorded, as the source of its documents by their position in the run."""
+    """The batches that a run has recorded, as the source of its documents by their position in the
+    run."""
 
     def __init__(self, folder: Path, rollout: PolicyRolloutConfig, vocabulary_size: int):
         self._folder = folder
@@ -146,18 +169,21 @@ class RecordedBatches(Source):
         path = batch_file(self._folder, number)
         if not path.is_file():
             raise DataError(
-                f"rollout.save_path={self._folder} needs the file of batch {number} (got none). The documents of the "
-                "step are in it. Restore it, or use another --step."
+                f"rollout.save_path={self._folder} needs the file of batch {number} (got none). "
+                "The documents of the step are in it. Restore it, or use another --step."
             )
         parsed = [parse_row(raw, self._rules) for _, _, raw in open_files([path], FIELDS)[0].rows()]
         rows = [row for row in parsed if isinstance(row, Row)]
         if len(rows) != self.batch_size or len(rows) < len(parsed):
-            raise DataError(f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it.")
+            raise DataError(
+                f"{path} needs the {self.batch_size} documents of a batch (got others). Restore it."
+            )
         return [row.document(None, row.group_id, row.id, row.trajectory) for row in rows]
 
 
 class _Watch(lightning.Callback):
-    """Callback that begins training at a checkpoint, ends it after step `number`, and keeps that step's log-probs.
+    """Callback that begins training at a checkpoint, ends it after step `number`, and keeps that
+    step's log-probs.
 
     config: the run's own, since the sampler may have been replaced for the repetition.
     last: the last step that was begun. sampled: whether any step needed new completions.
@@ -182,15 +208,17 @@ class _Watch(lightning.Callback):
         self.sampled |= batch.seconds.get("sampling", 0) > 0
         if self.sampled and self._config.sampler.name != "transformers":
             raise ConfigError(
-                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the run's completions, which "
-                "would be others now. Use a step whose documents a checkpoint holds, or rollout.save_path=FOLDER in a "
-                "new run."
+                f"--step={self._number} needs recorded rollouts (got none). Servers wrote the "
+                "run's completions, which would be others now. Use a step whose documents a "
+                "checkpoint holds, or rollout.save_path=FOLDER in a new run."
             )
         if self.last == self._number:
             self.step = batch
             module.micro_batch_loss = partial(self._keep, module, module.micro_batch_loss)
 
-    def on_train_batch_end(self, trainer, module, outputs: dict, batch: Step, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer, module, outputs: dict, batch: Step, batch_idx: int
+    ) -> None:
         if self.step is not None:
             self.metrics = outputs["metrics"]
             trainer.should_stop = True
@@ -202,12 +230,15 @@ class _Watch(lightning.Callback):
         micro_batch: MicroBatch,
         totals: StepTotals,
     ) -> PolicyLoss:
-        """Return the loss as training computes it, and keep the micro-batch with its entropies before the update."""
+        """Return the loss as training computes it, and keep the micro-batch with its entropies
+        before the update."""
         loss = loss_of(micro_batch, totals)
         completed = module.with_reference(micro_batch)
         entropy = module.entropy(micro_batch)
         if completed.old_log_probs is None:
             completed = replace(completed, old_log_probs=loss.log_probs)
         # The copies of log-probs and entropies wait for the device, and for the copies before them.
-        self.pieces.append(Piece(completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu()))
+        self.pieces.append(
+            Piece(completed.to(torch.device("cpu")), loss.log_probs.cpu(), entropy.cpu())
+        )
         return loss

@@ -1,4 +1,5 @@
-"""MLflow's pages on this machine: its server started with the right store, and stopped with all its processes."""
+"""MLflow's pages on this machine: its server started with the right store, and stopped with all its
+processes."""
 
 from __future__ import annotations
 
@@ -22,27 +23,39 @@ _SECONDS_TO_STOP = 10
 def serve(uri: str | None, port: int) -> int:
     """Show the store until Ctrl-C or SIGTERM; returns 0 then.
 
-    Raises ConfigError where there is no store or no free port, StorageError if MLflow cannot read it or ends by itself.
+    Raises ConfigError where there is no store or no free port, StorageError if MLflow cannot read
+    it or ends by itself.
     """
     store = absolute_uri(uri)
     address = f"http://{_HOST}:{port}"
-    require_store(store, f"--uri={uri}" if uri else "pgtk ui", "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db")
+    require_store(
+        store,
+        f"--uri={uri}" if uri else "pgtk ui",
+        "pgtk ui there, or --uri=sqlite:///PATH/mlflow.db",
+    )
     _check_port(port)
     with raising_storage_errors(store, "Nothing is shown."):
         say(_addresses(client_of(store), address))
-    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"} | os.environ
-    environment |= {"PYTHONSAFEPATH": "1"}  # or profile.py of the current directory hides the library
+    environment = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    } | os.environ
+    # or profile.py of the current directory hides the library
+    environment |= {"PYTHONSAFEPATH": "1"}
     # One worker and no job runner: ready in 7 s instead of 37 s.
     command = [sys.executable, "-m", "mlflow", "server", "--workers", "1"]
     command += ["--host", _HOST, "--port", str(port), "--backend-store-uri", store]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP comes where the terminal is closed
+    # SIGHUP comes where the terminal is closed
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     # Quiet, since the server prints a line for each request.
     server = Child(under_guard(command, _SECONDS_TO_STOP), environment, is_quiet=True)
     try:
         say(f"MLflow starts with {store}, which takes some seconds; Ctrl-C ends it.")
         status = server.wait()
-        raise StorageError(f"MLflow's server for {redact(store)} ended with status {status}; above it says why.")
+        raise StorageError(
+            f"MLflow's server for {redact(store)} ended with status {status}; above it says why."
+        )
     except KeyboardInterrupt:
         return 0
     finally:
@@ -56,7 +69,9 @@ def _check_port(port: int) -> None:
         try:
             probe.bind((_HOST, port))
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port={port} needs a free port of {_HOST} (got: {error}). Use another.") from error
+            raise ConfigError(
+                f"--port={port} needs a free port of {_HOST} (got: {error}). Use another."
+            ) from error
 
 
 def _addresses(client, address: str) -> str:
@@ -65,11 +80,15 @@ def _addresses(client, address: str) -> str:
     if not newest:
         return f"{start_url(address)} (no runs yet)"
     info = newest[0].info
-    lines = [f"newest run    {info.run_name}", f"charts        {ui_url(address, info.experiment_id)}"]
+    lines = [
+        f"newest run    {info.run_name}",
+        f"charts        {ui_url(address, info.experiment_id)}",
+    ]
     swept = _runs(client, "tags.sweep LIKE '%'")
     if swept:
         sweep = swept[0].data.tags["sweep"]
-        jobs = [run.info for run in swept if run.data.tags["sweep"] == sweep][::-1]  # in the order of their start
+        # in the order of their start
+        jobs = [run.info for run in swept if run.data.tags["sweep"] == sweep][::-1]
         experiments = sorted({job.experiment_id for job in jobs})
         lines += [
             f"newest sweep  {sweep} ({plural(len(jobs), 'run')})",
@@ -80,7 +99,10 @@ def _addresses(client, address: str) -> str:
 
 
 def _runs(client, condition: str) -> list:
-    """Return the newest runs that meet the condition, newest first, without the summaries of sweeps."""
+    """Return the newest runs that meet the condition, newest first, without the summaries of
+    sweeps."""
     ids = [experiment.experiment_id for experiment in client.search_experiments()]
-    runs = client.search_runs(ids, condition, max_results=1000, order_by=["attributes.start_time DESC"])
+    runs = client.search_runs(
+        ids, condition, max_results=1000, order_by=["attributes.start_time DESC"]
+    )
     return [run for run in runs if "sweep_summary" not in run.data.tags]

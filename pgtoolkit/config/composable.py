@@ -15,7 +15,8 @@ from pgtoolkit.config.schema import Config
 
 @functools.cache
 def changeable(schema: type) -> type:
-    """Return a class with the keys of a schema, and their types, whose objects OmegaConf may change."""
+    """Return a class with the keys of a schema, and their types, whose objects OmegaConf may
+    change."""
     types = get_type_hints(schema)
     declared = []
     for field in fields(schema):

@@ -1,5 +1,5 @@
-"""The one way into a configuration, where Hydra ends: overrides on the files in conf/ or on a saved run become a frozen
-`Config`, with every problem of theirs."""
+"""The one way into a configuration, where Hydra ends: overrides on the files in conf/ or on a saved
+run become a frozen `Config`, with every problem of theirs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ from pgtoolkit.system.report import key_of, refusal
 
 @dataclass(frozen=True)
 class Composed:
-    """One run's configuration with the problems of its overrides and values; what is refused is left out of it.
+    """One run's configuration with the problems of its overrides and values; what is refused is
+    left out of it.
 
-    config: None if nothing could be composed. choices: the option of each group; empty for a saved run.
-    overrides: of the run, as they are recorded. name: the run's. is_sweep: whether the configuration itself asks for
+    config: None if nothing could be composed. choices: the option of each group; empty for a saved
+        run.
+    overrides: of the run, as they are recorded. name: the run's. is_sweep: whether the
+        configuration itself asks for
     one. directory: of the run, None if its name does not resolve, for the problems with it.
     """
 
@@ -74,10 +77,13 @@ def compose(
 ) -> Composed:
     """Return the configuration of one run.
 
-    config_dir: a folder of the user's with more options. sweep_file: the primary configuration instead of conf/'s.
-    run_dir: a run to be continued or exported, whose saved configuration takes the place of the files. Raises
+    config_dir: a folder of the user's with more options. sweep_file: the primary configuration
+        instead of conf/'s.
+    run_dir: a run to be continued or exported, whose saved configuration takes the place of the
+        files. Raises
     ConfigError if it has none.
-    evaluate: what is evaluated, where nothing is trained: only keys that say so may be typed (see `Key`), and how a run
+    evaluate: what is evaluated, where nothing is trained: only keys that say so may be typed (see
+        `Key`), and how a run
     was trained is left out.
     """
     if run_dir is not None:
@@ -91,7 +97,8 @@ def compose_node(
     sweep_file: Path | None = None,
     evaluate: Literal["run", "model"] | None = None,
 ) -> Node:
-    """Return what Hydra composes of the files, see `compose`, with the overrides of single keys set on it."""
+    """Return what Hydra composes of the files, see `compose`, with the overrides of single keys set
+    on it."""
     parsed, problems = _parsed(overrides)
     groups = options(config_dir)
     choices: list[str] = []
@@ -117,7 +124,8 @@ def compose_node(
     if config is None:
         return Node(None, problems)
     problems += _set_all(config, values, groups, accepted)
-    # Hydra has seen the choices alone; the names of directories come from everything that was typed.
+    # Hydra has seen the choices alone; the names of directories come from everything that was
+    # typed.
     config.hydra.overrides.task = [
         hydra_form(refusals.as_typed(override)) for override in parsed if override in accepted
     ]
@@ -145,7 +153,9 @@ def composed_of(node: Node) -> Composed:
     )
 
 
-def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Literal["run", "model"] | None) -> Composed:
+def _composed_on_run(
+    overrides: list[str], run_dir: Path, evaluate: Literal["run", "model"] | None
+) -> Composed:
     """Return the configuration of a saved run with overrides on it."""
     parsed, problems = _parsed(overrides)
     groups = options()
@@ -173,7 +183,9 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Literal["run
     problems += _set_all(node, values, groups, [])
     unresolved: dict[str, str] = {}
     config = absolute_paths(resolve(node, unresolved))
-    problems += executed.commands_not_typed(config, [(one.key_or_group, one.value()) for one in parsed])
+    problems += executed.commands_not_typed(
+        config, [(one.key_or_group, one.value()) for one in parsed]
+    )
     if not evaluate:
         movable = set(read_data(run_dir))  # keys whose contents are known
         changed = {}
@@ -182,7 +194,9 @@ def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Literal["run
             group = key.partition(".")[0]
             key = group if group in map(key_of, choices) else key
             changed[key] = value_of(before, key)
-            unresolved = {name: said for name, said in unresolved.items() if not is_inside(name, key)}
+            unresolved = {
+                name: said for name, said in unresolved.items() if not is_inside(name, key)
+            }
         config = with_values(config, changed)
     config = in_range(config, unresolved, {})
     return Composed(config, _once([*problems, *unresolved.values()]))
@@ -192,7 +206,9 @@ def _parsed(overrides: list[str]) -> tuple[list[Override], list[str]]:
     """Return the overrides in Hydra's grammar, and the problems with what was typed."""
     parsed, problems = parse(overrides)
     problems = problems + refusals.given_twice(parsed)
-    return [override for override in parsed if refusals.as_typed(override) not in NO_CHOICE], problems
+    return [
+        override for override in parsed if refusals.as_typed(override) not in NO_CHOICE
+    ], problems
 
 
 def _wrong_here(
@@ -226,9 +242,13 @@ def _wrong_here(
 
 
 def _set_all(
-    config: DictConfig, values: list[Override], groups: dict[str, list[str]], accepted: list[Override]
+    config: DictConfig,
+    values: list[Override],
+    groups: dict[str, list[str]],
+    accepted: list[Override],
 ) -> list[str]:
-    """Set single keys, and add the overrides that did to `accepted`; returns the problems with the others."""
+    """Set single keys, and add the overrides that did to `accepted`; returns the problems with the
+    others."""
     problems = []
     for override in values:
         if wrong := set_value(config, override.key_or_group, override.value(), groups):
@@ -245,15 +265,24 @@ def _once(problems: list[str]) -> list[str]:
 def _of_files(
     choices: list[str], config_dir: Path | None, sweep_file: Path | None
 ) -> tuple[DictConfig | None, list[str]]:
-    """Return the configuration of the chosen options, and the problems with what files of the user's set."""
+    """Return the configuration of the chosen options, and the problems with what files of the
+    user's set."""
     try:
         config = compose_choices(choices, config_dir, sweep_file)
-        without_files = compose_choices(_of_hydra(config, choices)).hydra if config_dir or sweep_file else None
+        without_files = (
+            compose_choices(_of_hydra(config, choices)).hydra if config_dir or sweep_file else None
+        )
     except ConfigError as error:  # a file of the user's that is no YAML
         return None, [str(error)]
-    except Exception as error:  # Hydra refuses odd values of its own keys by many types of exception
+    except (
+        Exception
+    ) as error:  # Hydra refuses odd values of its own keys by many types of exception
         # To Hydra an option that is not there is an OSError, too.
-        if isinstance(error, OSError) and not isinstance(error, HydraException) and error.errno != errno.ENAMETOOLONG:
+        if (
+            isinstance(error, OSError)
+            and not isinstance(error, HydraException)
+            and error.errno != errno.ENAMETOOLONG
+        ):
             raise  # a file that is there and cannot be read
         return None, [refusals.composition_problem(error)]
     if unusable := refusals.incomplete(config):
@@ -262,24 +291,41 @@ def _of_files(
 
 
 def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
-    """Return the choices among Hydra's own, with launcher and sweeper, which files may choose among those in conf/."""
+    """Return the choices among Hydra's own, with launcher and sweeper, which files may choose among
+    those in conf/."""
     typed = [choice for choice in choices if key_of(choice).startswith("hydra")]
     known = {"launcher": LAUNCHERS, "sweeper": (SEARCH,)}
     for kind, names in known.items():
         if (option := OmegaConf.select(config.hydra, f"{kind}.kind")) in names:
-            typed = [*(choice for choice in typed if key_of(choice) != f"hydra/{kind}"), f"hydra/{kind}={option}"]
+            typed = [
+                *(choice for choice in typed if key_of(choice) != f"hydra/{kind}"),
+                f"hydra/{kind}={option}",
+            ]
     return typed
 
 
 def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
-    """Set one key, or several given as a dictionary; returns the problems, with which nothing is set."""
+    """Set one key, or several given as a dictionary; returns the problems, with which nothing is
+    set."""
     name = parameter_key(name, config)
     key = key_named(name, config)
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
     if isinstance(value, dict) and value and not is_free:
-        return [problem for part in value for problem in set_value(config, f"{name}.{part}", value[part], groups)]
+        return [
+            problem
+            for part in value
+            for problem in set_value(config, f"{name}.{part}", value[part], groups)
+        ]
     if name in groups:
-        return [refusal(f"{name}={value}", "its keys one by one", value, "It is a group of keys.", f"{name}.KEY=VALUE")]
+        return [
+            refusal(
+                f"{name}={value}",
+                "its keys one by one",
+                value,
+                "It is a group of keys.",
+                f"{name}.KEY=VALUE",
+            )
+        ]
     if key is None:
         return [refusals.unknown_key(config, name, value, groups)]
     if name == f"{key.group}.name":

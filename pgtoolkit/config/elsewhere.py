@@ -19,8 +19,10 @@ NONE = "–"  # noqa: RUF001
 class Theirs:
     """A row of docs/trl_and_verl.md: keys of another trainer that are one thing here.
 
-    names: theirs, as far as sections are needed to tell them apart. defaults: theirs, as YAML, one for all names or
-    one for each, or none. here: our keys with words between them, or NONE. remark: what differs, or why there is none.
+    names: theirs, as far as sections are needed to tell them apart. defaults: theirs, as YAML, one
+        for all names or
+    one for each, or none. here: our keys with words between them, or NONE. remark: what differs, or
+        why there is none.
     """
 
     trainer: str
@@ -31,7 +33,8 @@ class Theirs:
 
     @property
     def keys(self) -> list[str]:
-        """Return our keys where their value may be typed as it is, which is where no word stands beside the keys."""
+        """Return our keys where their value may be typed as it is, which is where no word stands
+        beside the keys."""
         parts = [re.fullmatch(_CODE, part) for part in self.here.split(", ")]
         return [part[1] for part in parts if part and "=" not in part[1]] if all(parts) else []
 
@@ -73,9 +76,11 @@ def rows_of_trainers() -> tuple[Theirs, ...]:
 
 
 def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
-    """Return (their name, row) for another trainer's key, with or without its sections; of a section for its keys.
+    """Return (their name, row) for another trainer's key, with or without its sections; of a
+    section for its keys.
 
-    Of several rows those with the longest of the sections that were given: `val_kwargs.top_k` is not `rollout.top_k`.
+    Of several rows those with the longest of the sections that were given: `val_kwargs.top_k` is
+    not `rollout.top_k`.
     """
     while name:
         matching = [
@@ -87,7 +92,9 @@ def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
         ]
         if matching:
             longest = max(min(len(theirs), len(name)) for theirs, _ in matching)
-            return [(theirs, row) for theirs, row in matching if min(len(theirs), len(name)) == longest]
+            return [
+                (theirs, row) for theirs, row in matching if min(len(theirs), len(name)) == longest
+            ]
         name = name.rpartition(".")[0]
     return []
 
@@ -100,14 +107,18 @@ def keys_called(name: str) -> list[str]:
     keys = list(dict.fromkeys(key for _, row in known_as(name) for key in row.keys))
     if "." not in name:  # `lr` is the policy's; a critic's has its section
         keys = [key for key in keys if not key.startswith("critic.")] or keys
-    ending = name.rpartition(".")[2].rpartition("_")[2]  # clip_ratio_low is one of two, epsilon both
+    # clip_ratio_low is one of two, epsilon both
+    ending = name.rpartition(".")[2].rpartition("_")[2]
     return [key for key in keys if key.endswith(f"_{ending}")] or keys
 
 
 def keys_mentioned(name: str, group: str) -> list[str]:
-    """Return our keys of a group that stand in the rows of another trainer's key, also beside words."""
+    """Return our keys of a group that stand in the rows of another trainer's key, also beside
+    words."""
     mentioned = [key for _, row in known_as(name) for key in re.findall(_CODE, row.here)]
-    return [key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.") and "=" not in key]
+    return [
+        key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.") and "=" not in key
+    ]
 
 
 def _cells(line: str) -> list[str]:

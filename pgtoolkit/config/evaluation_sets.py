@@ -1,4 +1,5 @@
-"""What a configuration says of evaluation: its sets of held-out prompts, the numbers measured, how often."""
+"""What a configuration says of evaluation: its sets of held-out prompts, the numbers measured, how
+often."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _OF_A_GENERATOR = ("num_digits", "dataset", "numbers", "environment", "path")
 """Keys of tasks: where one differs, generators with the same seed ask something else."""
 
 OF_A_SET = ("task", "seed", "prompts")
-"""Keys of a set that are none of its task's: the kind of task where it is another, and what differs from the group."""
+"""Keys of a set that are none of its task's: the kind of task where it is another, and what differs
+from the group."""
 
 QUESTIONS = 10_000
 """Different questions of a data set of reasoning-gym, where its options do not say how many."""
@@ -36,7 +38,8 @@ QUESTIONS = 10_000
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One set: a task's keys, the seed it is made with, and how many of its prompts are taken, if it has so many."""
+    """One set: a task's keys, the seed it is made with, and how many of its prompts are taken, if
+    it has so many."""
 
     name: str
     task: TaskConfig
@@ -66,7 +69,10 @@ def held_out_sets(c: Config) -> list[HeldOut]:
     """The sets of a configuration that the rules have passed."""
     usual = {"seed": c.evaluation.seed, "prompts": c.evaluation.prompts_per_set}
     sets = {name: usual | given for name, given in (c.evaluation.sets or {USUAL: {}}).items()}
-    return [HeldOut(name, _task(c, given), given["seed"], given["prompts"]) for name, given in sets.items()]
+    return [
+        HeldOut(name, _task(c, given), given["seed"], given["prompts"])
+        for name, given in sets.items()
+    ]
 
 
 def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
@@ -76,7 +82,11 @@ def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
     if "path" in given:  # these are of the other files
         values = values | {name: None for name in ("config", "split") if name in values}
     if kind == "prompts" and ("verifier" in given or "verifiers" in given):
-        values = values | {"verifier": option_values("task", kind)["verifier"], "pattern": None, "verifiers": {}}
+        values = values | {
+            "verifier": option_values("task", kind)["verifier"],
+            "pattern": None,
+            "verifiers": {},
+        }
     values = values | {key: value for key, value in given.items() if key not in OF_A_SET}
     return SCHEMAS[f"task/{kind}"](**copy.deepcopy(dict(values)))
 
@@ -87,7 +97,8 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def watched(config: object) -> tuple[str, str] | None:
-    """The set and the number of evaluation.best in a configuration, see `value_of`; None without one."""
+    """The set and the number of evaluation.best in a configuration, see `value_of`; None without
+    one."""
     best = value_of(config, "evaluation.best")
     if best is None:
         return None
@@ -117,11 +128,15 @@ def how_sampled(c: Config) -> str:
     """The same in words."""
     how = sampling(c)
     cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
-    return f"at temperature {text(how['temperature'])}{cut}, at most {how['max_completion_length']} tokens"
+    return (
+        f"at temperature {text(how['temperature'])}{cut}, at most "
+        f"{how['max_completion_length']} tokens"
+    )
 
 
 def are_training_prompts(c: Config, one: HeldOut) -> str | None:
-    """Why a set holds prompts that the configuration trains on, as far as the two descriptions tell; else None."""
+    """Why a set holds prompts that the configuration trains on, as far as the two descriptions
+    tell; else None."""
     if c.rollout.name != "policy" or one.task.name != c.task.name:
         return None
     if isinstance(
@@ -136,6 +151,9 @@ def are_training_prompts(c: Config, one: HeldOut) -> str | None:
         # Its questions have seeds of their own, which follow each other.
         sizes = [task.options.get("size", QUESTIONS) for task in (c.task, one.task)]
         if -sizes[1] < one.seed - c.seed < sizes[0]:
-            return f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} apart they overlap."
+            return (
+                f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} "
+                "apart they overlap."
+            )
         return None
     return "The same generator with the same seed asks the same." if one.seed == c.seed else None

@@ -1,5 +1,5 @@
-"""`pgtk explain WORD`: what a key, a group, an option, a metric or an exit status means. Every text stands elsewhere:
-in the schema, in the families, in the errors, and in the tables of docs/.
+"""`pgtk explain WORD`: what a key, a group, an option, a metric or an exit status means. Every text
+stands elsewhere: in the schema, in the families, in the errors, and in the tables of docs/.
 """
 
 from __future__ import annotations
@@ -57,13 +57,20 @@ class Entry:
     @property
     def options(self) -> str:
         """The options of its group that have it; empty where all do."""
-        return "" if set(self.defaults) >= {*options().get(self.key.group, [""])} else ", ".join(self.defaults)
+        return (
+            ""
+            if set(self.defaults) >= {*options().get(self.key.group, [""])}
+            else ", ".join(self.defaults)
+        )
 
     def told(self) -> dict[str, str]:
         """Type with range, default, and meaning, as they are printed."""
         key = self.key
         if key.option:
-            shown = {"type": f"one of {', '.join(options()[key.group])}", "default": default_options()[key.group]}
+            shown = {
+                "type": f"one of {', '.join(options()[key.group])}",
+                "default": default_options()[key.group],
+            }
             if key.group in OWN_CODE:
                 shown["type"] += f", or the dotted path of a {kind_of(key.group)} of your own"
         else:
@@ -83,16 +90,31 @@ class Entry:
         """What it needs, and what it decides besides its own meaning; whole sentences."""
         key = self.key
         if key.only_if:
-            yield f"It needs {in_words(key.only_if)}; without that any value but the default is refused."
+            yield (
+                f"It needs {in_words(key.only_if)}; without that any value but the default is "
+                "refused."
+            )
         if key.fixed:
-            yield f"`pgtk resume` keeps it{f', where {in_words(key.fixed_if)}' if key.fixed_if else ''}: {key.fixed}."
+            yield (
+                "`pgtk resume` keeps "
+                f"it{f', where {in_words(key.fixed_if)}' if key.fixed_if else ''}: {key.fixed}."
+            )
         if key.learns is not True:
             where = "" if key.learns is False else f", unless {in_words(key.learns)}"
-            yield f"It does not change what is learned{where}: a finished job of a sweep stays finished."
+            yield (
+                f"It does not change what is learned{where}: a finished job of a sweep stays "
+                "finished."
+            )
         if key.code == "function":
-            yield "It may name code of your own, which is imported as a run starts: see docs/configuration.md."
+            yield (
+                "It may name code of your own, which is imported as a run starts: see "
+                "docs/configuration.md."
+            )
         if key.code == "command":
-            yield "It is run as a command: `pgtk resume` takes it only where it is typed on the command line."
+            yield (
+                "It is run as a command: `pgtk resume` takes it only where it is typed on the "
+                "command line."
+            )
         if key.reads or key.writes:
             yield "A relative path is seen from the directory in which the run starts."
 
@@ -121,7 +143,8 @@ def _in_words(value: Any) -> str:
 
 
 def explain(words: str) -> str:
-    """The page for a word; for a sentence, such as a note or a refusal, of the words in it that are known.
+    """The page for a word; for a sentence, such as a note or a refusal, of the words in it that are
+    known.
 
     Raises ConfigError for a word that nothing is known of, with the nearest.
     """
@@ -131,7 +154,8 @@ def explain(words: str) -> str:
 def explain_as_json(words: str) -> str:
     """Return the same as JSON: of each page its title, and what is said by name."""
     pages = [
-        {"title": page.title} | {name or "meaning": cell for name, cell in page.said.items() if cell}
+        {"title": page.title}
+        | {name or "meaning": cell for name, cell in page.said.items() if cell}
         for page in pages_on(words)
     ]
     return json.dumps({"words": words, "pages": pages}, indent=1, ensure_ascii=False)
@@ -149,19 +173,42 @@ def pages_on(words: str) -> list[Page]:
         if all(f"{_OF_WORD}\n" in page for page in pages):
             elsewhere = [*_of_trainers(word), *_rows_with(word)]
         return [*pages, *elsewhere]
-    inside = [part.strip(".") for part in re.findall(r"[\w./@=]+", words)] if " " in words.strip() else []
+    inside = (
+        [part.strip(".") for part in re.findall(r"[\w./@=]+", words)]
+        if " " in words.strip()
+        else []
+    )
     # Of a sentence what stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`.
-    names = [name for part in inside for name in (part, part.partition("=")[0]) if re.search("[=._]", name)]
+    names = [
+        name
+        for part in inside
+        for name in (part, part.partition("=")[0])
+        if re.search("[=._]", name)
+    ]
     if pages := [page for name in dict.fromkeys(names) for page in known.get(name, ())]:
         return list(pages)
     if rows := _of_trainers(words):
         return [*rows, *_rows_with(words)]
-    if rows := sorted(_rows_with(words), key=lambda row: f": `{words}`\n" not in row):  # first where it stands alone
+    # first where it stands alone
+    if rows := sorted(_rows_with(words), key=lambda row: f": `{words}`\n" not in row):
         return rows
-    saying = [page for pages in known.values() for page in pages if re.search(rf"\b{re.escape(words)}", page, re.I)]
-    if titles := dict.fromkeys(page.partition("\n")[0] for page in saying if "a group of options" not in page):
+    saying = [
+        page
+        for pages in known.values()
+        for page in pages
+        if re.search(rf"\b{re.escape(words)}", page, re.I)
+    ]
+    if titles := dict.fromkeys(
+        page.partition("\n")[0] for page in saying if "a group of options" not in page
+    ):
         text_of_titles = "\n  ".join([f"{words}: a word in what `pgtk explain` says of", *titles])
-        return [Page(text_of_titles, f"{words}: a word in what is said of others", {"others": ", ".join(titles)})]
+        return [
+            Page(
+                text_of_titles,
+                f"{words}: a word in what is said of others",
+                {"others": ", ".join(titles)},
+            )
+        ]
     near = nearest(words, known, 0.65)
     raise ConfigError(
         refusal(
@@ -186,19 +233,33 @@ def explanations() -> dict[str, list[Page]]:
     for word, meaning in _defined_words():
         explained([word, f"{word}s"], f"{word}{_OF_WORD}", {"": meaning})
     for group, names in options().items():
-        usual, keys = default_options().get(group), [e for e in entries() if e.key.group == group and not e.key.option]
-        heads = {f"{group}={name}{' (default)' if name == usual else ''}": option_help(group, name) for name in names}
+        usual, keys = (
+            default_options().get(group),
+            [e for e in entries() if e.key.group == group and not e.key.option],
+        )
+        heads = {
+            f"{group}={name}{' (default)' if name == usual else ''}": option_help(group, name)
+            for name in names
+        }
         if group in OWN_CODE:
-            heads[f"{group}=package.module.{kind_of(group)}"] = f"A {kind_of(group)} of your own, see docs/losses.md."
+            heads[f"{group}=package.module.{kind_of(group)}"] = (
+                f"A {kind_of(group)} of your own, see docs/losses.md."
+            )
         told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
         explained([group], f"{group}: a group of options", told)
         for name in names:
             having = [entry.key.name for entry in keys if name in entry.defaults]
-            told = {"": option_help(group, name)} | _in_docs(group, name) | {"keys": ", ".join(dict.fromkeys(having))}
+            told = (
+                {"": option_help(group, name)}
+                | _in_docs(group, name)
+                | {"keys": ", ".join(dict.fromkeys(having))}
+            )
             explained([f"{group}={name}", name], f"{group}={name}: an option", told)
     for entry in entries():
         of = f" of {entry.key.group}={entry.options}" if entry.options else ""
-        words = [] if entry.key.option else [entry.key.name, entry.key.leaf, *map(str, entry.key.names)]
+        words = (
+            [] if entry.key.option else [entry.key.name, entry.key.leaf, *map(str, entry.key.names)]
+        )
         explained(words, f"{entry.key.name}: a key{of}", entry.told())
     for heads, row in [*table_rows("metrics.md"), *table_rows("evaluation.md")]:
         for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
@@ -207,9 +268,13 @@ def explanations() -> dict[str, list[Page]]:
         if heads[0] == "on the line":
             metric = re.findall("`([^`]+)`", row[1])[0]
             for word in re.findall("`([^`]+)`", row[0]):
-                explained([word], f"{word}: on the line that a run prints for each step", {"": row[1]})
+                explained(
+                    [word], f"{word}: on the line that a run prints for each step", {"": row[1]}
+                )
                 if metric != word:
-                    pages[word] += [page for page in pages[metric] if page.startswith(f"{metric}: a metric")]
+                    pages[word] += [
+                        page for page in pages[metric] if page.startswith(f"{metric}: a metric")
+                    ]
     statuses = dict(_STATUSES)
     for kind in PgtoolkitError.__subclasses__():
         described = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
@@ -228,21 +293,27 @@ def _defined_words() -> Iterator[tuple[str, str]]:
 
 
 def _in_docs(group: str, name: str) -> dict[str, str]:
-    """What the table of a group in docs/losses.md says of an option: its formula, and what others call it."""
+    """What the table of a group in docs/losses.md says of an option: its formula, and what others
+    call it."""
     shown = {}
     for heads, row in table_rows("losses.md"):  # whose tables name the group in their first head
         if (heads[0], row[0]) == (f"`{group}=`", f"`{name}`"):
-            shown |= {head: cell for head, cell in zip(heads[1:], row[1:], strict=False) if len(cell) > 1}
+            shown |= {
+                head: cell for head, cell in zip(heads[1:], row[1:], strict=False) if len(cell) > 1
+            }
     return shown
 
 
 def _rows_with(word: str) -> Iterator[Page]:
-    """The rows with a word, or with heads that have it: of another trainer, such as beta, or of a file's schema."""
+    """The rows with a word, or with heads that have it: of another trainer, such as beta, or of a
+    file's schema."""
     for page in ("losses.md", "adapters.md", "data.md"):
         for heads, row in table_rows(page):
             codes = re.findall("`[^`]+`", " ".join(heads + row))
             if any(re.search(rf"\b{re.escape(word)}\b", code) for code in codes):
-                shown = {head or "here": cell for head, cell in zip(heads, row, strict=False) if cell}
+                shown = {
+                    head or "here": cell for head, cell in zip(heads, row, strict=False) if cell
+                }
                 yield _page(f"{word}: see docs/{page}", shown)
 
 

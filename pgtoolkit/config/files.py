@@ -1,4 +1,5 @@
-"""Where `conf/` and `sweeps/` lie and what is in them; reads file names only, so `--help` is quick."""
+"""Where `conf/` and `sweeps/` lie and what is in them; reads file names only, so `--help` is
+quick."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ def config_directory() -> Path:
 
 
 def sweep_files() -> dict[str, Path]:
-    """Name -> file of each sweep that comes with pgtoolkit, but for _NAME.yaml, which some share."""
+    """Name -> file of each sweep that comes with pgtoolkit, but for _NAME.yaml, which some
+    share."""
     return {file.stem: file for file in sorted(_shipped("sweeps").glob("[!_]*.yaml"))}
 
 
 def sweep_file(name: str = "") -> Path:
-    """The file of a sweep: one that comes with pgtoolkit, by its name, or one of the user's, by its path.
+    """The file of a sweep: one that comes with pgtoolkit, by its name, or one of the user's, by its
+    path.
 
     Raises ConfigError if there is none.
     """
@@ -42,19 +45,24 @@ def sweep_file(name: str = "") -> Path:
             needs="a sweep that exists",
             got=name or "none",
             reason="The sweeps are files in sweeps/, or your own file ending in .yaml.",
-            use=f"pgtk sweep {near}" if near else f"one of {', '.join(shipped)}, or path/to/file.yaml",
+            use=f"pgtk sweep {near}"
+            if near
+            else f"one of {', '.join(shipped)}, or path/to/file.yaml",
         )
     )
 
 
 def read_options(file: Path) -> Any:
-    """Return the keys in a file of a sweep or of an option; raises ConfigError for what is no YAML."""
+    """Return the keys in a file of a sweep or of an option; raises ConfigError for what is no
+    YAML."""
     try:
         return plain_yaml(file.read_bytes())
     except ValueError as error:
         reason = "A file of a sweep or of an option holds keys and their values."
         use = "the files in sweeps/ and conf/ as examples"
-        raise ConfigError(f"{file} needs YAML that can be read (got {error}). {reason} Use {use}.") from error
+        raise ConfigError(
+            f"{file} needs YAML that can be read (got {error}). {reason} Use {use}."
+        ) from error
 
 
 @functools.cache
@@ -70,7 +78,8 @@ def docs_page(name: str) -> str:
 
 
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Group -> its options: YAML files in conf/ and in a folder of one's own, but for _NAME.yaml, which some share."""
+    """Group -> its options: YAML files in conf/ and in a folder of one's own, but for _NAME.yaml,
+    which some share."""
     found = {group: {*names} for group, names in _shipped_options().items()}
     for group, names in _options_in(config_dir).items() if config_dir else ():
         found.setdefault(group, set()).update(names)
@@ -91,7 +100,8 @@ def _options_in(folder: Path) -> dict[str, set[str]]:
 
 
 def leading_comment(file: Path) -> str:
-    """Return the comment at the top of a YAML file, without Hydra's directive and the command that runs it."""
+    """Return the comment at the top of a YAML file, without Hydra's directive and the command that
+    runs it."""
     sentences = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

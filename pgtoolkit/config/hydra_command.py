@@ -1,4 +1,5 @@
-"""Hydra's own command line: its flags as it reads them, and what it prints for --cfg, --info and the Tab key."""
+"""Hydra's own command line: its flags as it reads them, and what it prints for --cfg, --info and
+the Tab key."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def hydra_arguments(argv: list[str]) -> Namespace:
                     needs="to be left out",
                     got="one",
                     reason=(
-                        "pgtk begins with its own conf/config.yaml: another would not be checked, and could run code."
+                        "pgtk begins with its own conf/config.yaml: another would not be checked, "
+                        "and could run code."
                     ),
                     use="pgtk sweep FILE.yaml, or --config-dir=FOLDER for options of your own",
                 )
@@ -54,12 +56,16 @@ def hydra_arguments(argv: list[str]) -> Namespace:
 
 
 def _not_understood(message: str) -> NoReturn:
-    raise ConfigError(f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help.")
+    raise ConfigError(
+        f"{message}. Overrides are written without dashes: loss=grpo. Use pgtk --help."
+    )
 
 
 def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:
     """Return a command line as Hydra needs it; overrides: those of its words that are some."""
-    return [hydra_form(word) if word in overrides else word for word in argv if word not in NO_CHOICE]
+    return [
+        hydra_form(word) if word in overrides else word for word in argv if word not in NO_CHOICE
+    ]
 
 
 def hydra_answers(argv: list[str]) -> int:
@@ -67,7 +73,9 @@ def hydra_answers(argv: list[str]) -> int:
     register()
     before, sys.argv = sys.argv, [sys.argv[0], *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(lambda config: None)()
+        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(
+            lambda config: None
+        )()
     finally:
         sys.argv = before
     return status_of_output(0)

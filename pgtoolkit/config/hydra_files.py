@@ -1,4 +1,5 @@
-"""How Hydra reads files of options: ours with the types of the schema, those of a user only if they are plain YAML."""
+"""How Hydra reads files of options: ours with the types of the schema, those of a user only if they
+are plain YAML."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import plain
 
 
-def compose_choices(choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> DictConfig:
+def compose_choices(
+    choices: list[str], config_dir: Path | None = None, sweep_file: Path | None = None
+) -> DictConfig:
     """Return the files of the chosen options, put together by Hydra; raises its exceptions."""
     return copy.deepcopy(_compose_cached(tuple(choices), config_dir, sweep_file))
 
 
 @functools.cache
-def _compose_cached(choices: tuple[str, ...], config_dir: Path | None, sweep_file: Path | None) -> DictConfig:
+def _compose_cached(
+    choices: tuple[str, ...], config_dir: Path | None, sweep_file: Path | None
+) -> DictConfig:
     # The runs of a sweep often choose the same files and differ only in single keys.
     register()
     primary = sweep_file or config_directory() / "config.yaml"
@@ -63,12 +68,14 @@ class _LocalLauncher:
 
 
 class UserFiles(FileConfigSource):
-    """Files of options as Hydra reads them, those of a user's own only if they are YAML without aliases.
+    """Files of options as Hydra reads them, those of a user's own only if they are YAML without
+    aliases.
 
-    A file without a list `defaults` has the keys of its group's schema, with their types. The dotted path of own code
-    in the place of an option is a file, too, see `own_code`.
+    A file without a list `defaults` has the keys of its group's schema, with their types. The
+    dotted path of own code in the place of an option is a file, too, see `own_code`.
 
-    Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's with options as keys.
+    Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's
+    with options as keys.
     """
 
     def is_config(self, config_path: str) -> bool:
@@ -82,7 +89,9 @@ class UserFiles(FileConfigSource):
         if not super().is_config(config_path) and self._is_own_code(config_path):
             group, _, name = config_path.rpartition("/")
             place = f"{self.scheme()}://{self.path}"
-            return ConfigResult(self.provider, place, _own_option(group, name), header={"package": None})
+            return ConfigResult(
+                self.provider, place, _own_option(group, name), header={"package": None}
+            )
         file = Path(self.path, self._normalize_file_name(config_path))
         if file.is_file() and not file.is_relative_to(config_directory()):
             values = read_options(file)
@@ -93,7 +102,11 @@ class UserFiles(FileConfigSource):
         result = super().load_config(config_path)
         keys = result.config
         group = config_path.rpartition("/")[0]
-        if group in Config.__annotations__ and isinstance(keys, DictConfig) and "defaults" not in keys:
+        if (
+            group in Config.__annotations__
+            and isinstance(keys, DictConfig)
+            and "defaults" not in keys
+        ):
             schema = "schema" if group in SCHEMAS else f"schema_{keys.get('name')}"
             if group in SCHEMAS or f"{group}/{keys.get('name')}" in SCHEMAS:
                 keys.defaults = [schema, "_self_"]
@@ -105,12 +118,14 @@ def _own_option(group: str, path: str) -> DictConfig:
     key = OWN_CODE[group]
     option = OmegaConf.create({"defaults": [key.stands_for, "_self_"], key.leaf: path})
     if group in PARAMETERS:
-        OmegaConf.set_struct(option, False)  # files may set parameters of the class, see `_gather_parameters`
+        # files may set parameters of the class, see `_gather_parameters`
+        OmegaConf.set_struct(option, False)
     return option
 
 
 def _gather_parameters(config: DictConfig) -> None:
-    """Move the parameters of own code, which files set as keys of its group, to where the schema has them."""
+    """Move the parameters of own code, which files set as keys of its group, to where the schema
+    has them."""
     for group, parameters in PARAMETERS.items():
         values = config.get(group)
         if not isinstance(values, DictConfig) or key_named(parameters, config) is None:
@@ -118,14 +133,17 @@ def _gather_parameters(config: DictConfig) -> None:
         known = {key.leaf for key in keys_of(config) if key.group == group}
         with open_dict(values):
             for name in [name for name in values if name not in known]:
-                OmegaConf.update(config, f"{parameters}.{name}", values._get_node(name), force_add=True)
+                OmegaConf.update(
+                    config, f"{parameters}.{name}", values._get_node(name), force_add=True
+                )
                 del values[name]
         OmegaConf.set_struct(values, None)
 
 
 @functools.cache
 def register() -> None:
-    """Make the schemas and the resolvers of conf/ known, and how files are read; once in a process."""
+    """Make the schemas and the resolvers of conf/ known, and how files are read; once in a
+    process."""
     Plugins.instance()  # which names Hydra's own reader of files
     SourcesRegistry.instance().types["file"] = UserFiles
     store = ConfigStore.instance()
@@ -133,8 +151,15 @@ def register() -> None:
     store.store(group="hydra/launcher", name="local_schema", node=_LocalLauncher)
     for key, schema in SCHEMAS.items():
         group, _, option = key.partition("/")
-        store.store(group=group, name=f"schema_{option}" if option else "schema", node=changeable(schema))
-    resolvers = {"run_name": _run_name, "sweep_name": _sweep_name, "divide": _divide, "by_weights": _by_weights}
+        store.store(
+            group=group, name=f"schema_{option}" if option else "schema", node=changeable(schema)
+        )
+    resolvers = {
+        "run_name": _run_name,
+        "sweep_name": _sweep_name,
+        "divide": _divide,
+        "by_weights": _by_weights,
+    }
     resolvers["digest"] = _digest
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(f"pgtk.{name}", resolver, replace=True)
@@ -148,21 +173,28 @@ def _digest(*, _root_: DictConfig) -> str:
     groups = {}
     for group, value in _root_.items():
         if group != "hydra":
-            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            value = (
+                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            )
             groups[str(group)] = plain(value)
     return digest(groups)
 
 
 def _sweep_name(overrides, *, _root_: DictConfig) -> str:
     # What varies comes first: a long name is cut at its end.
-    typed = sorted((one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one))
+    typed = sorted(
+        (one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one)
+    )
     file = _root_.hydra.job.config_name
     changed = name_from(typed, {}) if typed else "default"
-    return "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
+    return (
+        "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
+    )
 
 
 def _divide(dividend: float, divisor: float) -> float:
-    """For files of sweeps: what must change as another key does, such as steps for a number of documents."""
+    """For files of sweeps: what must change as another key does, such as steps for a number of
+    documents."""
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
 
 

@@ -1,4 +1,5 @@
-"""Hydra's own keys: which of them act and who may set them, where runs are written, what runs a sweep's jobs."""
+"""Hydra's own keys: which of them act and who may set them, where runs are written, what runs a
+sweep's jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ _ACTING = (
 )
 """Keys of Hydra's that change what pgtk does, with those inside of them."""
 
-_OF_FILES = ("hydra.mode", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name")
+_OF_FILES = (
+    "hydra.mode",
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",
+)
 """Those that a file of the user's may set, beside keys of its launcher and sweeper."""
 
 _ONLY_TYPED = {"setup", "additional_parameters", "submitit_folder", "address"}
@@ -47,27 +54,52 @@ _COMPUTED = (
 
 _INSTEAD = {
     "hydra.output_subdir": (
-        "A run directory has its configuration in config.yaml, and Hydra's copies of it are not written.",
+        (
+            "A run directory has its configuration in config.yaml, and Hydra's copies of it are "
+            "not written."
+        ),
         "config.yaml and overrides.yaml in the run directory",
     ),
-    "hydra.job.env_set": ("pgtk sets no environment variables.", "NAME=VALUE in front of the command"),
+    "hydra.job.env_set": (
+        "pgtk sets no environment variables.",
+        "NAME=VALUE in front of the command",
+    ),
     "hydra.job.chdir": (
-        "Relative paths of the configuration, and those that are printed, are seen from where pgtk is started.",
+        (
+            "Relative paths of the configuration, and those that are printed, are seen from where "
+            "pgtk is started."
+        ),
         "cd FOLDER before the command",
     ),
-    "hydra.sweeper.max_batch_size": ("Jobs follow one another as there is room.", "hydra.launcher.n_jobs=N"),
+    "hydra.sweeper.max_batch_size": (
+        "Jobs follow one another as there is room.",
+        "hydra.launcher.n_jobs=N",
+    ),
     "hydra.callbacks": ("A configuration never names code to be run.", "a script that calls pgtk"),
     **dict.fromkeys(
-        ("hydra.verbose", "hydra.job_logging", "hydra.hydra_logging", "hydra/job_logging", "hydra/hydra_logging"),
+        (
+            "hydra.verbose",
+            "hydra.job_logging",
+            "hydra.hydra_logging",
+            "hydra/job_logging",
+            "hydra/hydra_logging",
+        ),
         ("Hydra logs nothing here.", "run.log in the run directory"),
     ),
 }
 """Key of Hydra's that does nothing here -> why, and what to use."""
 
-_FIXED = {f"hydra.{node}.{leaf}" for node in ("launcher", "sweeper") for leaf in ("kind", "_target_", "max_batch_size")}
+_FIXED = {
+    f"hydra.{node}.{leaf}"
+    for node in ("launcher", "sweeper")
+    for leaf in ("kind", "_target_", "max_batch_size")
+}
 """Keys of launchers and sweepers that nobody sets."""
 
-_NO_CODE = ("A configuration never names code to be run.", "the options of hydra/launcher, hydra/sweeper")
+_NO_CODE = (
+    "A configuration never names code to be run.",
+    "the options of hydra/launcher, hydra/sweeper",
+)
 _NAMES_A_FOLDER = "It names a folder; a value in it could otherwise write anywhere."
 
 
@@ -84,7 +116,13 @@ def _does_nothing(key: str, value: Any) -> str:
         return refusal(f"{key}={text(value)}", "to be left out", value, *_NO_CODE)
     if key in ("hydra.launcher.kind", "hydra.sweeper.kind"):
         group = key.removesuffix(".kind").replace(".", "/")
-        return refusal(f"{key}={text(value)}", "to be left out", value, "It comes with its option.", f"{group}={value}")
+        return refusal(
+            f"{key}={text(value)}",
+            "to be left out",
+            value,
+            "It comes with its option.",
+            f"{group}={value}",
+        )
     reason = "pgtk does not read it."
     use = f"one of {', '.join(_ACTING)}"
     for name, instead in _INSTEAD.items():
@@ -94,10 +132,13 @@ def _does_nothing(key: str, value: Any) -> str:
 
 
 def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
-    """Return the problems with the node `hydra`: what files of the user's have set in it, and code that it names.
+    """Return the problems with the node `hydra`: what files of the user's have set in it, and code
+    that it names.
 
-    without_files: the node as it is without these files; None where there are none. A file sets where runs are
-    written, what is swept, and plain values of those keys of its launcher and sweeper that are in conf/.
+    without_files: the node as it is without these files; None where there are none. A file sets
+        where runs are
+    written, what is swept, and plain values of those keys of its launcher and sweeper that are in
+    conf/.
     """
     problems = []
     known = dict(_leaves(without_files))
@@ -141,7 +182,8 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
 
 def _may_stand_in_files(path: tuple, setting: str, value: Any, known: dict[tuple, Any]) -> bool:
     """known: the values without the files."""
-    is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)  # a line of a job's script; a secret
+    # a line of a job's script; a secret
+    is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)
     if path[-1] in ("_target_", "kind"):
         return False
     if path[0] in ("launcher", "sweeper", "job", "mode") and "${" in str(value):
@@ -163,7 +205,8 @@ def _leaves(node: Any, path: tuple = ()) -> list[tuple[tuple, Any]]:
 
 
 def name_in(config: DictConfig) -> str:
-    """Return a run's name: tracking.run_name, or its loss, its aggregation and what its overrides change.
+    """Return a run's name: tracking.run_name, or its loss, its aggregation and what its overrides
+    change.
 
     In a sweep what varies, also options that are the default, for comparison.
     """
@@ -193,11 +236,14 @@ def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
     form = hydra.job.config.override_dirname
     form.exclude_keys = list(unnamed)
     overrides = parse(typed_in(hydra))[0]
-    hydra.job.override_dirname = get_overrides_dirname(overrides, form.exclude_keys, form.item_sep, form.kv_sep)
+    hydra.job.override_dirname = get_overrides_dirname(
+        overrides, form.exclude_keys, form.item_sep, form.kv_sep
+    )
 
 
 def recorded(hydra: DictConfig) -> list[str]:
-    """Return the overrides of a run as its directory has them, with what they refer to where that resolves."""
+    """Return the overrides of a run as its directory has them, with what they refer to where that
+    resolves."""
     try:
         return list(hydra.overrides.task)
     except OmegaConfBaseException:
@@ -217,11 +263,13 @@ def is_sweep(hydra: DictConfig) -> bool:
 
 
 def folder_in(config: DictConfig, key: str) -> tuple[str | None, list[str]]:
-    """Return the folder that a key names, hydra.run.dir or hydra.sweep.dir, or the problem with its name."""
+    """Return the folder that a key names, hydra.run.dir or hydra.sweep.dir, or the problem with its
+    name."""
     path, problems = _name_of_folder(config, key)
     if path is None:
         return None, problems
-    if ".." in PurePath(path).parts or not path.isprintable():  # it also stands in the scripts of SLURM's jobs
+    # it also stands in the scripts of SLURM's jobs
+    if ".." in PurePath(path).parts or not path.isprintable():
         return None, [
             refusal(
                 setting=key,
@@ -238,13 +286,20 @@ def _name_of_folder(config: DictConfig, key: str) -> tuple[str | None, list[str]
     try:
         return str(OmegaConf.select(config, key, throw_on_missing=True)), []
     except OmegaConfBaseException as error:
-        return None, [refusal(key, "a value that resolves", first_line(error), _NAMES_A_FOLDER, f"{key}=FOLDER")]
+        return None, [
+            refusal(
+                key, "a value that resolves", first_line(error), _NAMES_A_FOLDER, f"{key}=FOLDER"
+            )
+        ]
 
 
-def directory_of_job(config: DictConfig, name: str, digest: str, unnamed: list[str]) -> tuple[str | None, list[str]]:
+def directory_of_job(
+    config: DictConfig, name: str, digest: str, unnamed: list[str]
+) -> tuple[str | None, list[str]]:
     """Return the directory of a job within the folder of its sweep, or the problem with its name.
 
-    name, digest: of the job. unnamed: keys that are the same in all jobs, and therefore in no job's name.
+    name, digest: of the job. unnamed: keys that are the same in all jobs, and therefore in no job's
+        name.
     """
     hydra = config.hydra
     directory = hydra.sweep._get_node("subdir")._value()
@@ -257,7 +312,11 @@ def directory_of_job(config: DictConfig, name: str, digest: str, unnamed: list[s
         if directory is None:
             return None, problems
     directory = os.path.normpath(directory)
-    if PurePath(directory).parts and ".." not in PurePath(directory).parts and not os.path.isabs(directory):
+    if (
+        PurePath(directory).parts
+        and ".." not in PurePath(directory).parts
+        and not os.path.isabs(directory)
+    ):
         return directory, []
     return None, [
         refusal(
@@ -274,7 +333,9 @@ def launcher_of(hydra: DictConfig) -> Launcher:
     """Return what runs the jobs of a sweep."""
     choice = str(hydra.runtime.choices.get("hydra/launcher"))
     kind = hydra.launcher.get("kind")
-    return Launcher(kind if kind in LAUNCHERS else None, choice, settings_in(hydra.launcher, resolve=True))
+    return Launcher(
+        kind if kind in LAUNCHERS else None, choice, settings_in(hydra.launcher, resolve=True)
+    )
 
 
 def settings_in(node: DictConfig, resolve: bool = False) -> dict[str, Any]:

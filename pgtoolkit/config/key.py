@@ -1,4 +1,5 @@
-"""What the schema declares of a key, an option and a group, and the conditions that a declaration may name."""
+"""What the schema declares of a key, an option and a group, and the conditions that a declaration
+may name."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Key:
     name: str
     """The dotted name, such as `rollout.lag`."""
     schema: str
-    """The option that has the key, such as `rollout/policy`; the group alone where all of its options
-    have the same keys; empty for a key of no group."""
+    """The option that has the key, such as `rollout/policy`; the group alone where all of its
+    options have the same keys; empty for a key of no group."""
     type: str
     """The annotation, such as `int | None`."""
     names: tuple[str, ...] = ()
@@ -39,48 +40,51 @@ class Key:
     range: tuple[float, float] | None = None
     """The least and the largest number, both allowed."""
     learns: bool | str = True
-    """Whether runs with different values learn differently, or the condition under which they do. Then
-    the value is part of a job's digest, and a difference in `pgtk compare`."""
+    """Whether runs with different values learn differently, or the condition under which they do.
+    Then the value is part of a job's digest, and a difference in `pgtk compare`."""
     last_counts: bool | str = False
-    """Whether a run that was resumed with another value equals, step by step, one that had it from the
-    start, or the condition under which it does."""
+    """Whether a run that was resumed with another value equals, step by step, one that had it from
+    the start, or the condition under which it does."""
     fixed: str = ""
     """Why a resumed run cannot change the key; empty where it can."""
     fixed_if: str = ""
     """The condition under which `fixed` holds; empty for always."""
     only_if: str = ""
-    """The condition without which the key has no effect. Without it any value but the default is refused."""
+    """The condition without which the key has no effect. Without it any value but the default is
+    refused."""
     use: str = ""
-    """What to type for `only_if` to hold, where that is not the condition itself. For several conditions
-    as many parts, joined by ` and `."""
+    """What to type for `only_if` to hold, where that is not the condition itself. For several
+    conditions as many parts, joined by ` and `."""
     why: str = ""
     """The reason for that refusal, where it is more than that the key has no effect."""
     reads: Literal["data", "model", "reference"] | None = None
-    """What the key names that a run reads from outside of its directory. Its path is made absolute and
-    its contents are digested. A model may be a name on the Hugging Face hub; a reference is a model or
-    one of `NO_FOLDER`."""
+    """What the key names that a run reads from outside of its directory. Its path is made absolute
+    and its contents are digested. A model may be a name on the Hugging Face hub; a reference is a
+    model or one of `NO_FOLDER`."""
     writes: bool = False
     """Whether the key names a folder that a run writes to; the path is made absolute."""
     code: Literal["function", "command"] | None = None
-    """Whether the key may name code: a function by its dotted path, or a command, which a run's file
-    alone may not decide."""
+    """Whether the key may name code: a function by its dotted path, or a command, which a run's
+    file alone may not decide."""
     free: bool = False
     """Whether the value is a dictionary whose keys are the user's own."""
     option: bool = False
     """Whether the key names the option of its group: `loss=grpo` sets it."""
     evaluate: Literal["run", "model", "kept"] | None = None
     """Whether `pgtk evaluate` takes the key on the command line: for a run and for a model's folder
-    ("run"), or for a model's folder alone ("model"). With "kept" the run's value holds. Other keys get
-    their defaults there, since nothing is trained."""
+    ("run"), or for a model's folder alone ("model"). With "kept" the run's value holds. Other keys
+    get their defaults there, since nothing is trained."""
     added: bool = False
     """Whether there are runs from before the key existed. Where their configuration lacks it, its
     default holds."""
     machine: bool = False
-    """Whether the key says how this machine computes, which may differ where a step is made again."""
+    """Whether the key says how this machine computes, which may differ where a step is made
+    again."""
     example: str = ""
     """What to type for a key that is REQUIRED."""
     stands_for: str = ""
-    """The option of the group that a dotted path in the place of an option stands for, with the path as
+    """The option of the group that a dotted path in the place of an option stands for, with the
+    path as
     the value of this key: `loss=my_module.MyFamily`. Empty for a key that no such path sets."""
 
     @property
@@ -161,11 +165,12 @@ def group(*, default: str, help: str, **declared: Any) -> Any:
 def holds(condition: str, config: object) -> bool:
     """Return whether a condition holds in a configuration, see `value_of`.
 
-    It is `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several of them joined by ` and ` and ` or `,
-    of which ` and ` binds more tightly.
+    It is `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`, or several of them joined by ` and ` and ` or
+    `, of which ` and ` binds more tightly.
     """
     return any(
-        all(_holds(single, config) for single in alternative.split(" and ")) for alternative in condition.split(" or ")
+        all(_holds(single, config) for single in alternative.split(" and "))
+        for alternative in condition.split(" or ")
     )
 
 
@@ -183,7 +188,8 @@ def parts(condition: str) -> tuple[str, str, str]:
 
 
 def value_of(config: object, name: str) -> Any:
-    """Return the value of a key, or of a group, in a configuration; None where there is no such key.
+    """Return the value of a key, or of a group, in a configuration; None where there is no such
+    key.
 
     config: an object, nested dictionaries, or one dictionary by dotted keys.
     """
@@ -194,7 +200,8 @@ def value_of(config: object, name: str) -> Any:
 
 
 def with_values(config: Values, values: Mapping[str, Any]) -> Values:
-    """Return a configuration that is an object, with other values of some keys or whole groups, by their names."""
+    """Return a configuration that is an object, with other values of some keys or whole groups, by
+    their names."""
     groups: dict[str, dict[str, Any]] = {}
     top: dict[str, Any] = {}
     for name, value in values.items():

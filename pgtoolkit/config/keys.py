@@ -66,7 +66,9 @@ def keys_of(config: object) -> Iterator[Key]:
 
 def _of_chosen(keys: Sequence[Key], config: object) -> Iterator[Key]:
     groups = {key.group for key in keys if "/" in key.schema}
-    chosen = {f"{group}/{option_called(group, value_of(config, OPTION_KEYS[group]))}" for group in groups}
+    chosen = {
+        f"{group}/{option_called(group, value_of(config, OPTION_KEYS[group]))}" for group in groups
+    }
     return (key for key in keys if "/" not in key.schema or key.schema in chosen)
 
 
@@ -83,7 +85,8 @@ def option_called(group: str, name: object) -> object:
 def key_named(name: str, config: object) -> Key | None:
     """Return the key of this name in a configuration; None where there is none.
 
-    name: also of an entry of a free-form key, for that key, or of a group, for the key of its option.
+    name: also of an entry of a free-form key, for that key, or of a group, for the key of its
+        option.
     """
     name = OPTION_KEYS.get(name, name)
     if name not in _NAMED:
@@ -121,13 +124,16 @@ def changes_learning(name: str, config: object) -> bool:
 
 
 def evaluated_keys(source: str) -> list[str]:
-    """Return the keys that `pgtk evaluate` takes on the command line; a group where it takes all of its keys.
+    """Return the keys that `pgtk evaluate` takes on the command line; a group where it takes all of
+    its keys.
 
     source: "run" or "model", what is evaluated.
     """
     taken = [key for key in KEYS if key.evaluate in ("run", source)]
     groups_with_others = {key.group for key in KEYS if key not in taken}
-    names = [key.name if not key.group or key.group in groups_with_others else key.group for key in taken]
+    names = [
+        key.name if not key.group or key.group in groups_with_others else key.group for key in taken
+    ]
     if source == "model":
         names.append("experiment")
     return list(dict.fromkeys(names))
@@ -180,7 +186,8 @@ def shown(name: str) -> str:
 
 
 def in_words(condition: str) -> str:
-    """Return a condition in words: `model=huggingface`, `evaluation.every > 0`, `kl other than none`."""
+    """Return a condition in words: `model=huggingface`, `evaluation.every > 0`, `kl other than
+    none`."""
     forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
     for single in singles(condition):
         name, operator, value = parts(single)
@@ -219,7 +226,8 @@ def option_values(group: str, option: str | None) -> dict[str, Any]:
     """
     if not group:
         return {key.name: key.default for key in KEYS if not key.schema}
-    if option not in OPTIONS.get(group, {}):  # an option of the user, or the entries of a free-form key
+    # an option of the user, or the entries of a free-form key
+    if option not in OPTIONS.get(group, {}):
         return {}
     chosen = OPTIONS[group][option]
     values = {key.leaf: key.default for key in KEYS if key.group == group and _belongs(key, option)}
@@ -237,14 +245,16 @@ def group_help(group: str) -> str:
 
 
 def option_help(group: str, name: str) -> str:
-    """Return what an option is, in sentences; of an experiment, what stands at the top of its file."""
+    """Return what an option is, in sentences; of an experiment, what stands at the top of its
+    file."""
     if group in OPTIONS:
         return OPTIONS[group][name].help
     return leading_comment(config_directory() / group / f"{name}.yaml")
 
 
 def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | None:
-    """Return the chosen option of a group. For an option of the user, the one that its values name, or the default."""
+    """Return the chosen option of a group. For an option of the user, the one that its values name,
+    or the default."""
     if group not in OPTIONS:
         return None
     names = [choices.get(group)]
@@ -273,7 +283,8 @@ def ignored(c: Config, report: Report, group: str = "") -> None:
 
 
 def _refuse_ignored(c: Config, report: Report, key: Key, usual: Any) -> None:
-    """Refuse a value whose condition does not hold, by the first part of the condition that fails."""
+    """Refuse a value whose condition does not hold, by the first part of the condition that
+    fails."""
     conditions = singles(key.only_if)
     number = next(i for i, single in enumerate(conditions) if not holds(single, c))
     lacking = conditions[number]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LAUNCHERS = ("local", "slurm", "ray_cluster")
-"""The options of hydra/launcher; the key `kind` of an option of one's own names the one that it is based on."""
+"""The options of hydra/launcher; the key `kind` of an option of one's own names the one that it is
+based on."""
 
 SEARCH = "optuna_search"
 """The option of hydra/sweeper that searches."""
@@ -16,7 +17,8 @@ SEARCH = "optuna_search"
 class Launcher:
     """What runs the jobs of a sweep.
 
-    kind: one of LAUNCHERS; None for another one, which is refused. choice: the option that was chosen.
+    kind: one of LAUNCHERS; None for another one, which is refused. choice: the option that was
+        chosen.
     settings: the keys of hydra.launcher.
     """
 
@@ -27,7 +29,8 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a search draws the values of a key from: one of `values`, or numbers from `low` to `high`.
+    """What a search draws the values of a key from: one of `values`, or numbers from `low` to
+    `high`.
 
     step: between the numbers; None for any. log: whether their logarithms are drawn evenly.
     """
@@ -43,7 +46,8 @@ class Axis:
 class Search:
     """A sweep whose values are chosen as it goes.
 
-    axes: key -> what its values are drawn from. fixed: the other overrides of every job. settings: the keys of
+    axes: key -> what its values are drawn from. fixed: the other overrides of every job. settings:
+        the keys of
     hydra.sweeper.
     """
 

@@ -1,4 +1,5 @@
-"""What each GPU will hold, estimated from the model's config.json alone, and the cheapest change that makes it fit."""
+"""What each GPU will hold, estimated from the model's config.json alone, and the cheapest change
+that makes it fit."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.report import refusal, text
 
-_TRAINED = {"weights": 4, "gradients": 4, "moments": 8}  # bytes of each number; AdamW has two moments
+# bytes of each number; AdamW has two moments
+_TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
 
 _OF_CUDA = 0.7e9
 """Bytes that CUDA takes for each process: its context, kernels and workspaces."""
 
 _TEMPLATE = 28
-"""Tokens that a chat template writes around a prompt, a short system message of its own among them."""
+"""Tokens that a chat template writes around a prompt, a short system message of its own among
+them."""
 
 _MOST_READ = 2**22
 """Bytes of the largest file of prompts that is read for the length of its prompts."""
@@ -36,7 +39,8 @@ _MOST_READ = 2**22
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one GPU by what they are for: all the time, in an update, and while completions are sampled.
+    """Bytes of one GPU by what they are for: all the time, in an update, and while completions are
+    sampled.
 
     copies: of a GPU of `sampler.gpus`.
     """
@@ -48,7 +52,9 @@ class Plan:
 
     @property
     def most(self) -> float:
-        of_training = sum(self.always.values()) + max(sum(self.update.values()), sum(self.sampling.values()))
+        of_training = sum(self.always.values()) + max(
+            sum(self.update.values()), sum(self.sampling.values())
+        )
         return max(of_training, sum(self.copies.values()))
 
 
@@ -71,7 +77,8 @@ def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
     if c.advantage.estimator == "gae":
         body = sizes_of(c.critic.path) if c.critic.path else None
         body = body or shape
-        tables = body.table * (body.tables - 1)  # of a head of its own, which one value takes the place of
+        # of a head of its own, which one value takes the place of
+        tables = body.table * (body.tables - 1)
         always["critic"] = sum(_TRAINED.values()) * (body.weights - tables) / ranks
     sampled = {"auto": number, "float32": 4}.get(c.sampler.dtype, 2)
     sampling: dict[str, float] = {}
@@ -100,13 +107,16 @@ def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
     length = min(c.accumulation.max_tokens, prompt + completion)
     if getattr(c.task, "max_turns", 1) > 1:  # a short conversation may go on beside a long one
         length += completion
-    prompts = min(65536, math.ceil(rows / group) * prompt) * (3 * shape.inner + 4 * shape.width) * number
+    prompts = (
+        min(65536, math.ceil(rows / group) * prompt) * (3 * shape.inner + 4 * shape.width) * number
+    )
     cache = rows * length * shape.layers * shape.cached * number
     return {"keys and values": cache, "prompts": prompts, "logits": 4 * rows * shape.vocabulary}
 
 
 def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str, float]:
-    """Return what the longest micro-batch takes: what a layer keeps for its backward pass, as measured on H100s."""
+    """Return what the longest micro-batch takes: what a layer keeps for its backward pass, as
+    measured on H100s."""
     p = c.parallelism
     lora = c.model.lora_rank is not None
     tokens = c.accumulation.max_tokens
@@ -126,16 +136,19 @@ def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str
     logits = min(logits, 4 * tokens * shape.vocabulary / p.tensor_parallel)
     update = {"hidden states": tokens * kept * shape.layers / p.pipeline_parallel}
     update["a layer or logits"] = max(tokens * number * (8 * inner + 10 * width), logits)
-    if c.model.dtype == "float16" and not lora and not p.shard:  # of a scaled loss, which is not added in place
+    # of a scaled loss, which is not added in place
+    if c.model.dtype == "float16" and not lora and not p.shard:
         update["the head's gradient"] = 4 * shape.table / p.tensor_parallel
-    if p.shard:  # embedding and head stay together beside the head's gradient, two layers and one's gradient
+    # embedding and head stay together beside the head's gradient, two layers and one's gradient
+    if p.shard:
         gathered = (shape.tables + (not lora)) * shape.table + 3 * shape.layer
         update["gathered weights"] = (number if lora else 4) * gathered / p.tensor_parallel
     return update
 
 
 def _likely_prompt(c: Config) -> int | None:
-    """Return the tokens of the longest prompt: known, or likely by its text; None where only the data knows."""
+    """Return the tokens of the longest prompt: known, or likely by its text; None where only the
+    data knows."""
     known = longest_document(c)[0]
     if known is not None or c.rollout.name != "policy" or not isinstance(c.task, ChatTaskConfig):
         return known
@@ -157,7 +170,8 @@ def _likely_prompt(c: Config) -> int | None:
 
 @functools.cache
 def _longest_in(file: Path, field: str, _changed: int) -> int | None:
-    """Return the likely tokens of the longest prompt of a JSONL file; None where a row has none, or is none."""
+    """Return the likely tokens of the longest prompt of a JSONL file; None where a row has none, or
+    is none."""
     longest = 0
     try:
         for line in file.read_bytes().splitlines():
@@ -170,7 +184,8 @@ def _longest_in(file: Path, field: str, _changed: int) -> int | None:
 
 
 def _likely_tokens(words: str) -> int:
-    """Return a token for each digit, as most tokenizers have it, and one for three bytes of other text."""
+    """Return a token for each digit, as most tokenizers have it, and one for three bytes of other
+    text."""
     digits = sum(map(str.isdecimal, words))
     return digits + math.ceil((len(words.encode()) - digits) / 3)
 
@@ -181,22 +196,30 @@ def memory_lines(c: Config, gpu: float | None) -> Iterator[str]:
         return
     for name, parts in vars(found).items():
         if parts:
-            yield f"{name}: {' + '.join(f'{part} {size / 1e9:.3g}' for part, size in parts.items())} GB"
-    yield f"at most about {found.most / 1e9:.3g} GB on each GPU{f', which has {gpu / 1e9:.3g}' if gpu else ''}"
+            yield (
+                f"{name}: "
+                f"{' + '.join(f'{part} {size / 1e9:.3g}' for part, size in parts.items())} GB"
+            )
+    yield (
+        f"at most about {found.most / 1e9:.3g} GB on each "
+        f"GPU{f', which has {gpu / 1e9:.3g}' if gpu else ''}"
+    )
     if gpu and found.most > gpu:
         yield f"use {_remedy(c, gpu)}"
 
 
 def of_process(c: Config, gpu: float) -> float:
-    """Bytes that a process takes of a GPU of so many at most; of an unknown model those of CUDA alone."""
+    """Bytes that a process takes of a GPU of so many at most; of an unknown model those of CUDA
+    alone."""
     return _OF_CUDA + (found.most if (found := memory_plan(c, gpu)) else 0)
 
 
 def max_tokens_for(c: Config, room: float, gpu: float) -> int | None:
-    """Return the most tokens of a micro-batch with which a process takes no more than `room` bytes of a GPU of so many.
+    """Return the most tokens of a micro-batch with which a process takes no more than `room` bytes
+    of a GPU of so many.
 
-    It is a multiple of 256 that has room for the longest document as far as that is known; None where there is none,
-    or where fewer tokens would make other steps.
+    It is a multiple of 256 that has room for the longest document as far as that is known; None
+    where there is none, or where fewer tokens would make other steps.
     """
     if not c.accumulation.docs_per_step:
         return None
@@ -211,7 +234,8 @@ def max_tokens_for(c: Config, room: float, gpu: float) -> int | None:
 
 
 def refuse_overflow(c: Config, gpu: float) -> None:
-    """ConfigError where a GPU of so many bytes has no room for what is certain, before anything is loaded."""
+    """ConfigError where a GPU of so many bytes has no room for what is certain, before anything is
+    loaded."""
     if (found := memory_plan(c, gpu)) is None:
         return
     certain = ("copy", "keys and values")
@@ -257,6 +281,10 @@ def _changes(c: Config) -> Iterator[dict[str, Any]]:
         cheap.append(cheap[-1] | {"sampler.max_sequences": 32})
     spread = [{}]
     if world_size(c.parallelism) == c.parallelism.data_parallel:
-        spread += [{"parallelism.shard": True, "parallelism.data_parallel": 2**k} for k in range(1, 7)]
-    for adapters in [{}] if c.model.lora_rank or c.model.random_weights else [{}, {"model.lora_rank": 16}]:
+        spread += [
+            {"parallelism.shard": True, "parallelism.data_parallel": 2**k} for k in range(1, 7)
+        ]
+    for adapters in (
+        [{}] if c.model.lora_rank or c.model.random_weights else [{}, {"model.lora_rank": 16}]
+    ):
         yield from (adapters | ranks | change for ranks in spread for change in cheap)

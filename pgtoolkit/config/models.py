@@ -1,4 +1,5 @@
-"""What is known of the configured model without loading it: which types can be spread, its shape, its vocabulary."""
+"""What is known of the configured model without loading it: which types can be spread, its shape,
+its vocabulary."""
 
 from __future__ import annotations
 
@@ -10,18 +11,20 @@ from pgtoolkit.system.model_folder import model_settings
 from pgtoolkit.system.report import is_whole
 
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-"""Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by CUDA graphs."""
+"""Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
+CUDA graphs."""
 
 
 def shape(model: ModelConfig) -> dict[str, Any]:
-    """Type, attention heads, key-value heads, layers and whether embedding and head are tied, as far as the
-    configuration or a local config.json says."""
+    """Type, attention heads, key-value heads, layers and whether embedding and head are tied, as
+    far as the configuration or a local config.json says."""
     if isinstance(model, TinyModelConfig):
         return {"type": "gpt2", "attention heads": model.num_heads, "layers": model.num_layers}
     assert isinstance(model, HuggingFaceModelConfig)  # there is no third class
     if not (settings := model_settings(model.path)):
         return {}
-    settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")  # what transformers takes
+    # what transformers takes
+    settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")
     names = {
         "type": ("model_type",),
         "attention heads": ("num_attention_heads", "n_head"),
@@ -29,7 +32,12 @@ def shape(model: ModelConfig) -> dict[str, Any]:
         "layers": ("num_hidden_layers", "n_layer"),
         "tied": ("tie_word_embeddings",),
     }
-    return {what: settings[key] for what, keys in names.items() for key in keys if settings.get(key) is not None}
+    return {
+        what: settings[key]
+        for what, keys in names.items()
+        for key in keys
+        if settings.get(key) is not None
+    }
 
 
 def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
@@ -37,7 +45,8 @@ def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
     if isinstance(model, TinyModelConfig):
         if isinstance(task, GeneratedTaskConfig):
             return len(task.alphabet) + 1
-        return 97 if task.name == "reasoning_gym" else None  # a file of prompts has its own characters
+        # a file of prompts has its own characters
+        return 97 if task.name == "reasoning_gym" else None
     assert isinstance(model, HuggingFaceModelConfig)
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
@@ -65,13 +74,19 @@ def sizes_of(folder: str | None) -> Sizes | None:
 class Sizes:
     """Of a model of MODEL_TYPES, by its config.json.
 
-    layer: weights of one. linear: inputs and outputs of its matrices, summed. cached: keys and values of a token.
-    table: weights of the embedding; tables: 2 with a head of its own. weights: of the model, but for biases.
+    layer: weights of one. linear: inputs and outputs of its matrices, summed. cached: keys and
+        values of a token.
+    table: weights of the embedding; tables: 2 with a head of its own. weights: of the model, but
+        for biases.
     """
 
     def __init__(self, known: dict[str, Any]):
         gpt2 = known["model_type"] == "gpt2"
-        names = ("n_layer", "n_embd", "n_head") if gpt2 else ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        names = (
+            ("n_layer", "n_embd", "n_head")
+            if gpt2
+            else ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
         self.layers, self.width, heads = (known[name] for name in names)
         self.vocabulary, head = known["vocab_size"], known.get("head_dim") or self.width // heads
         self.inner = known.get("n_inner" if gpt2 else "intermediate_size") or 4 * self.width
@@ -80,5 +95,8 @@ class Sizes:
         matrices += (2 if gpt2 else 3) * [(self.width, self.inner)]
         self.layer = sum(a * b for a, b in matrices) + 2 * self.width
         self.linear, self.cached = sum(a + b for a, b in matrices), 2 * groups * head
-        self.table, self.tables = self.vocabulary * self.width, 1 if known.get("tie_word_embeddings", gpt2) else 2
+        self.table, self.tables = (
+            self.vocabulary * self.width,
+            1 if known.get("tie_word_embeddings", gpt2) else 2,
+        )
         self.weights = self.layers * self.layer + self.tables * self.table

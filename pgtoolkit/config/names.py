@@ -17,12 +17,15 @@ from pgtoolkit.system.redaction import redact
 
 def plain_config(config: Config) -> dict:
     """Return the configuration in plain types."""
-    groups = {name: vars(group) if is_dataclass(group) else group for name, group in vars(config).items()}
+    groups = {
+        name: vars(group) if is_dataclass(group) else group for name, group in vars(config).items()
+    }
     return plain(groups)
 
 
 def digest(config: dict) -> str:
-    """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on every machine."""
+    """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on
+    every machine."""
     pairs = [pair for pair in leaves(config) if changes_learning(pair[0], config)]
     return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:8]
 
@@ -30,7 +33,11 @@ def digest(config: dict) -> str:
 def changed(before: dict, now: dict) -> dict[str, list]:
     """The keys on which two configurations learn differently: {key: [value before, value now]}."""
     drift = config_drift(before, now)
-    return {key: values for key, values in drift.items() if changes_learning(key, now) or changes_learning(key, before)}
+    return {
+        key: values
+        for key, values in drift.items()
+        if changes_learning(key, now) or changes_learning(key, before)
+    }
 
 
 _LONGEST = 80
@@ -42,7 +49,8 @@ _OF_AGGREGATION = ("aggregation", "aggregation.reducer")
 
 
 def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
-    """Return what overrides change as the name of a folder: letters, digits, '.', '_', '-', at most 80.
+    """Return what overrides change as the name of a folder: letters, digits, '.', '_', '-', at most
+    80.
 
     A repeated sweep finds its folder by this name, so it stays as it is.
 
@@ -55,20 +63,28 @@ def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
     return f"{'_'.join(_by_importance(parts))[: _LONGEST - 7]}-{_hash(name)}"
 
 
-def run_name(overrides: list[str], defaults: dict[str, str], loss: str | None, aggregation: str | None) -> str:
+def run_name(
+    overrides: list[str], defaults: dict[str, str], loss: str | None, aggregation: str | None
+) -> str:
     """Return the name of a run: its loss, its aggregation, and what else its overrides change.
 
-    Loss and aggregation stand without their keys, so that names differ in their first letters: MLflow shows few more. A
-    name of more than 80 characters has as many of its parts as there is room for, and a hash of all of them.
+    Loss and aggregation stand without their keys, so that names differ in their first letters:
+    MLflow shows few more. A name of more than 80 characters has as many of its parts as there is
+    room for, and a hash of all of them.
 
     defaults: group -> its default option, to be left out of the name.
-    loss, aggregation: named in any case; None: only where an override sets them, as in a sweep, whose jobs are named
+    loss, aggregation: named in any case; None: only where an override sets them, as in a sweep,
+        whose jobs are named
     by what varies.
     """
     parts = _parts(overrides, defaults)
     leading = []
     for value, keys in ((loss, _OF_LOSS), (aggregation, _OF_AGGREGATION)):
-        typed = [re.sub(r"^(loss|aggregation|reducer)-", "", parts.pop(key)) for key in keys if key in parts]
+        typed = [
+            re.sub(r"^(loss|aggregation|reducer)-", "", parts.pop(key))
+            for key in keys
+            if key in parts
+        ]
         leading += typed if value is None else [_letters(_own_name(value))]
     name = "_".join([*leading, *parts.values()]) or "default"
     if len(name) <= _LONGEST:
@@ -92,7 +108,8 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
             continue
         if defaults.get(key) == value and not chosen & {"experiment", "debug"}:
             continue
-        if f"{key}.path" in chosen:  # the path says it: model=huggingface model.path=Qwen/Qwen3-0.6B
+        # the path says it: model=huggingface model.path=Qwen/Qwen3-0.6B
+        if f"{key}.path" in chosen:
             continue
         leaf = key if key.endswith(".options") else key.rpartition(".")[2]
         if leaf.endswith("path") or key == "kl.reference":  # of a sweep, several
@@ -106,13 +123,18 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
 
 
 def _own_name(option: str) -> str:
-    """Return the name of an option: of own code that of the class or function, without its module."""
+    """Return the name of an option: of own code that of the class or function, without its
+    module."""
     return option.rpartition(".")[2]
 
 
 def _by_importance(parts: dict[str, str]) -> list[str]:
-    """Return the parts of a name, last what a run is trained on: runs more often differ in how they are trained."""
-    return [parts[key] for key in sorted(parts, key=lambda key: key.split(".")[0] in ("model", "task", "rollout"))]
+    """Return the parts of a name, last what a run is trained on: runs more often differ in how they
+    are trained."""
+    return [
+        parts[key]
+        for key in sorted(parts, key=lambda key: key.split(".")[0] in ("model", "task", "rollout"))
+    ]
 
 
 def _letters(text: str) -> str:

@@ -16,7 +16,8 @@ from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.launchers import Axis
 
 NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)
-"""What the groups that change others are by default; Hydra accepts it in its files but not as an override."""
+"""What the groups that change others are by default; Hydra accepts it in its files but not as an
+override."""
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
@@ -32,7 +33,11 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
             if isinstance(value, RangeSweep):
                 _refuse_endless(value)
             parsed.append(override)
-        except (HydraException, ValueError, RecursionError) as error:  # of thousands of digits, of lists in lists
+        except (
+            HydraException,
+            ValueError,
+            RecursionError,
+        ) as error:  # of thousands of digits, of lists in lists
             problems.append(refusals.unreadable(typed, error))
     return parsed, problems
 
@@ -55,13 +60,17 @@ def _parsed(typed: str) -> Override:
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep: all combinations of the values separated by commas, of two overrides of
-    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching sweeper draws from,
+    """The overrides of each run of a sweep: all combinations of the values separated by commas, of
+    two overrides of
+    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching
+        sweeper draws from,
     the two ends."""
     parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
     if problems:  # `compose` says them
         return [overrides]
-    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
+    last = {
+        override.key_or_group: override for override in parsed if not override.is_hydra_override()
+    }
     for key, override in last.items():
         value = override.value()
         if isinstance(value, IntervalSweep):
@@ -72,7 +81,9 @@ def jobs(overrides: list[str]) -> list[list[str]]:
 def axes(overrides: list[str]) -> dict[str, Axis]:
     """Return the axes of a search by their keys; of two overrides of one key the later counts."""
     parsed, _ = parse(overrides)
-    last = {override.key_or_group: override for override in parsed if not override.is_hydra_override()}
+    last = {
+        override.key_or_group: override for override in parsed if not override.is_hydra_override()
+    }
     return {key: _axis(override) for key, override in last.items() if override.is_sweep_override()}
 
 
@@ -107,6 +118,7 @@ def reading(path: str) -> tuple[str, str]:
 
 
 def hydra_form(override: str) -> str:
-    """The override as Hydra needs it: without a plus where the key exists, with it where it does not."""
+    """The override as Hydra needs it: without a plus where the key exists, with it where it does
+    not."""
     plain = override.lstrip("+")
     return f"++{plain}" if plain.startswith(tuple(key.name for key in KEYS if key.free)) else plain

@@ -1,8 +1,10 @@
-"""Own code in the place of an option, as in `loss=my_module.MyFamily`: what it stands for, and how it is shown.
+"""Own code in the place of an option, as in `loss=my_module.MyFamily`: what it stands for, and how
+it is shown.
 
-Such a path chooses the option that is there for own code, with the path as the value of one of its keys, see
-`Key.stands_for`. Keys that this option does not have are parameters of the class: `loss.tau=0.3` is
-`loss.options.tau=0.3`. A saved configuration has this long form, what is shown has the short one.
+Such a path chooses the option that is there for own code, with the path as the value of one of its
+keys, see `Key.stands_for`. Keys that this option does not have are parameters of the class:
+`loss.tau=0.3` is `loss.options.tau=0.3`. A saved configuration has this long form, what is shown
+has the short one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pgtoolkit.config.key import value_of
-from pgtoolkit.config.keys import KEYS, OPTION_KEYS, OWN_CODE, is_inside, is_own_code, key_named, plain_value
+from pgtoolkit.config.keys import (
+    KEYS,
+    OPTION_KEYS,
+    OWN_CODE,
+    is_inside,
+    is_own_code,
+    key_named,
+    plain_value,
+)
 from pgtoolkit.runs.records import leaves
 
 PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in OWN_CODE}
@@ -19,7 +29,8 @@ PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in O
 
 
 def parameter_key(name: str, config: object) -> str:
-    """Return the key that sets a parameter of own code: `loss.options.tau` for `loss.tau`; other names as they are.
+    """Return the key that sets a parameter of own code: `loss.options.tau` for `loss.tau`; other
+    names as they are.
 
     config: with the chosen options, see `value_of`.
     """
@@ -31,7 +42,8 @@ def parameter_key(name: str, config: object) -> str:
 
 
 def keys_set(name: str, value: Any) -> Iterator[str]:
-    """Yield the keys that an override gives values to, each by one name whichever way it was typed."""
+    """Yield the keys that an override gives values to, each by one name whichever way it was
+    typed."""
     if is_own_code(name, value):
         yield OWN_CODE[name].name
     for key, _ in leaves({name: value}):
@@ -47,17 +59,24 @@ def chosen(config: object, group: str) -> str:
 
 
 def typed_key(name: str, config: object) -> str:
-    """Return how one types a key: for the path of own code that is the option of a group, the group.
+    """Return how one types a key: for the path of own code that is the option of a group, the
+    group.
 
-    That of `aggregation.reducer` may stand beside `aggregation=prompt_mean`, and is typed there as a key.
+    That of `aggregation.reducer` may stand beside `aggregation=prompt_mean`, and is typed there as
+    a key.
     """
     group = name.partition(".")[0]
-    is_option = group in OWN_CODE and OWN_CODE[group].name == name and chosen(config, group) == value_of(config, name)
+    is_option = (
+        group in OWN_CODE
+        and OWN_CODE[group].name == name
+        and chosen(config, group) == value_of(config, name)
+    )
     return group if is_option else name
 
 
 def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys as one types them: own code as the option of its group, parameters by its keys."""
+    """Return values by dotted keys as one types them: own code as the option of its group,
+    parameters by its keys."""
     typed = {}
     hidden = set()
     options = {}

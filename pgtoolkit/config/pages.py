@@ -1,4 +1,5 @@
-"""Writes what the schema says into conf/ and docs/keys.md: `python -m pgtoolkit.config.pages`, in a working copy."""
+"""Writes what the schema says into conf/ and docs/keys.md: `python -m pgtoolkit.config.pages`, in a
+working copy."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _WIDTH = 100
 
 _MAIN_HEAD = """\
 # The experiment: one option of each group, and below them the seed.
-# `pgtk loss=grpo` changes an option, `pgtk loss.epsilon_high=0.28` a single key; `pgtk check ...` shows the plan.
+# `pgtk loss=grpo` changes an option, `pgtk loss.epsilon_high=0.28` a single key;
+# `pgtk check ...` shows the plan.
 
 # Which option of each group is used. Groups are folders here, options are files in them.
 defaults:
@@ -41,9 +43,11 @@ _MAIN_END = """\
 _KEYS_HEAD = """\
 # Keys
 
-Every key of the configuration: its type and range (both ends included), its default, and what it means.
+Every key of the configuration: its type and range (both ends included), its default, and what it
+means.
 `pgtk explain KEY` prints the same. This page and [`conf/`](../conf) are written by
-`python -m pgtoolkit.config.pages` from the schema (`pgtoolkit/config/schema*.py`); a test compares them.
+`python -m pgtoolkit.config.pages` from the schema (`pgtoolkit/config/schema*.py`); a test compares
+them.
 """
 
 
@@ -63,12 +67,15 @@ def main_file() -> str:
     for group, option in default_options().items():
         lines += _comment(f"{group_help(group).rstrip('.')}: {', '.join(OPTIONS[group])}", "  ")
         lines.append(f"  - {group}: {option}")
-    single = [line for key in KEYS if not key.schema for line in ("", *_key_lines(key, key.default))]
+    single = [
+        line for key in KEYS if not key.schema for line in ("", *_key_lines(key, key.default))
+    ]
     return _MAIN_HEAD + "\n".join(lines) + "\n" + _MAIN_END + "\n".join(single) + "\n"
 
 
 def option_file(group: str, name: str) -> str:
-    """Return the file of an option: all of its keys, or what differs from the option that it is based on."""
+    """Return the file of an option: all of its keys, or what differs from the option that it is
+    based on."""
     option = OPTIONS[group][name]
     lines = [*_comment(option.help), ""]
     if option.base:
@@ -123,7 +130,11 @@ def _comment(sentences: str, indent: str = "") -> list[str]:
             else []
         )
         lines += textwrap.wrap(
-            paragraph, _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ", break_on_hyphens=False
+            paragraph,
+            _WIDTH,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+            break_on_hyphens=False,
         )
     return lines
 

@@ -1,4 +1,5 @@
-"""The places that a configuration names: made to mean the same from every directory, and what lies there."""
+"""The places that a configuration names: made to mean the same from every directory, and what lies
+there."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from pgtoolkit.runs.directory import occupied, occupied_by
 from pgtoolkit.system.report import refusal
 
 NO_FOLDER = ("initial", "recorded")
-"""Values of kl.reference that name no model: the run's first weights, and log-probs recorded with the rollouts."""
+"""Values of kl.reference that name no model: the run's first weights, and log-probs recorded with
+the rollouts."""
 
 
 def absolute_paths(config: Config) -> Config:
-    """Return a run's configuration that means the same files from every directory; its paths are seen from this one."""
+    """Return a run's configuration that means the same files from every directory; its paths are
+    seen from this one."""
     values: dict[str, Any] = {}
     for key in keys_of(config):
         value = value_of(config, key.name)
@@ -37,7 +40,8 @@ def absolute_paths(config: Config) -> Config:
 
 
 def absolute(value: str, reads: str | None) -> str:
-    """The value of a key that names a place, without the current directory's help; reads: see `Key`."""
+    """The value of a key that names a place, without the current directory's help; reads: see
+    `Key`."""
     if reads == "reference" and value in NO_FOLDER:
         return value
     place = Path(value).expanduser()
@@ -65,7 +69,8 @@ def sqlite_path(uri: str) -> Path | None:
 
 
 def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list[str]:
-    """Return the problem with the folder of a run, or of a sweep: no run or any of `more` is in it, and it can be made.
+    """Return the problem with the folder of a run, or of a sweep: no run or any of `more` is in it,
+    and it can be made.
 
     key: hydra.run.dir or hydra.sweep.dir.
     """
@@ -85,7 +90,8 @@ def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list
 
 
 def cannot_hold_files(folder: Path) -> str | None:
-    """Return why a folder can neither be made there nor take files, by trying it; None where it can."""
+    """Return why a folder can neither be made there nor take files, by trying it; None where it
+    can."""
     place = folder.absolute()
     nearest = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
     try:  # some file systems refuse what they allow
@@ -110,7 +116,8 @@ def occupied_by_rollouts(save_path: str | None) -> str | None:
 
 
 def batches_in(save_path: str) -> int | None:
-    """How many batches of rollouts a folder holds; None where it is no folder, or one with other files."""
+    """How many batches of rollouts a folder holds; None where it is no folder, or one with other
+    files."""
     try:
         names = os.listdir(os.path.expanduser(save_path))
     except FileNotFoundError:

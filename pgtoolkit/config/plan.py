@@ -1,4 +1,5 @@
-"""What a configuration would do: equation, a step's arithmetic, when each batch is sampled, whether code compiles."""
+"""What a configuration would do: equation, a step's arithmetic, when each batch is sampled, whether
+code compiles."""
 
 from __future__ import annotations
 
@@ -31,13 +32,17 @@ _RATE = 3e14
 """Operations a second of an update, as measured on an H200: 8 a weight and token."""
 
 _SAVED, _COST = 0.2, 10
-"""Which part of the updates' time is saved at least; the seconds that compiling takes where nothing is cached."""
+"""Which part of the updates' time is saved at least; the seconds that compiling takes where nothing
+is cached."""
 
 
-def plan_sections(config: Config, defaults: Config, overrides: list[str]) -> list[tuple[str, list[str]]]:
+def plan_sections(
+    config: Config, defaults: Config, overrides: list[str]
+) -> list[tuple[str, list[str]]]:
     """Return (title, lines) of each section of the plan.
 
-    config, defaults: resolved configurations. overrides: those by which the one differs from the other.
+    config, defaults: resolved configurations. overrides: those by which the one differs from the
+        other.
     """
     typed, followed = differences(config, defaults, overrides)
     return [
@@ -69,16 +74,23 @@ def equation(config: Config) -> list[str]:
     if config.kl.kind != "none":
         assert config.kl.coefficient is not None  # which `validate` refuses
         k_t = KL(config.kl.kind, config.kl.coefficient).equation
-        of_row = ", f_tv and p_tv those of token v of the vocabulary there" if config.kl.kind in FULL_KINDS else ""
+        of_row = (
+            ", f_tv and p_tv those of token v of the vocabulary there"
+            if config.kl.kind in FULL_KINDS
+            else ""
+        )
         if config.kl.place == "reward":
             of_reward.append(
-                f"reward of the advantage: less the sum over trained tokens of {k_t.replace('p_t', 'o_t')},  "
-                "o_t = old log-prob, f_t = log-prob under the reference"
+                "reward of the advantage: less the sum over trained tokens of "
+                f"{k_t.replace('p_t', 'o_t')},  o_t = old log-prob, f_t = log-prob under the "
+                "reference"
             )
         else:
             penalties.append(f"      + {k_t},  f_t = log-prob under the reference{of_row}")
     if config.entropy.coefficient:
-        penalties.append(f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t")
+        penalties.append(
+            f"      - {config.entropy.coefficient:g} H_t,  H_t = entropy of the policy at token t"
+        )
     correction = configured(config.correction, CORRECTIONS)
     named = "" if correction is None else f", {correction.name}"
     factor = [] if correction is None else [f"rho_t = {correction.equation}; without gradient"]
@@ -96,7 +108,9 @@ def equation(config: Config) -> list[str]:
 
 def _advantage_in_words(config: Config) -> str:
     advantage = config.advantage.estimator
-    return "a function of your own" if advantage == "custom" else option_help("advantage", advantage)
+    return (
+        "a function of your own" if advantage == "custom" else option_help("advantage", advantage)
+    )
 
 
 def family_of_config(config: Config) -> Family | None:
@@ -111,11 +125,15 @@ def reference(config: Config) -> Iterator[str]:
         yield "the column ref_log_probs of the recorded rollouts; no second model"
         return
     if (every := config.kl.update_every) is None:
-        yield "the weights that the run starts from, frozen" if chosen == "initial" else f"{chosen}, frozen"
+        yield (
+            "the weights that the run starts from, frozen"
+            if chosen == "initial"
+            else f"{chosen}, frozen"
+        )
     else:
         yield (
-            f"the weights that the run starts from; after every {every} updates {config.kl.update_rate:g} of the way "
-            "towards the policy's"
+            f"the weights that the run starts from; after every {every} updates "
+            f"{config.kl.update_rate:g} of the way towards the policy's"
         )
     share = "a quarter" if model.gradient_checkpointing else "a third"
     share = f", about {share} of the arithmetic of an update" if chosen == "initial" else ""
@@ -134,25 +152,42 @@ def critic(config: Config) -> Iterator[str]:
     yield f"{start}, with a head of one number V_t that starts at 0"
     loss = "(V_t - return_t)^2"
     if chosen.clip is not None:
-        loss = f"max({loss}, (clip(V_t, V_old - {chosen.clip:g}, V_old + {chosen.clip:g}) - return_t)^2)"
+        loss = (
+            f"max({loss}, (clip(V_t, V_old - {chosen.clip:g}, V_old + {chosen.clip:g}) - "
+            "return_t)^2)"
+        )
     yield f"loss: sum over trained tokens of w_t {loss} / 2"
-    yield "time: what an update of the policy takes, and a forward pass of each batch; memory: 16 bytes a weight"
+    yield (
+        "time: what an update of the policy takes, and a forward pass of each batch; memory: 16 "
+        "bytes a weight"
+    )
 
 
 def arithmetic(config: Config) -> Iterator[str]:
     """Documents, micro-batches and steps."""
     rollout, accumulation, steps = config.rollout, config.accumulation, config.trainer.max_steps
-    docs, room, batch = accumulation.docs_per_step, accumulation.max_tokens, documents_per_batch(rollout)
+    docs, room, batch = (
+        accumulation.docs_per_step,
+        accumulation.max_tokens,
+        documents_per_batch(rollout),
+    )
     if isinstance(rollout, PolicyRolloutConfig):
         rounds = rollout.max_sampling_rounds
-        more = f", those that teach nothing replaced in at most {rounds - 1} further rounds" if rounds > 1 else ""
+        more = (
+            f", those that teach nothing replaced in at most {rounds - 1} further rounds"
+            if rounds > 1
+            else ""
+        )
         if rollout.uninformative == "drop":
             more = ", less those of prompts whose completions all score the same"
         if rollout.retire_at is not None:
-            more += f"; a prompt is asked no more once {rollout.retire_at:g} of its completions are right"
+            more += (
+                f"; a prompt is asked no more once {rollout.retire_at:g} of its completions "
+                "are right"
+            )
         yield (
-            f"rollouts: {rollout.prompts_per_batch} prompts x {rollout.group_size} completions = {batch} documents a "
-            f"batch{more}"
+            f"rollouts: {rollout.prompts_per_batch} prompts x {rollout.group_size} completions = "
+            f"{batch} documents a batch{more}"
         )
         if docs and (ahead := steps_ahead(rollout, accumulation)) > 0:
             kind = "lag" if rollout.lag else "overlap"
@@ -164,18 +199,28 @@ def arithmetic(config: Config) -> Iterator[str]:
     else:
         yield f"longest document: known once the data is read; it must fit in {room} tokens"
     if (processes := world_size(config.parallelism)) > 1:
-        sizes = [f"{axis}={size}" for axis in AXES if (size := getattr(config.parallelism, axis)) > 1]
+        sizes = [
+            f"{axis}={size}" for axis in AXES if (size := getattr(config.parallelism, axis)) > 1
+        ]
         yield f"processes: {processes}; {', '.join(sizes)}"
     if docs == 0:
-        yield f"step: {text(accumulation.micro_batches_per_step)} micro-batches of at most {room} tokens"
+        yield (
+            f"step: {text(accumulation.micro_batches_per_step)} micro-batches of at most {room} "
+            "tokens"
+        )
         return
     taken, ranks = documents_per_step(config), config.parallelism.data_parallel
     line = f"step: {taken} documents"
     if longest and room >= longest:
-        line += f", in {math.ceil(math.ceil(taken / ranks) / (room // longest))} micro-batches of at most {room} tokens"
+        line += (
+            f", in {math.ceil(math.ceil(taken / ranks) / (room // longest))} micro-batches of "
+            f"at most {room} tokens"
+        )
         line += " on each data rank" if ranks > 1 else ""
     if batch is not None:
-        per_batch = batch / taken if accumulation.last_step == "carry" else steps_of(batch, accumulation)
+        per_batch = (
+            batch / taken if accumulation.last_step == "carry" else steps_of(batch, accumulation)
+        )
         line += f"; {per_batch:g} steps per batch of rollouts"
     yield line
     yield f"run: at most {steps} steps, {steps * taken} documents"
@@ -188,15 +233,24 @@ def evaluations(config: Config) -> Iterator[str]:
     yield f"every {every} steps, before the first and after the last: {count} times"
     for held_out in held_out_sets(config):
         prompts = held_out.prompts
-        yield f"{held_out.name}: {held_out.source}; at most {prompts} prompts x {each} completions = {prompts * each}"
+        yield (
+            f"{held_out.name}: {held_out.source}; at most {prompts} prompts x {each} completions "
+            f"= {prompts * each}"
+        )
         total += prompts * each
     yield f"sampled {how_sampled(config)}"
     trained = config.trainer.max_steps * documents_per_step(config)
-    beside = f", beside {trained} documents of training" if trained and config.rollout.name == "policy" else ""
+    beside = (
+        f", beside {trained} documents of training"
+        if trained and config.rollout.name == "policy"
+        else ""
+    )
     yield f"in all at most {count * total} completions{beside}"
     if (best := watched(config)) is not None:
         line, stop_at = f"the best checkpoint is kept by {'/'.join(best)}", config.trainer.stop_at
-        yield line + ("" if stop_at is None else f"; the run ends once that is {text(stop_at)} or more")
+        yield line + (
+            "" if stop_at is None else f"; the run ends once that is {text(stop_at)} or more"
+        )
 
 
 def longest_document(config: Config) -> tuple[int | None, int | None]:
@@ -209,7 +263,9 @@ def longest_document(config: Config) -> tuple[int | None, int | None]:
             template = config.kl.reference_prompt
             prompt, answer = config.task.longest
             if template is not None:  # a token per character
-                prompt = max(prompt, len(template.format(prompt=" " * prompt, answer=" " * (answer - 1))))
+                prompt = max(
+                    prompt, len(template.format(prompt=" " * prompt, answer=" " * (answer - 1)))
+                )
     return prompt, config.rollout.max_completion_length
 
 
@@ -240,18 +296,28 @@ def logits_memory(config: Config) -> str:
     half = half and not config.model.fp32_lm_head
     size, splits, limit = 2 if half else 4, config.loss.num_splits, config.kernel.logits_memory_mb
     whole = room * vocabulary * size / MEBIBYTE
-    line = f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} MiB per micro-batch"
+    line = (
+        f"{room} tokens x {vocabulary} entries of the vocabulary x {size} bytes = {whole:.3g} "
+        "MiB per micro-batch"
+    )
     if splits > 1:
         return line + f", in {splits} splits"
     if config.kernel.implementation not in ("auto", "fused_linear"):
         return line
-    return line + f", of which at most {f'{limit} MiB' if limit else 'what the device has room for'} exist at once"
+    return line + (
+        f", of which at most {f'{limit} MiB' if limit else 'what the device has room for'} exist "
+        "at once"
+    )
 
 
-def differences(config: Config, defaults: Config, overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Return a line for each option and key whose value is not the default's: those of overrides, then the others.
+def differences(
+    config: Config, defaults: Config, overrides: list[str]
+) -> tuple[list[str], list[str]]:
+    """Return a line for each option and key whose value is not the default's: those of overrides,
+    then the others.
 
-    The others are what an option or an experiment sets, what a sweep's file does, and defaults that are computed.
+    The others are what an option or an experiment sets, what a sweep's file does, and defaults that
+    are computed.
     """
     now = as_typed(dict(leaves(plain_config(config))))
     drift = config_drift(as_typed(dict(leaves(plain_config(defaults)))), now)
@@ -286,13 +352,17 @@ def _difference(name: str, value: str, default: str) -> str:
 
 
 def steps_of(documents: int, accumulation: AccumulationConfig) -> int:
-    """Steps that so many documents of one batch last; accumulation: docs_per_step > 0, last_step short or drop."""
+    """Steps that so many documents of one batch last; accumulation: docs_per_step > 0, last_step
+    short or drop."""
     docs = accumulation.docs_per_step
     return documents // docs if accumulation.last_step == "drop" else -(-documents // docs)
 
 
-def steps_before(number: int, position: int, batch_size: int, accumulation: AccumulationConfig) -> int:
-    """Steps from the one that begins at `position` to the one that begins batch `number`, a later batch than its own.
+def steps_before(
+    number: int, position: int, batch_size: int, accumulation: AccumulationConfig
+) -> int:
+    """Steps from the one that begins at `position` to the one that begins batch `number`, a later
+    batch than its own.
 
     position: in documents, where a step begins. accumulation: docs_per_step > 0.
     """
@@ -303,9 +373,11 @@ def steps_before(number: int, position: int, batch_size: int, accumulation: Accu
 
 
 def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) -> int:
-    """How many steps ahead of the one that begins it each batch is sampled, at the earliest at the start of the run.
+    """How many steps ahead of the one that begins it each batch is sampled, at the earliest at the
+    start of the run.
 
-    rollout: of rollout=policy. With `max_staleness` they are as many as keep the last step of the batch within it, and
+    rollout: of rollout=policy. With `max_staleness` they are as many as keep the last step of the
+        batch within it, and
     at most those of one batch: then one batch is sampled while the one before it is trained.
     """
     if rollout.max_staleness is None:
@@ -321,7 +393,8 @@ def samples_beside(c: Config) -> bool:
 
 
 def copies_of(c: Config) -> list[int]:
-    """Return the GPU of each process that samples from a copy of the weights, or its number on the CPU; [] for none."""
+    """Return the GPU of each process that samples from a copy of the weights, or its number on the
+    CPU; [] for none."""
     if not isinstance(c.sampler, TransformersSamplerConfig):
         return []
     return list(range(c.sampler.processes)) if c.sampler.gpus is None else c.sampler.gpus
@@ -344,6 +417,6 @@ def compilation(c: Config, on_gpu: bool) -> tuple[bool, str]:
     seconds = 8 * shape.weights * tokens * c.trainer.max_steps / _RATE / world_size(c.parallelism)
     compares = "more" if (pays := _SAVED * seconds > _COST) else "less"
     return pays, (
-        f"since {100 * _SAVED:.0f} % of about {seconds:.3g} s of updates, each of up to {tokens} tokens, is {compares} "
-        f"than the {_COST} s that compiling may take"
+        f"since {100 * _SAVED:.0f} % of about {seconds:.3g} s of updates, each of up to {tokens} "
+        f"tokens, is {compares} than the {_COST} s that compiling may take"
     )

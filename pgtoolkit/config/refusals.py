@@ -1,4 +1,5 @@
-"""What is wrong with an override, or with a file of options: the reason, and the nearest valid key, option or value."""
+"""What is wrong with an override, or with a file of options: the reason, and the nearest valid key,
+option or value."""
 
 from __future__ import annotations
 
@@ -102,10 +103,15 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
         return holds_secret(hidden)
     if override.is_delete():
         use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
-        return f"{typed} needs to keep the key (got a removal). The configuration is always complete. Use {use}."
+        return (
+            f"{typed} needs to keep the key (got a removal). The configuration is always "
+            f"complete. Use {use}."
+        )
     if override.is_sweep_override():
         use = _one_value(key, typed)
-        return f"{typed} needs -m (got several values). One run has one value of each key. Use {use}."
+        return (
+            f"{typed} needs -m (got several values). One run has one value of each key. Use {use}."
+        )
     if key == "hydra.searchpath":
         return SEARCH_PATH
     if key.startswith("hydra.") and key not in _NAMES_OF_FOLDERS and "${" in typed:
@@ -117,14 +123,20 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
             use=f"{key}=VALUE",
         )
     if override.package is not None:
-        return f"{typed} needs its group's own place (got @{override.package}). Groups do not move. Use {key}=OPTION."
+        return (
+            f"{typed} needs its group's own place (got @{override.package}). Groups do not "
+            f"move. Use {key}=OPTION."
+        )
     return None
 
 
 def _one_value(key: str, typed: str) -> str:
-    """Return how to type several values, or one value with a comma in it where the key may have one."""
+    """Return how to type several values, or one value with a comma in it where the key may have
+    one."""
     value = typed.partition("=")[2]
-    is_text = any(known.name == key and known.type.startswith("str") and not known.names for known in KEYS)
+    is_text = any(
+        known.name == key and known.type.startswith("str") and not known.names for known in KEYS
+    )
     in_quotes = f"\"{key}='{value}'\""
     if not is_text or "(" in value or "'" in value:
         return f"pgtk -m {typed}"
@@ -145,7 +157,8 @@ def holds_secret(setting: str) -> str:
 
 
 def given_twice(parsed: list[Override]) -> list[str]:
-    """A key with two values in one command, also inside of dictionaries: all but one would be ignored."""
+    """A key with two values in one command, also inside of dictionaries: all but one would be
+    ignored."""
     problems: list[str] = []
     seen: dict[str, str] = {}
     for override in parsed:
@@ -175,8 +188,13 @@ def _keys(override: Override) -> list[str]:
 def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
     """An option that its group does not have; the way out may be an option of another one."""
     key, value = override.key_or_group, override.value()
-    names, several = groups[key], value if value and isinstance(value, list) and key in OPTIONAL else [value]
-    word = next((text(name) for name in several if name not in names and not is_own_code(key, name)), None)
+    names, several = (
+        groups[key],
+        value if value and isinstance(value, list) and key in OPTIONAL else [value],
+    )
+    word = next(
+        (text(name) for name in several if name not in names and not is_own_code(key, name)), None
+    )
     if word is None:
         return None
     use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
@@ -195,15 +213,28 @@ def _as_value(group: str, word: str, names: list[str]) -> str | None:
     if group not in _TAKES_VALUE or word in ("", "null"):
         return None
     option, key, form = _TAKES_VALUE[group]
-    is_path = "/" in word or os.path.exists(word) or word.endswith((".jsonl", ".json", ".parquet", ".arrow"))
+    is_path = (
+        "/" in word
+        or os.path.exists(word)
+        or word.endswith((".jsonl", ".json", ".parquet", ".arrow"))
+    )
     fits_key = is_path or (option == "huggingface" and nearest(word, names, 0.6) is None)
     return f"{group}={option} {key}={form.format(word)}" if fits_key else None
 
 
 def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
-    """The problem with a file on the whole configuration that sets groups where it has to choose their options."""
-    chosen = {group: values[group] for group in groups if group in values} if isinstance(values, dict) else {}
-    lines = [f"{group}: {text(value)}" for group, value in chosen.items() if not isinstance(value, dict | list)]
+    """The problem with a file on the whole configuration that sets groups where it has to choose
+    their options."""
+    chosen = (
+        {group: values[group] for group in groups if group in values}
+        if isinstance(values, dict)
+        else {}
+    )
+    lines = [
+        f"{group}: {text(value)}"
+        for group, value in chosen.items()
+        if not isinstance(value, dict | list)
+    ]
     if not lines:
         return None
     return refusal(
@@ -216,7 +247,8 @@ def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
 
 
 def incomplete(config: DictConfig) -> list[str]:
-    """The problem with files of the user's that leave out a group, or make it something else than an option of it."""
+    """The problem with files of the user's that leave out a group, or make it something else than
+    an option of it."""
     places = {changeable(schema): name for name, schema in SCHEMAS.items()}
     wrong = []
     for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
@@ -265,13 +297,19 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
         if having[0].stands_for and is_own_code(group, value):
             use = f"{group}={value}"
         choices = having[0].names
-        same = [known for known in KEYS if known.leaf == leaf and known.group != group and known.names == choices]
+        same = [
+            known
+            for known in KEYS
+            if known.leaf == leaf and known.group != group and known.names == choices
+        ]
         if choices and same:
             use = f"{_fitting(same[0], value)}, or {use}"
         reason = f"{got} does not have the key."
         return f"{key}={text(value)} needs {' or '.join(options)} (got {got}). {reason} Use {use}."
     use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
-    keys = [name for name in keys_called(key) if group not in groups or name.startswith(f"{group}.")]
+    keys = [
+        name for name in keys_called(key) if group not in groups or name.startswith(f"{group}.")
+    ]
     if not keys and leaf and group in groups:
         keys = keys_mentioned(leaf, group)
     near = _nearest_key(config, key, groups)
@@ -299,15 +337,23 @@ def _fitting(key: Key, value: Any) -> str:
 
 def unresolvable(key: str, value: Any, error: Exception) -> str:
     """A value that refers to something that is not there."""
-    return f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use {key}=VALUE."
+    return (
+        f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use "
+        f"{key}=VALUE."
+    )
 
 
 def wrong_type(key: Key, value: Any, usual: Any) -> str:
     """Refuse a value that the type of its key does not allow; usual: the key's default."""
     use = nearest(text(value), key.names) or usual
-    if isinstance(value, float) and value.is_integer() and fits(key, int(value)):  # as 1e3, which is 1000.0
+    # as 1e3, which is 1000.0
+    if isinstance(value, float) and value.is_integer() and fits(key, int(value)):
         use = int(value)
-    use = _as_list(key.name, value) if key.name in _LISTS and isinstance(value, str) else f"{key.name}={text(use)}"
+    use = (
+        _as_list(key.name, value)
+        if key.name in _LISTS and isinstance(value, str)
+        else f"{key.name}={text(use)}"
+    )
     reason = key.help or "Every key has a type."
     got = value if isinstance(value, float) else text(value)
     return f"{key.name}={got} needs {values_in_words(key)} (got {got!r}). {reason} Use {use}."
@@ -332,7 +378,8 @@ def composition_problem(error: Exception) -> str:
 
 
 def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
-    """In the same group first, then among the groups, and the keys of this name in whatever group."""
+    """In the same group first, then among the groups, and the keys of this name in whatever
+    group."""
     head, _, leaf = key.rpartition(".")
     known = [known for known in keys_of(config) if not known.option]
     if inside := nearest(leaf, [other.leaf for other in known if other.group == head], 0.6):

@@ -1,4 +1,5 @@
-"""Makes a frozen `Config` of what was composed: interpolations resolved, every value in its range."""
+"""Makes a frozen `Config` of what was composed: interpolations resolved, every value in its
+range."""
 
 from __future__ import annotations
 
@@ -20,12 +21,17 @@ from pgtoolkit.system.report import refusal, text
 
 
 def resolve(
-    config: DictConfig, problems: dict[str, str], before: Config | None = None, names: Iterable[str] = ()
+    config: DictConfig,
+    problems: dict[str, str],
+    before: Config | None = None,
+    names: Iterable[str] = (),
 ) -> Config:
     """Return the configuration as an object.
 
-    problems: takes one for each key that is unset or does not resolve; the key gets its default, for the sake of the
-    rules that follow. before, names: what an earlier call returned, and the keys that may have other values now, by
+    problems: takes one for each key that is unset or does not resolve; the key gets its default,
+        for the sake of the
+    rules that follow. before, names: what an earlier call returned, and the keys that may have
+        other values now, by
     which alone the two configurations differ; what they share is one object.
     """
     with _without_environment():
@@ -33,7 +39,9 @@ def resolve(
             values = {}
             for name in names:
                 group, _, leaf = name.rpartition(".")
-                values[name] = _resolve_node(config[group] if group else config, leaf, name, problems)
+                values[name] = _resolve_node(
+                    config[group] if group else config, leaf, name, problems
+                )
             return with_values(before, values)
         groups = {}
         for group in map(str, config):
@@ -72,10 +80,13 @@ def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str
 
 
 def value_in(config: DictConfig, name: str) -> Any:
-    """Return the value of a key in plain types; None where it does not resolve, which `resolve` refuses."""
+    """Return the value of a key in plain types; None where it does not resolve, which `resolve`
+    refuses."""
     try:
         value = value_of(config, name)
-        return plain(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
+        return plain(
+            OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        )
     except OmegaConfBaseException:
         return None
 
@@ -100,20 +111,28 @@ def choices_of(config: DictConfig) -> dict[str, str]:
 
 def interpolated(config: DictConfig, values: Config) -> list[str]:
     """Return the keys whose values are computed of others'; values: the same, resolved."""
-    nodes = {key.name: (config[key.group] if key.group else config)._get_node(key.leaf) for key in keys_of(values)}
+    nodes = {
+        key.name: (config[key.group] if key.group else config)._get_node(key.leaf)
+        for key in keys_of(values)
+    }
     return [name for name, node in nodes.items() if "${" in _unresolved(node)]
 
 
 def _unresolved(node: Any) -> str:
-    return str(OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value())
+    return str(
+        OmegaConf.to_container(node, resolve=False) if OmegaConf.is_config(node) else node._value()
+    )
 
 
 @contextlib.contextmanager
 def _without_environment() -> Iterator[None]:
-    """Inside the block no interpolation reads an environment variable, however it spells the resolver's name."""
+    """Inside the block no interpolation reads an environment variable, however it spells the
+    resolver's name."""
 
     def refuse(*_: Any) -> None:
-        raise ValueError("It would read an environment variable, where secrets are, into the run directory")
+        raise ValueError(
+            "It would read an environment variable, where secrets are, into the run directory"
+        )
 
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
     try:
@@ -128,7 +147,12 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, s
         return None
     raw = parent._get_node(key)
     assert isinstance(raw, Node)
-    if isinstance(raw, DictConfig) and not raw._is_none() and not raw._is_missing() and not raw._is_interpolation():
+    if (
+        isinstance(raw, DictConfig)
+        and not raw._is_none()
+        and not raw._is_missing()
+        and not raw._is_interpolation()
+    ):
         return {str(name): _resolve_node(raw, name, f"{path}.{name}", problems) for name in raw}
     root = parent._get_root()
     assert isinstance(root, DictConfig)
@@ -140,7 +164,8 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, s
                 setting=path,
                 needs="a value",
                 got="none",
-                reason=help_of(root, path, choices_of(root)) or "??? stands for a value that is still to be given.",
+                reason=help_of(root, path, choices_of(root))
+                or "??? stands for a value that is still to be given.",
                 use=f"{path}={example}",
             )
         elif "_target_" in hidden:
@@ -148,7 +173,9 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, s
         else:
             value = parent[key]
             if OmegaConf.is_config(value):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True, enum_to_str=True)
+                value = OmegaConf.to_container(
+                    value, resolve=True, throw_on_missing=True, enum_to_str=True
+                )
             setting = f"{path}={value}"
             if isinstance(value, int | float) or redact(setting) == setting:
                 return value

@@ -1,4 +1,5 @@
-"""A configuration that was saved before: with its types again, and what of it a resumed run cannot change."""
+"""A configuration that was saved before: with its types again, and what of it a resumed run cannot
+change."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.key import Key, holds, parts, value_of, with_values
-from pgtoolkit.config.keys import default, existing_key, has_type, keys_of, plain_value, shown, values_in_words
+from pgtoolkit.config.keys import (
+    default,
+    existing_key,
+    has_type,
+    keys_of,
+    plain_value,
+    shown,
+    values_in_words,
+)
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.errors import ConfigError, first_line
@@ -34,17 +43,21 @@ def saved_config(run_dir: Path) -> Config:
 def typed(values: dict, file: str) -> Config:
     """Return the configuration whose values were saved in a file, as `plain_config` made them.
 
-    Keys that were added after the file was written get their defaults, with a note. Raises ConfigError for values that
-    the schema does not have.
+    Keys that were added after the file was written get their defaults, with a note. Raises
+    ConfigError for values that the schema does not have.
     """
     try:
         values = _completed(values, file)
         groups: dict[str, Any] = {}
         for field in fields(Config):
             if field.name in {schema.partition("/")[0] for schema in SCHEMAS}:
-                groups[field.name] = _schema_of(field.name, values)(**_leaves_of_group(field.name, values))
+                groups[field.name] = _schema_of(field.name, values)(
+                    **_leaves_of_group(field.name, values)
+                )
             else:
-                groups[field.name] = _with_type(existing_key(field.name, values), values[field.name])
+                groups[field.name] = _with_type(
+                    existing_key(field.name, values), values[field.name]
+                )
         return Config(**groups)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else first_line(error)
@@ -55,18 +68,22 @@ def typed(values: dict, file: str) -> Config:
 
 
 def _schema_of(group: str, values: dict) -> type:
-    """Return the class of a group's keys. Raises KeyError for an unknown option, or a group that is not there."""
+    """Return the class of a group's keys. Raises KeyError for an unknown option, or a group that is
+    not there."""
     return SCHEMAS[group] if group in SCHEMAS else SCHEMAS[f"{group}/{values[group]['name']}"]
 
 
 def _completed(values: dict, file: str) -> dict:
-    """Return the values with the defaults of keys that were added since; raises KeyError for another that lacks."""
+    """Return the values with the defaults of keys that were added since; raises KeyError for
+    another that lacks."""
     groups = dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS)
     complete = values | {group: dict(values.get(group, {})) for group in groups}
     lacking = []
     for group in groups:
         lacking += [
-            f"{group}.{field.name}" for field in fields(_schema_of(group, values)) if field.name not in complete[group]
+            f"{group}.{field.name}"
+            for field in fields(_schema_of(group, values))
+            if field.name not in complete[group]
         ]
     for name in sorted(lacking):
         if not existing_key(name, complete).added:
@@ -74,13 +91,16 @@ def _completed(values: dict, file: str) -> dict:
         group, _, leaf = name.partition(".")
         complete[group][leaf] = default(complete, name)
     if lacking:
-        holds_now = ", ".join(f"{name}={text(value_of(complete, name))}" for name in sorted(lacking))
+        holds_now = ", ".join(
+            f"{name}={text(value_of(complete, name))}" for name in sorted(lacking)
+        )
         say(f"note: {file} is older than these keys, whose defaults hold: {holds_now}", error=True)
     return complete
 
 
 def _leaves_of_group(group: str, values: dict) -> dict[str, Any]:
-    """Return the values of a group by their keys; raises ValueError for a key that its schema does not have."""
+    """Return the values of a group by their keys; raises ValueError for a key that its schema does
+    not have."""
     known = {field.name for field in fields(_schema_of(group, values))}
     if unknown := [leaf for leaf in values[group] if leaf not in known]:
         raise ValueError(f"it has the unknown key '{group}.{unknown[0]}'")
@@ -104,34 +124,48 @@ def _with_type(key: Key, value: Any) -> Any:
 
 def fixed_keys(config: object) -> Iterator[Key]:
     """The keys that a run of this configuration cannot be continued without."""
-    return (key for key in keys_of(config) if key.fixed and (not key.fixed_if or holds(key.fixed_if, config)))
+    return (
+        key
+        for key in keys_of(config)
+        if key.fixed and (not key.fixed_if or holds(key.fixed_if, config))
+    )
 
 
 def record_of(config: object) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration: the values of the fixed keys, and of those that make them fixed."""
+    """What a checkpoint keeps of its configuration: the values of the fixed keys, and of those that
+    make them fixed."""
     names = set()
     for key in fixed_keys(config):
-        names |= {key.name, *(parts(condition)[0] for condition in key.fixed_if.split(" or ") if condition)}
+        names |= {
+            key.name,
+            *(parts(condition)[0] for condition in key.fixed_if.split(" or ") if condition),
+        }
     return {name: plain(value_of(config, name)) for name in sorted(names)}
 
 
 def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:
-    """(key, problem) of each value that differs, where a run of the configuration `before` is continued as `now`.
+    """(key, problem) of each value that differs, where a run of the configuration `before` is
+    continued as `now`.
 
-    before, now: see `value_of`. movable: keys whose files may lie elsewhere now, since their contents are known. Where
+    before, now: see `value_of`. movable: keys whose files may lie elsewhere now, since their
+        contents are known. Where
     another option is chosen, the group is named alone.
     """
     groups = set()
     for key in fixed_keys(before):
         old, new = (dict(_leaves(config, key)) for config in (before, now))
-        differing = [name for name in {**old, **new} if old.get(name) != new.get(name) and name not in movable]
+        differing = [
+            name
+            for name in {**old, **new}
+            if old.get(name) != new.get(name) and name not in movable
+        ]
         if key.group not in groups:
             for name in differing:
                 value, was = text(new.get(name)), text(old.get(name))
                 yield (
                     key.group if key.option else key.name,
-                    f"{shown(name)}={value} needs to stay as the run began (got {value}, was {was}). "
-                    f"A run is continued as it was: {key.fixed}. Use a new run.",
+                    f"{shown(name)}={value} needs to stay as the run began (got {value}, was "
+                    f"{was}). A run is continued as it was: {key.fixed}. Use a new run.",
                 )
         if key.option and differing:
             groups.add(key.group)

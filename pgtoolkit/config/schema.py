@@ -1,8 +1,8 @@
 """The whole configuration: every group with its default option, and the seed.
 
 Its keys stand in schema_loss.py, schema_step.py, schema_run.py, schema_tasks.py,
-schema_rollouts.py and schema_samplers.py, each with its type, default, meaning, range and all else that is true of it.
-`python -m pgtoolkit.config.pages` writes conf/ and docs/keys.md from them.
+schema_rollouts.py and schema_samplers.py, each with its type, default, meaning, range and all else
+that is true of it. `python -m pgtoolkit.config.pages` writes conf/ and docs/keys.md from them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from pgtoolkit.config.schema_loss import (
     KLConfig,
     LossConfig,
 )
-from pgtoolkit.config.schema_rollouts import POSITION, PolicyRolloutConfig, RecordedRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema_rollouts import (
+    POSITION,
+    PolicyRolloutConfig,
+    RecordedRolloutConfig,
+    RolloutConfig,
+)
 from pgtoolkit.config.schema_run import (
     HuggingFaceModelConfig,
     ModelConfig,
@@ -43,7 +48,12 @@ from pgtoolkit.config.schema_samplers import (
     TransformersSamplerConfig,
     VllmSamplerConfig,
 )
-from pgtoolkit.config.schema_step import AccumulationConfig, KernelConfig, MetricsConfig, ParallelismConfig
+from pgtoolkit.config.schema_step import (
+    AccumulationConfig,
+    KernelConfig,
+    MetricsConfig,
+    ParallelismConfig,
+)
 from pgtoolkit.config.schema_tasks import (
     ASKED,
     ChainSumTaskConfig,
@@ -77,10 +87,11 @@ else:  # OmegaConf, which checks types while a configuration is composed, takes 
 
 @dataclass(frozen=True)
 class Config:
-    """The whole experiment. What a group declares holds for all of its keys that do not declare it themselves.
+    """The whole experiment. What a group declares holds for all of its keys that do not declare it
+    themselves.
 
-    Where the options of a group have different keys, its value is an object of the class of the option that was
-    chosen, which inherits from the one named here.
+    Where the options of a group have different keys, its value is an object of the class of the
+    option that was chosen, which inherits from the one named here.
     """
 
     seed: int = key(
@@ -93,15 +104,23 @@ class Config:
         evaluate="model",
     )
     loss: LossConfig = group(default="gspo", help="The loss family.")
-    aggregation: AggregationConfig = group(default="sample_mean", help="How token losses become one number.")
-    correction: CorrectionConfig = group(default="none", help="A factor for the gap between sampler and trainer.")
+    aggregation: AggregationConfig = group(
+        default="sample_mean", help="How token losses become one number."
+    )
+    correction: CorrectionConfig = group(
+        default="none", help="A factor for the gap between sampler and trainer."
+    )
     kl: KLConfig = group(default="none", help="A penalty on the distance from a frozen reference.")
-    entropy: EntropyConfig = group(default="bonus", help="A bonus on the entropy, once entropy.coefficient is above 0.")
+    entropy: EntropyConfig = group(
+        default="bonus", help="A bonus on the entropy, once entropy.coefficient is above 0."
+    )
     metrics: MetricsConfig = group(default="basic", help="What is measured at every step.")
     advantage: AdvantageConfig = group(default="dr_grpo", help="How rewards become advantages.")
     critic: CriticConfig = group(default="default", help="The value model, where advantage=gae.")
     kernel: KernelConfig = group(default="auto", help="What computes the log-probs.")
-    parallelism: ParallelismConfig = group(default="single", help="How the work is spread over processes.")
+    parallelism: ParallelismConfig = group(
+        default="single", help="How the work is spread over processes."
+    )
     accumulation: AccumulationConfig = group(
         default="dynamic", help="How documents form an optimizer step.", evaluate="kept"
     )
@@ -128,8 +147,12 @@ class Config:
         learns=False,
         evaluate="kept",
     )
-    trainer: TrainerConfig = group(default="default", help="Length of the run, device, checkpoints.", evaluate="kept")
-    tracking: TrackingConfig = group(default="mlflow", help="Where metrics go besides the run directory.", learns=False)
+    trainer: TrainerConfig = group(
+        default="default", help="Length of the run, device, checkpoints.", evaluate="kept"
+    )
+    tracking: TrackingConfig = group(
+        default="mlflow", help="Where metrics go besides the run directory.", learns=False
+    )
 
 
 _OPTIONS = (
@@ -143,12 +166,17 @@ _OPTIONS = (
 OPTIONS: dict[str, dict[str, Option]] = {
     field.name: _OPTIONS[field.name] for field in fields(Config) if field.name in _OPTIONS
 }
-"""Group -> option -> its keys, what it is, and the values that it changes; in the order of `Config`."""
+"""Group -> option -> its keys, what it is, and the values that it changes; in the order of
+`Config`."""
 
 
 def default_options() -> dict[str, str]:
     """Return the default option of each group, in the order of `Config`."""
-    return {field.name: field.metadata["group"].default for field in fields(Config) if field.name in OPTIONS}
+    return {
+        field.name: field.metadata["group"].default
+        for field in fields(Config)
+        if field.name in OPTIONS
+    }
 
 
 def _schemas() -> dict[str, type]:

@@ -15,11 +15,20 @@ _NEEDS_KL: Needs = {"only_if": "kl.kind!=none", "use": "kl=k3"}
 _NEEDS_REFERENCE_MODEL: Refusal = {
     "only_if": "kl.kind!=none and kl.reference!=recorded and rollout.name=policy and "
     "parallelism.sequence_data_parallel=1",
-    "use": "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1",
-    "why": "A reference reads it before completions that are sampled, on the ranks of the policy's tokens.",
+    "use": (
+        "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1"
+    ),
+    "why": (
+        "A reference reads it before completions that are sampled, on the ranks of the policy's "
+        "tokens."
+    ),
 }
 
-_ONLY_GAE: Declared = {"learns": "advantage.estimator=gae", "only_if": "advantage.estimator=gae", "added": True}
+_ONLY_GAE: Declared = {
+    "learns": "advantage.estimator=gae",
+    "only_if": "advantage.estimator=gae",
+    "added": True,
+}
 _CRITIC_START: Declared = {**_ONLY_GAE, "fixed": "the checkpoint holds the critic's weights"}
 
 
@@ -82,8 +91,8 @@ class LossConfig:
 class CustomLossConfig(LossConfig):
     path: str = key(
         default=REQUIRED,
-        help="Dotted path `package.module.Class` of a family, which the current directory may hold; "
-        "loss=package.module.Class sets it.",
+        help="Dotted path `package.module.Class` of a family, which the current directory may "
+        "hold; loss=package.module.Class sets it.",
         code="function",
         example="my_module.MyFamily",
         stands_for="custom",
@@ -151,8 +160,8 @@ class KLConfig:
     )
     update_every: int | None = key(
         default=None,
-        help="Updates of the policy after which the reference moves towards it, again and again; null: "
-        "it stays as it is.",
+        help="Updates of the policy after which the reference moves towards it, again and again; "
+        "null: it stays as it is.",
         least=1,
         most=10**9,
         learns="kl.update_every>0",
@@ -163,8 +172,8 @@ class KLConfig:
     )
     update_rate: float = key(
         default=1.0,
-        help="How far it moves: its weights become update_rate times the policy's and 1 - update_rate "
-        "times its own (0 to 1); 1: the policy's.",
+        help="How far it moves: its weights become update_rate times the policy's and 1 - "
+        "update_rate times its own (0 to 1); 1: the policy's.",
         least=1e-6,
         most=1,
         learns="kl.update_every>0",
@@ -175,9 +184,9 @@ class KLConfig:
 
     place: KLPlace = key(
         default=KLPlace.loss,
-        help="Where the penalty acts: loss (a term of each token's loss) or reward (what its tokens add "
-        "up to is taken off each completion's reward before advantages are made, from the old "
-        "log-probs and without a gradient; k1, k2 and k3).",
+        help="Where the penalty acts: loss (a term of each token's loss) or reward (what its "
+        "tokens add up to is taken off each completion's reward before advantages are made, from "
+        "the old log-probs and without a gradient; k1, k2 and k3).",
         learns="kl.place=reward",
         added=True,
         only_if="kl.kind!=none and rollout.name=policy",
@@ -224,15 +233,16 @@ class AdvantageConfig:
     )
     gae_lambda: float = key(
         default=0.95,
-        help="How far an advantage looks beyond the critic (0 to 1): 0: to the next token's value, 1: to "
-        "the end of the completion, with the value as a baseline.",
+        help="How far an advantage looks beyond the critic (0 to 1): 0: to the next token's value, "
+        "1: to the end of the completion, with the value as a baseline.",
         least=0,
         most=1,
         **_ONLY_GAE,
     )
     whiten: bool = key(
         default=True,
-        help="Whether the advantages of a batch's trained tokens get mean 0 and standard deviation 1.",
+        help="Whether the advantages of a batch's trained tokens get mean 0 and standard "
+        "deviation 1.",
         **_ONLY_GAE,
     )
 
@@ -241,22 +251,24 @@ class AdvantageConfig:
 class CriticConfig:
     path: str | None = key(
         default=None,
-        help="The model whose body the critic starts from, a folder or a name on the Hugging Face hub, of "
-        "the policy's vocabulary; null: the weights that the policy starts from. Its head starts at 0.",
+        help="The model whose body the critic starts from, a folder or a name on the Hugging Face "
+        "hub, of the policy's vocabulary; null: the weights that the policy starts from. Its head "
+        "starts at 0.",
         reads="reference",
         **_CRITIC_START,
     )
     learning_rate: float = key(
         default=ByWeights(random=1e-3, trained=1e-5),
-        help="Learning rate of the critic after the warm-up (> 0); all else of its optimizer is as optimizer says.",
+        help="Learning rate of the critic after the warm-up (> 0); all else of its optimizer is as "
+        "optimizer says.",
         least=1e-12,
         most=1e5,
         **_ONLY_GAE,
     )
     clip: float | None = key(
         default=0.5,
-        help="How far a value may move from what it was when training on the batch began before its loss "
-        "gives no further gradient (> 0); null: any distance.",
+        help="How far a value may move from what it was when training on the batch began before "
+        "its loss gives no further gradient (> 0); null: any distance.",
         least=1e-9,
         most=1e12,
         **_ONLY_GAE,
@@ -271,16 +283,23 @@ class CriticConfig:
 
 
 def _schema_of(kind: type, base: type) -> type:
-    """Return the class of the keys of a family or correction: its parameters after the keys of `base`."""
-    parameters = [(given.name, given.type, field(metadata=given.metadata)) for given in fields(kind)]
+    """Return the class of the keys of a family or correction: its parameters after the keys of
+    `base`."""
+    parameters = [
+        (given.name, given.type, field(metadata=given.metadata)) for given in fields(kind)
+    ]
     name = kind.__name__ + base.__name__
-    schema = make_dataclass(name, parameters, bases=(base,), namespace={"__module__": __name__}, frozen=True)
-    globals()[name] = schema  # where pickle looks for it: workers get the configuration as an object
+    schema = make_dataclass(
+        name, parameters, bases=(base,), namespace={"__module__": __name__}, frozen=True
+    )
+    # where pickle looks for it: workers get the configuration as an object
+    globals()[name] = schema
     return schema
 
 
 def _option_of(kind: type, base: type) -> Option:
-    """Return the option of a family or correction; the first paragraph of its docstring says what it is."""
+    """Return the option of a family or correction; the first paragraph of its docstring says what
+    it is."""
     paragraph = (kind.__doc__ or "").partition("\n\n")[0]
     return Option(_schema_of(kind, base), help=" ".join(paragraph.split()))
 
@@ -290,7 +309,8 @@ OPTIONS = {
         **{name: _option_of(family, LossConfig) for name, family in FAMILIES.items()},
         "custom": Option(
             CustomLossConfig,
-            help="What loss=my_module.MyFamily stands for, a loss family of your own (docs/losses.md shows one).",
+            help="What loss=my_module.MyFamily stands for, a loss family of your own "
+            "(docs/losses.md shows one).",
         ),
     },
     "aggregation": {
@@ -321,7 +341,8 @@ OPTIONS = {
     "correction": {
         "none": Option(
             CorrectionConfig,
-            help="No correction: the loss takes the old log-probs for those that the completions were sampled with.",
+            help="No correction: the loss takes the old log-probs for those that the completions "
+            "were sampled with.",
         ),
         **{name: _option_of(kind, CorrectionConfig) for name, kind in CORRECTIONS.items()},
     },
@@ -339,7 +360,8 @@ OPTIONS = {
         ),
         "k2": Option(
             KLConfig,
-            help="A penalty on (p - f)^2 / 2 at each token, half the squared log-ratio to a frozen reference.",
+            help="A penalty on (p - f)^2 / 2 at each token, half the squared log-ratio to a frozen "
+            "reference.",
             base="k3",
         ),
         "k3": Option(
@@ -375,7 +397,8 @@ OPTIONS = {
     "entropy": {
         "bonus": Option(
             EntropyConfig,
-            help="A bonus on the entropy of the policy at each trained token. The loss has minus its weighted sum.",
+            help="A bonus on the entropy of the policy at each trained token. The loss has minus "
+            "its weighted sum.",
         ),
     },
     "critic": {
@@ -387,7 +410,8 @@ OPTIONS = {
     "advantage": {
         "grpo": Option(
             AdvantageConfig,
-            help="(reward - mean of the group) / standard deviation of the group (arXiv 2402.03300).",
+            help="(reward - mean of the group) / standard deviation of the group (arXiv "
+            "2402.03300).",
             base="dr_grpo",
         ),
         "dr_grpo": Option(
@@ -396,7 +420,8 @@ OPTIONS = {
         ),
         "rloo": Option(
             AdvantageConfig,
-            help="reward - mean of the other completions of the group: leave one out (arXiv 2402.14740).",
+            help="reward - mean of the other completions of the group: leave one out (arXiv "
+            "2402.14740).",
             base="dr_grpo",
         ),
         "max_rl": Option(
@@ -447,13 +472,14 @@ OPTIONS = {
         ),
         "gae": Option(
             AdvantageConfig,
-            help="For each token by the values of a critic: generalised advantage estimation (arXiv "
-            "1506.02438), PPO's. The group critic has the keys of the critic.",
+            help="For each token by the values of a critic: generalised advantage estimation "
+            "(arXiv 1506.02438), PPO's. The group critic has the keys of the critic.",
             base="dr_grpo",
         ),
         "none": Option(
             AdvantageConfig,
-            help="0 everywhere: a penalty trains alone, such as kl=k3_ratio against a teacher (distillation).",
+            help="0 everywhere: a penalty trains alone, such as kl=k3_ratio against a teacher "
+            "(distillation).",
             base="dr_grpo",
         ),
         "given": Option(

@@ -11,7 +11,8 @@ from pgtoolkit.config.key import Needs, Option, Refusal, key
 from pgtoolkit.config.schema_tasks import Chat, TooLong
 
 POSITION = "the position in the data belongs to it"
-"""Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains on."""
+"""Why a resumed run cannot change the keys that decide, with the seed, which prompts it trains
+on."""
 AHEAD = "the checkpoint holds batches that were sampled ahead by these numbers"
 """Why a resumed run cannot change the keys that decide which batches were sampled early."""
 _BATCH = "the position in the data is counted in batches of this size"
@@ -20,17 +21,29 @@ _NEEDS_COUNTED_STEPS: Needs = {
     "use": "rollout.max_staleness=null and accumulation=dynamic",
 }
 _NEEDS_ASYNC: Needs = {
-    "only_if": "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and accumulation.last_step!=carry",
-    "use": "accumulation=dynamic and rollout.old_log_probs=sampling and accumulation.last_step=short",
+    "only_if": (
+        "accumulation.docs_per_step!=0 and rollout.old_log_probs!=training and "
+        "accumulation.last_step!=carry"
+    ),
+    "use": (
+        "accumulation=dynamic and rollout.old_log_probs=sampling and accumulation.last_step=short"
+    ),
 }
-_WEIGHTS_ARE_GONE = "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
-_NOT_REPEATABLE = "Further rounds would be sampled by weights that depend on when checkpoints are made."
+_WEIGHTS_ARE_GONE = (
+    "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
+)
+_NOT_REPEATABLE = (
+    "Further rounds would be sampled by weights that depend on when checkpoints are made."
+)
 _NOT_MAX_RL: Refusal = {
     "only_if": "advantage.estimator!=max_rl",
     "use": "advantage=grpo",
     "why": "Rewards become negative, by whose mean max_rl would divide.",
 }
-_NEEDS_TOKENIZER: Refusal = {"only_if": "model.name=huggingface", "why": "The tiny model has no chat template."}
+_NEEDS_TOKENIZER: Refusal = {
+    "only_if": "model.name=huggingface",
+    "why": "The tiny model has no chat template.",
+}
 _INCOMPLETE_GROUP = "A group without one of its completions has other advantages."
 
 
@@ -137,7 +150,8 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     overlong_penalty: float = key(
         default=1.0,
-        help="The most that is taken off the reward for the length (>= 0), from a completion of max_completion_length.",
+        help="The most that is taken off the reward for the length (>= 0), from a completion of "
+        "max_completion_length.",
         least=0,
         most=1e6,
         only_if="rollout.overlong_buffer>0",
@@ -163,20 +177,23 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     uninformative: Uninformative = key(
         default="train",
-        help="What becomes of prompts whose completions all score the same, before overlong_penalty: "
-        "train, or drop: no step has them, and no count of the aggregation; a batch is then shorter.",
+        help="What becomes of prompts whose completions all score the same, before "
+        "overlong_penalty: train, or drop: no step has them, and no count of the aggregation; a "
+        "batch is then shorter.",
         learns="rollout.uninformative=drop",
         added=True,
-        only_if="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
-        "accumulation.last_step!=drop",
+        only_if="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 "
+        "and accumulation.last_step!=drop",
         use="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 and "
         "accumulation.last_step=short",
-        why="How many documents a batch has is known only once it is scored, and further rounds replace them.",
+        why="How many documents a batch has is known only once it is scored, and further rounds "
+        "replace them.",
     )
     retire_at: float | None = key(
         default=None,
-        help="Share of right completions of a prompt, of those of one batch, from which on it is solved and never "
-        "asked again (0 < retire_at <= 1; 0.9 is ScaleRL's, arXiv 2510.13786); null: prompts always come back.",
+        help="Share of right completions of a prompt, of those of one batch, from which on it is "
+        "solved and never asked again (0 < retire_at <= 1; 0.9 is ScaleRL's, arXiv 2510.13786); "
+        "null: prompts always come back.",
         least=1e-6,
         most=1,
         learns="rollout.retire_at!=null",
@@ -187,7 +204,8 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     lag: int = key(
         default=0,
-        help="Updates from the weights that write a batch of rollouts to those that begin to train on it (>= 0).",
+        help="Updates from the weights that write a batch of rollouts to those that begin to train "
+        "on it (>= 0).",
         least=0,
         most=10**6,
         fixed=AHEAD,
@@ -195,8 +213,8 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     max_staleness: int | None = key(
         default=None,
-        help="Sample while training, which then sees no document older than this many updates (>= the "
-        "steps of a batch); null: in turn.",
+        help="Sample while training, which then sees no document older than this many updates (>= "
+        "the steps of a batch); null: in turn.",
         least=1,
         most=10**6,
         fixed=AHEAD,
@@ -213,7 +231,8 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     save_path: str | None = key(
         default=None,
-        help="New folder to record every rollout in, for rollout=recorded, as Parquet files; null: none.",
+        help="New folder to record every rollout in, for rollout=recorded, as Parquet files; null: "
+        "none.",
         writes=True,
         learns=False,
     )
@@ -299,7 +318,8 @@ OPTIONS = {
     "rollout": {
         "policy": Option(
             PolicyRolloutConfig,
-            help="The policy in training writes the completions, one batch of rollouts after the other.",
+            help="The policy in training writes the completions, one batch of rollouts after the "
+            "other.",
         ),
         "recorded": Option(
             RecordedRolloutConfig,

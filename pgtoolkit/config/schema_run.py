@@ -1,4 +1,5 @@
-"""The keys of a run: the model, its optimizer, how long and where it trains, and where its metrics go."""
+"""The keys of a run: the model, its optimizer, how long and where it trains, and where its metrics
+go."""
 
 from __future__ import annotations
 
@@ -11,9 +12,19 @@ from pgtoolkit.config.key import Declared, Needs, Option, key
 
 _WEIGHTS = "the checkpoint holds the weights of this model"
 _HAS_BEST = "evaluation.every>0 and evaluation.best!=null"
-_NEEDS_LORA: Declared = {"fixed": _WEIGHTS, "only_if": "model.lora_rank>0", "use": "model.lora_rank=16"}
-_ADAPTABLE = "model.random_weights=false and parallelism.tensor_parallel=1 and parallelism.pipeline_parallel=1"
-_WHOLE_MATRICES = "LoRA adds adapters to the undivided matrices of a pretrained model, and stores the adapters alone."
+_NEEDS_LORA: Declared = {
+    "fixed": _WEIGHTS,
+    "only_if": "model.lora_rank>0",
+    "use": "model.lora_rank=16",
+}
+_ADAPTABLE = (
+    "model.random_weights=false and parallelism.tensor_parallel=1 and "
+    "parallelism.pipeline_parallel=1"
+)
+_WHOLE_MATRICES = (
+    "LoRA adds adapters to the undivided matrices of a pretrained model, and stores "
+    "the adapters alone."
+)
 _NEEDS_MLFLOW: Needs = {"only_if": "tracking.name=mlflow"}
 _NEEDS_PROJECT: Needs = {
     "only_if": "tracking.name=mlflow or tracking.name=wandb or tracking.also!=[]",
@@ -87,7 +98,8 @@ class TinyModelConfig(ModelConfig):
     )
     max_positions: int = key(
         default=64,
-        help="Longest document, prompt and completion, in tokens (>= 2): there is one learned position for each.",
+        help="Longest document, prompt and completion, in tokens (>= 2): there is one learned "
+        "position for each.",
         least=1,
         most=10**6,
         fixed=_WEIGHTS,
@@ -103,8 +115,8 @@ class TinyModelConfig(ModelConfig):
 class HuggingFaceModelConfig(ModelConfig):
     fp32_lm_head: bool = key(
         default=True,
-        help="Whether the LM head gives float32 logits where the rest is bfloat16 or float16, in training and "
-        "in sampling: rounded logits are too coarse for GSPO's clip.",
+        help="Whether the LM head gives float32 logits where the rest is bfloat16 or float16, in "
+        "training and in sampling: rounded logits are too coarse for GSPO's clip.",
     )
     compile: AutoOrBool = key(
         default="auto",
@@ -127,8 +139,9 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     dtype: NumberType = key(
         default="auto",
-        help="Number type of the forward pass: auto (bfloat16 on a GPU, else float32), float32, bfloat16, or "
-        "float16, where the loss is scaled so that gradients keep their small numbers (arXiv 2510.26788).",
+        help="Number type of the forward pass: auto (bfloat16 on a GPU, else float32), float32, "
+        "bfloat16, or float16, where the loss is scaled so that gradients keep their small numbers "
+        "(arXiv 2510.26788).",
     )
     gradient_checkpointing: bool = key(
         default=False,
@@ -136,7 +149,8 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     lora_rank: int | None = key(
         default=None,
-        help="Rank of LoRA's adapters, which are then all that is trained (>= 1); null: all weights "
+        help="Rank of LoRA's adapters, which are then all that is trained (>= 1); null: all "
+        "weights "
         'are trained. LoRA needs the package peft: pip install "pgtk[lora]".',
         least=1,
         most=65536,
@@ -208,7 +222,8 @@ class OptimizerConfig:
     )
     schedule: Schedule = key(
         default="constant",
-        help="The learning rate after the warm-up: constant, or linear or cosine down to 0 at trainer.max_steps.",
+        help="The learning rate after the warm-up: constant, or linear or cosine down to 0 at "
+        "trainer.max_steps.",
     )
 
 
@@ -245,7 +260,8 @@ class TrainerConfig:
     )
     checkpoint_every: int = key(
         default=100,
-        help="Steps between checkpoints (>= 1); one is also written at the end and when the run is interrupted.",
+        help="Steps between checkpoints (>= 1); one is also written at the end and when the run is "
+        "interrupted.",
         least=1,
         most=10**9,
         learns=False,
@@ -266,14 +282,14 @@ class TrainerConfig:
     )
     accept_changed_data: bool = key(
         default=False,
-        help="Whether a resume continues although prompts, recorded rollouts or a model folder have "
-        "changed; to be given at each resume.",
+        help="Whether a resume continues although prompts, recorded rollouts or a model folder "
+        "have changed; to be given at each resume.",
         learns=False,
     )
     stop_at: float | None = key(
         default=None,
-        help="Ends the run once an evaluation's evaluation.best reaches this value (>= 0); null: it "
-        "goes on to max_steps.",
+        help="Ends the run once an evaluation's evaluation.best reaches this value (>= 0); "
+        "null: it goes on to max_steps.",
         least=0,
         most=1e9,
         only_if=_HAS_BEST,
@@ -305,12 +321,13 @@ class TrackingConfig:
     )
     run_name: str | None = key(
         default=None,
-        help="Name of the run (letters, digits, '.', '_', '-'; at most 80); null: loss, aggregation, "
-        "and what else was typed.",
+        help="Name of the run (letters, digits, '.', '_', '-'; at most 80); null: loss, "
+        "aggregation, and what else was typed.",
     )
     system_metrics: bool = key(
         default=False,
-        help="Measure CPU, memory, disk, network and GPUs every ten seconds (needs nvidia-ml-py for GPUs).",
+        help="Measure CPU, memory, disk, network and GPUs every ten seconds (needs nvidia-ml-py "
+        "for GPUs).",
         **_NEEDS_PROJECT,
     )
 
@@ -319,7 +336,8 @@ OPTIONS = {
     "model": {
         "tiny": Option(
             TinyModelConfig,
-            help="A small GPT-2 with random weights and one token per character; nothing is downloaded.",
+            help="A small GPT-2 with random weights and one token per character; nothing is "
+            "downloaded.",
         ),
         "huggingface": Option(
             HuggingFaceModelConfig,
@@ -346,13 +364,15 @@ OPTIONS = {
         ),
         "wandb": Option(
             TrackingConfig,
-            help="Metrics and parameters also go to Weights & Biases; WANDB_MODE=offline keeps them in RUN/wandb. "
+            help="Metrics and parameters also go to Weights & Biases; WANDB_MODE=offline keeps "
+            "them in RUN/wandb. "
             'Needs pip install "pgtk[wandb]".',
             base="mlflow",
         ),
         "tensorboard": Option(
             TrackingConfig,
-            help="Metrics and parameters are also written to RUN/tensorboard, for `tensorboard --logdir`. "
+            help="Metrics and parameters are also written to RUN/tensorboard, for `tensorboard "
+            "--logdir`. "
             'Needs pip install "pgtk[tensorboard]".',
             base="mlflow",
         ),

@@ -41,14 +41,15 @@ class SamplerConfig:
 class TransformersSamplerConfig(SamplerConfig):
     max_sequences: int | None = key(
         default=None,
-        help="Most completions that are sampled at once, for memory's sake (>= 1); null: all of a batch of rollouts.",
+        help="Most completions that are sampled at once, for memory's sake (>= 1); null: all of a "
+        "batch of rollouts.",
         least=1,
         most=10**6,
     )
     dtype: NumberType = key(
         default="auto",
-        help="Number type that completions are sampled in, from a copy of the weights in it: auto (that of training), "
-        "float32, bfloat16 or float16.",
+        help="Number type that completions are sampled in, from a copy of the weights in it: auto "
+        "(that of training), float32, bfloat16 or float16.",
         **_SAMPLER_TYPE,
     )
     static_cache: bool | None = key(
@@ -59,15 +60,16 @@ class TransformersSamplerConfig(SamplerConfig):
     )
     gpus: list[int] | None = key(
         default=None,
-        help="GPUs, by number, from those that training leaves, on each of which a process of its own samples from a "
-        "copy of the weights; null: training samples itself. See docs/rollouts.md.",
+        help="GPUs, by number, from those that training leaves, on each of which a process of its "
+        "own samples from a copy of the weights; null: training samples itself. See "
+        "docs/rollouts.md.",
         learns=False,
         added=True,
     )
     processes: int = key(
         default=0,
-        help="Processes on the CPU, each of which samples from a copy of the weights (>= 0), where there is no GPU; "
-        "0: training samples itself.",
+        help="Processes on the CPU, each of which samples from a copy of the weights (>= 0), where "
+        "there is no GPU; 0: training samples itself.",
         least=0,
         most=1024,
         learns=False,
@@ -89,18 +91,20 @@ class VllmSamplerConfig(SamplerConfig):
     )
     dtype: NumberType = key(
         default="auto",
-        help="Number type of the servers' model, and of the weights that they are given: auto (that of training), "
-        "float32, bfloat16 or float16.",
+        help="Number type of the servers' model, and of the weights that they are given: auto "
+        "(that of training), float32, bfloat16 or float16.",
         **_SERVERS_TYPE,
     )
     urls: list[str] = key(
         default=[],
-        help="Addresses of running servers to join, such as [http://node7:8000]; []: pgtk starts its own.",
+        help="Addresses of running servers to join, such as [http://node7:8000]; []: pgtk starts "
+        "its own.",
         learns=False,
     )
     executable: str = key(
         default="vllm",
-        help="How vLLM is called: a name, the path of vllm in another environment, or a command with arguments.",
+        help="How vLLM is called: a name, the path of vllm in another environment, or a command "
+        "with arguments.",
         code="command",
         learns=False,
         **_STARTS_SERVERS,
@@ -113,8 +117,8 @@ class VllmSamplerConfig(SamplerConfig):
     )
     gpus: list[int] | None = key(
         default=None,
-        help="GPUs of the server's own, by number, from those that training leaves; null: it shares "
-        "the training GPU, and gives most of its memory back while training goes on.",
+        help="GPUs of the server's own, by number, from those that training leaves; null: it "
+        "shares the training GPU, and gives most of its memory back while training goes on.",
         learns=False,
         **_STARTS_SERVERS,
     )
@@ -158,9 +162,10 @@ class VllmSamplerConfig(SamplerConfig):
     )
     tolerance: float | None = key(
         default=None,
-        help="Mean difference between a server's and the trainer's log-probs that stops the run, of "
-        "a few tokens after each new version of the weights, and of each batch before it is "
-        "trained; null: 0.01 in float32, 0.03 in float16, 0.1 in bfloat16, by the coarser of the two.",
+        help="Mean difference between a server's and the trainer's log-probs that stops the "
+        "run, of a few tokens after each new version of the weights, and of each batch before "
+        "it is trained; null: 0.01 in float32, 0.03 in float16, 0.1 in bfloat16, by the coarser of "
+        "the two.",
         least=1e-9,
         most=100,
         learns=False,
@@ -188,7 +193,8 @@ class VllmSamplerConfig(SamplerConfig):
 class EvaluationConfig:
     every: int = key(
         default=0,
-        help="Steps between evaluations (>= 0); others come before the first step and after the last. 0: none.",
+        help="Steps between evaluations (>= 0); others come before the first step and after the "
+        "last. 0: none.",
         least=0,
         most=10**9,
     )
@@ -201,7 +207,8 @@ class EvaluationConfig:
     )
     completions_per_prompt: int = key(
         default=4,
-        help="Completions of every prompt (>= 1): pass@k is measured for k = 1, 2, 4, ... up to it.",
+        help="Completions of every prompt (>= 1): pass@k is measured for k = 1, 2, 4, ... up "
+        "to it.",
         least=1,
         most=10**4,
         **_MEASURE,
@@ -224,23 +231,26 @@ class EvaluationConfig:
     )
     max_completion_length: int | None = key(
         default=None,
-        help="Most tokens of a completion (>= 1); null: as in training, rollout.max_completion_length.",
+        help="Most tokens of a completion (>= 1); null: as in training, "
+        "rollout.max_completion_length.",
         least=1,
         most=10**6,
         **_MEASURE,
     )
     seed: int = key(
         default=1000000000,
-        help="Seed of the held-out prompts and of the sampling (integer from 0), the same for runs of every seed.",
+        help="Seed of the held-out prompts and of the sampling (integer from 0), the same for runs "
+        "of every seed.",
         least=0,
         most=2**32 - 1,
         **_MEASURE,
     )
     sets: dict[str, Any] = key(
         default={},
-        help="Sets of prompts, each under a name of your choice, with the keys that differ from the task: {test: "
-        "{path: test.jsonl}} for a file, and {longer: {num_digits: 8}} for a generator; seed "
-        "and prompts may be among it. {}: one set, held_out, of the task's generator.",
+        help="Sets of prompts, each under a name of your choice, with the keys that differ from "
+        "the task: {test: {path: test.jsonl}} for a file, and {longer: {num_digits: 8}} for a "
+        "generator; seed and prompts may be among it. {}: one set, held_out, of the task's "
+        "generator.",
         free=True,
         code="function",
         **_MEASURE,
@@ -269,7 +279,8 @@ OPTIONS = {
     "evaluation": {
         "default": Option(
             EvaluationConfig,
-            help="Evaluation on held-out prompts: `pgtk evaluation.every=20`. It changes nothing of the training.",
+            help="Evaluation on held-out prompts: `pgtk evaluation.every=20`. It changes nothing "
+            "of the training.",
         ),
     },
 }

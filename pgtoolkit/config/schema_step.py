@@ -1,4 +1,5 @@
-"""The keys of a step: what is measured, what computes it, and how it is cut and spread over processes."""
+"""The keys of a step: what is measured, what computes it, and how it is cut and spread over
+processes."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class KernelConfig:
         "(>= 1); null: a sixty-fourth of the GPU's memory and at least 512, on a CPU 512.",
         least=1,
         most=2**20,
-        only_if="kernel.implementation=auto and loss.num_splits=1 or kernel.implementation=fused_linear",
+        only_if="kernel.implementation=auto and loss.num_splits=1 or "
+        "kernel.implementation=fused_linear",
     )
 
     @property
@@ -74,14 +76,16 @@ class ParallelismConfig:
     )
     tensor_parallel: int = key(
         default=1,
-        help="Shards of the large weight matrices and of the vocabulary (>= 1, a divisor of the attention heads).",
+        help="Shards of the large weight matrices and of the vocabulary (>= 1, a divisor of the "
+        "attention heads).",
         least=1,
         most=65536,
         **_CUT,
     )
     sequence_parallel: bool = key(
         default=False,
-        help="Whether activations between the tensor-parallel matrices are sharded along the tokens.",
+        help="Whether activations between the tensor-parallel matrices are sharded along the "
+        "tokens.",
         **_CUT,
     )
     sequence_data_parallel: int = key(
@@ -100,7 +104,8 @@ class ParallelismConfig:
     )
     timeout_seconds: int = key(
         default=300,
-        help="Seconds after which a process that waits for another gives up, and the run ends (>= 1).",
+        help="Seconds after which a process that waits for another gives up, and the run ends "
+        "(>= 1).",
         least=1,
         most=604800,
         learns=False,
@@ -111,7 +116,8 @@ class ParallelismConfig:
 class AccumulationConfig:
     docs_per_step: int = key(
         default=64,
-        help="Documents per optimizer step over all micro-batches (>= 0); 0: a fixed number of micro-batches instead.",
+        help="Documents per optimizer step over all micro-batches (>= 0); 0: a fixed number of "
+        "micro-batches instead.",
         least=0,
         most=10**6,
         fixed=AHEAD,
@@ -169,12 +175,14 @@ OPTIONS = {
         ),
         "triton": Option(
             KernelConfig,
-            help="Triton kernels on materialised logits; needs a GPU, or TRITON_INTERPRET=1 for tests.",
+            help="Triton kernels on materialised logits; needs a GPU, or TRITON_INTERPRET=1 for "
+            "tests.",
             base="auto",
         ),
         "fused_linear": Option(
             KernelConfig,
-            help="The LM head fused with the loss: the logits never exist in full, only one piece at a time.",
+            help="The LM head fused with the loss: the logits never exist in full, only one piece "
+            "at a time.",
             base="auto",
         ),
     },
@@ -187,7 +195,8 @@ OPTIONS = {
         ),
         "ddp": Option(
             ParallelismConfig,
-            help="Data parallel: a copy of the model on each rank; gradients are added up once per step.",
+            help="Data parallel: a copy of the model on each rank; gradients are added up once per "
+            "step.",
             base="single",
             changes={"data_parallel": 2},
         ),
@@ -200,19 +209,22 @@ OPTIONS = {
         ),
         "tensor": Option(
             ParallelismConfig,
-            help="Tensor parallel: the large weight matrices and the vocabulary divided over the ranks.",
+            help="Tensor parallel: the large weight matrices and the vocabulary divided over the "
+            "ranks.",
             base="single",
             changes={"tensor_parallel": 2},
         ),
         "sequence": Option(
             ParallelismConfig,
-            help="Sequence parallel: as tensor, with the activations between the matrices divided along the tokens.",
+            help="Sequence parallel: as tensor, with the activations between the matrices divided "
+            "along the tokens.",
             base="single",
             changes={"tensor_parallel": 2, "sequence_parallel": True},
         ),
         "sequence_data": Option(
             ParallelismConfig,
-            help="Sequence-data parallel (context parallel): the tokens of every document divided over the ranks.",
+            help="Sequence-data parallel (context parallel): the tokens of every document divided "
+            "over the ranks.",
             base="single",
             changes={"sequence_data_parallel": 2},
         ),

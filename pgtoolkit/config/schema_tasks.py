@@ -65,7 +65,8 @@ _FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")
 
 
 def is_data_set_name(path: str) -> bool:
-    """Return whether task.path names a data set on the Hugging Face hub, OWNER/NAME, and nothing on this machine."""
+    """Return whether task.path names a data set on the Hugging Face hub, OWNER/NAME, and nothing on
+    this machine."""
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
     return is_name and not path.endswith(_FILE_ENDINGS) and not os.path.exists(path)
 
@@ -79,7 +80,8 @@ class TaskConfig:
 class GeneratedTaskConfig(TaskConfig):
     """Problems of a generator, which never end.
 
-    alphabet: their characters, each of them a token to the tiny model. size: the key of the largest.
+    alphabet: their characters, each of them a token to the tiny model. size: the key of the
+        largest.
     longest: characters of the longest prompt; and of the longest worked answer, with the end.
     """
 
@@ -90,7 +92,8 @@ class GeneratedTaskConfig(TaskConfig):
 class ReverseTaskConfig(GeneratedTaskConfig):
     num_digits: int = key(
         default=6,
-        help="Digits of the number (>= 1). The answer takes one token more: the end of the sequence.",
+        help="Digits of the number (>= 1). The answer takes one token more: the end of the "
+        "sequence.",
         least=1,
         most=1000,
         only_if=ASKED,
@@ -113,7 +116,8 @@ class ChainSumTaskConfig(GeneratedTaskConfig):
     )
     max_terms: int = key(
         default=8,
-        help="Most numbers of a sum (>= min_terms): how hard it is. The worked answer takes 9 x max_terms - 6 tokens.",
+        help="Most numbers of a sum (>= min_terms): how hard it is. The worked answer takes 9 x "
+        "max_terms - 6 tokens.",
         least=2,
         most=100,
         only_if=ASKED,
@@ -136,7 +140,8 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
     )
     max_nodes: int = key(
         default=20,
-        help="Most nodes of a graph (>= min_nodes, <= 26): how hard it is. The prompt takes 6 x max_nodes - 6 tokens.",
+        help="Most nodes of a graph (>= min_nodes, <= 26): how hard it is. The prompt takes 6 x "
+        "max_nodes - 6 tokens.",
         least=8,
         most=26,
         only_if=ASKED,
@@ -166,7 +171,12 @@ class GuessTaskConfig(GeneratedTaskConfig):
     )
     alphabet, size = "0123456789-?eghilorw", "numbers"
     # What other conversations choose; none of these is a key.
-    environment, path, environment_processes, environment_seconds = "pgtoolkit.tasks.environments.Guess", None, 0, None
+    environment, path, environment_processes, environment_seconds = (
+        "pgtoolkit.tasks.environments.Guess",
+        None,
+        0,
+        None,
+    )
     verifier_failure, failure_score = VerifierFailure.exclude, 0.0
     options = property(lambda self: {"numbers": self.numbers})
 
@@ -185,7 +195,8 @@ class ChatTaskConfig(TaskConfig):
 
     chat: Chat = key(
         default="auto",
-        help="Whether prompts go through the chat template of the model's tokenizer: auto (where it has one) or never.",
+        help="Whether prompts go through the chat template of the model's tokenizer: auto (where "
+        "it has one) or never.",
     )
     system_prompt: str | None = key(
         default=None,
@@ -195,7 +206,8 @@ class ChatTaskConfig(TaskConfig):
     )
     chat_arguments: dict[str, Any] = key(
         default={},
-        help="Arguments of the chat template, by the names that it reads, such as {enable_thinking: false}.",
+        help="Arguments of the chat template, by the names that it reads, such as "
+        "{enable_thinking: false}.",
         free=True,
         learns="task.chat_arguments!={}",
         added=True,
@@ -319,9 +331,9 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
 class PromptsTaskConfig(ScoredTaskConfig):
     path: str = key(
         default=REQUIRED,
-        help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, a folder of a "
-        "Hugging Face data set, or the name of one on the hub, such as openai/gsm8k, which the "
-        "package datasets loads.",
+        help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, a folder "
+        "of a Hugging Face data set, or the name of one on the hub, such as openai/gsm8k, which "
+        "the package datasets loads.",
         reads="data",
         example="prompts.jsonl",
     )
@@ -353,9 +365,9 @@ class PromptsTaskConfig(ScoredTaskConfig):
     )
     verifier: str | None = key(
         default="exact_match",
-        help="What scores a completion: exact_match, last_number, regular_expression, math_verify, or a dotted "
-        "path `package.module.function` of your own or of TRL (docs/data.md), in the current "
-        "directory or installed.",
+        help="What scores a completion: exact_match, last_number, regular_expression, math_verify, "
+        "or a dotted path `package.module.function` of your own or of TRL (docs/data.md), in the "
+        "current directory or installed.",
         code="function",
         only_if="task.verifiers={}",
     )
@@ -410,7 +422,8 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     path: str | None = key(
         default=None,
-        help="Prompts that conversations begin from, as those of task=prompts; null: a seed for each, without end.",
+        help="Prompts that conversations begin from, as those of task=prompts; null: a seed for "
+        "each, without end.",
         reads="data",
         example="prompts.jsonl",
     )
@@ -421,7 +434,8 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     prompt_field: str = key(
         default="prompt",
-        help="Column of task.path with the prompt: a text, or a list of chat messages {role, content}.",
+        help="Column of task.path with the prompt: a text, or a list of chat messages {role, "
+        "content}.",
         **_NEEDS_ROWS,
     )
     answer_field: str = key(
@@ -431,7 +445,8 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     environment_processes: int = key(
         default=0,
-        help="Processes that environments run in, on every rank (>= 1); 0: the process that trains.",
+        help="Processes that environments run in, on every rank (>= 1); 0: the process that "
+        "trains.",
         least=0,
         most=1024,
         learns=False,
@@ -475,17 +490,19 @@ OPTIONS = {
         ),
         "sums": Option(
             SumsTaskConfig,
-            help="Sums in words, for a model that follows instructions: `What is 23 + 45? Answer with the "
-            "number only.` The reward is 1 if the last number of a completion is the sum, else 0. One "
-            "problem of eight is held out, and never trained on.",
+            help="Sums in words, for a model that follows instructions: `What is 23 + 45? Answer "
+            "with the number only.` The reward is 1 if the last number of a completion is the sum, "
+            "else 0. One problem of eight is held out, and never trained on.",
         ),
         "reasoning_gym": Option(
             ReasoningGymTaskConfig,
-            help="Any data set of the reasoning-gym package: `pgtk task=reasoning_gym task.dataset=chain_sum`.",
+            help="Any data set of the reasoning-gym package: `pgtk task=reasoning_gym "
+            "task.dataset=chain_sum`.",
         ),
         "prompts": Option(
             PromptsTaskConfig,
-            help="Your own prompts with reference answers: `pgtk task=prompts task.path=prompts.jsonl`.",
+            help="Your own prompts with reference answers: `pgtk task=prompts "
+            "task.path=prompts.jsonl`.",
         ),
         "conversation": Option(
             ConversationTaskConfig,

@@ -1,4 +1,5 @@
-"""The configurations of a sweep: what a command says of it as a whole, and the jobs that its values stand for."""
+"""The configurations of a sweep: what a command says of it as a whole, and the jobs that its values
+stand for."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from pgtoolkit.system.report import key_of, refusal
 class ComposedJob:
     """The configuration of a job.
 
-    composed: with its problems. directory: where it belongs in the sweep's folder, None where that does not resolve.
+    composed: with its problems. directory: where it belongs in the sweep's folder, None where that
+        does not resolve.
     digest: of the configuration.
     """
 
@@ -40,9 +42,12 @@ class ComposedJob:
 class SweepConfig:
     """What a command says of its sweep as a whole.
 
-    unusable: the problems of a sweep of which nothing is looked at any further. problems: of the sweep as a whole.
-    jobs: the overrides of each; of a search, the corners of what it searches. varying: key -> its values, of each
-    override that is not the same in all jobs. folder: where the sweep is written, None if it has no name.
+    unusable: the problems of a sweep of which nothing is looked at any further. problems: of the
+        sweep as a whole.
+    jobs: the overrides of each; of a search, the corners of what it searches. varying: key -> its
+        values, of each
+    override that is not the same in all jobs. folder: where the sweep is written, None if it has no
+        name.
     compose: the configuration of a job of these overrides and this number.
     """
 
@@ -57,14 +62,18 @@ class SweepConfig:
     compose: Callable[[list[str], int], ComposedJob] | None = None
 
 
-def compose_sweep(overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None) -> SweepConfig:
+def compose_sweep(
+    overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None
+) -> SweepConfig:
     """Return what overrides say of a sweep; see `compose` for the files."""
     # What concerns the sweep as a whole is composed without a value for each key.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
     of_jobs = [override for override in overrides if override not in of_hydra]
     single = [override for override in of_jobs if not is_swept(override)]
     node = compose_node([*of_hydra, *single], config_dir, sweep_file)
-    of_hydra_itself = [problem for problem in node.problems if problem.startswith(("hydra.", "hydra/"))]
+    of_hydra_itself = [
+        problem for problem in node.problems if problem.startswith(("hydra.", "hydra/"))
+    ]
     if node.config is None or of_hydra_itself:
         return SweepConfig(unusable=of_hydra_itself or node.problems)
     hydra = node.config.hydra
@@ -118,19 +127,24 @@ def _varying(described: list[list[str]]) -> dict[str, list[str]]:
     return {key: [*several] for key, several in values.items() if len(several) > 1}
 
 
-_PLAIN = {key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)}
+_PLAIN = {
+    key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)
+}
 
 
 def _only(override: str) -> bool:
-    """Return whether jobs that differ in this override are of different kinds: it is more than a number or a word."""
+    """Return whether jobs that differ in this override are of different kinds: it is more than a
+    number or a word."""
     key, _, value = override.partition("=")
     return key not in _PLAIN or re.fullmatch(r"[\w.+-]+", value) is None
 
 
 class _Jobs:
-    """Composes the jobs of a sweep: one of each kind by Hydra, whose like differ in numbers and words alone.
+    """Composes the jobs of a sweep: one of each kind by Hydra, whose like differ in numbers and
+    words alone.
 
-    of_hydra: overrides of Hydra's own keys. folder: of the sweep. unnamed: keys that are the same in all jobs.
+    of_hydra: overrides of Hydra's own keys. folder: of the sweep. unnamed: keys that are the same
+        in all jobs.
     """
 
     def __init__(
@@ -181,7 +195,8 @@ class _Jobs:
 
 
 class _Kind:
-    """Jobs that choose the same options and set the same keys, to other numbers and words: composed once, by Hydra.
+    """Jobs that choose the same options and set the same keys, to other numbers and words: composed
+    once, by Hydra.
 
     config: of the job that was composed last, in which the next one is set.
     """
@@ -192,11 +207,15 @@ class _Kind:
         self._composed = composed
         self._overrides = overrides
         self._keys = [key_of(override) for override in overrides if not _only(override)]
-        self._keys += [name for name in interpolated(config, composed.config) if name not in self._keys]
+        self._keys += [
+            name for name in interpolated(config, composed.config) if name not in self._keys
+        ]
 
     def compose(self, overrides: list[str]) -> Composed | None:
         """Return the configuration of another job of the kind; None if it has problems."""
-        changed = {old: new for old, new in zip(self._overrides, overrides, strict=True) if old != new}
+        changed = {
+            old: new for old, new in zip(self._overrides, overrides, strict=True) if old != new
+        }
         for override in parse([*changed.values()])[0]:
             if set_value(self.config, override.key_or_group, override.value(), options()):
                 return None
@@ -208,5 +227,7 @@ class _Kind:
         config = in_range(config, problems, self._composed.choices)
         if problems:
             return None
-        self._composed = replace(self._composed, config=config, overrides=hydra_keys.recorded(self.config.hydra))
+        self._composed = replace(
+            self._composed, config=config, overrides=hydra_keys.recorded(self.config.hydra)
+        )
         return self._composed

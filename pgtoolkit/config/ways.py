@@ -1,4 +1,5 @@
-"""Which way to use several GPUs makes an iteration shortest, estimated from the model's config.json alone."""
+"""Which way to use several GPUs makes an iteration shortest, estimated from the model's config.json
+alone."""
 
 from __future__ import annotations
 
@@ -31,14 +32,16 @@ _BETWEEN_GPUS = 2e11
 _TO_HOST = 4e10
 """Bytes a second at which weights are handed over."""
 _PROMPT_SHARE = 0.25
-"""Of a prompt whose length only the data knows: its tokens against those of the longest completion."""
+"""Of a prompt whose length only the data knows: its tokens against those of the longest
+completion."""
 _BETWEEN_STEPS = 0.08
 """Seconds of an iteration in which neither is done: rewards, documents, records."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to use GPUs. settings: what to type for it, empty for one GPU. seconds: of an iteration."""
+    """A way to use GPUs. settings: what to type for it, empty for one GPU. seconds: of an
+    iteration."""
 
     settings: str
     seconds: float
@@ -47,8 +50,10 @@ class Way:
 def ways(c: Config, gpus: int, memory: float) -> list[Way]:
     """Return the ways in which so many GPUs, of so many bytes each, can train, the fastest first.
 
-    Of one GPU, ranks that sample themselves, copies and servers on GPUs of their own each the fastest way. Empty where
-    they cannot be compared: for models that are not known, rollouts that are not sampled, batches whose steps are not
+    Of one GPU, ranks that sample themselves, copies and servers on GPUs of their own each the
+    fastest way. Empty where
+    they cannot be compared: for models that are not known, rollouts that are not sampled, batches
+        whose steps are not
     counted, and ranks that divide a model.
     """
     shape = sizes(c.model)
@@ -97,13 +102,16 @@ def ways_in_words(c: Config, gpus: int, memory: float) -> Iterator[str]:
     if len(known) < 2:
         return
     yield (
-        "estimated seconds of an iteration (sampling and all steps of a batch), completions of full length, by the "
-        "rates of an H100:"
+        "estimated seconds of an iteration (sampling and all steps of a batch), completions of "
+        "full length, by the rates of an H100:"
     )
     for way in known:
         yield f"{way.seconds:.2g} s  {way.settings or 'one GPU'}"
     if "max_staleness" in known[0].settings:
-        yield "with rollout.max_staleness documents are as many updates old as it says at most: docs/rollouts.md"
+        yield (
+            "with rollout.max_staleness documents are as many updates old as it says at most: "
+            "docs/rollouts.md"
+        )
 
 
 def _tokens_of(c: Config) -> tuple[float, float]:
@@ -119,7 +127,8 @@ def _update(c: Config, shape: Sizes, ranks: int) -> float:
     assert isinstance(c.rollout, PolicyRolloutConfig)
     documents = c.rollout.prompts_per_batch * c.rollout.group_size
     tokens = documents * min(c.accumulation.max_tokens, prompt + completion)
-    # Forward, the gradients of inputs and of weights, and the forward pass again where it is not kept.
+    # Forward, the gradients of inputs and of weights, and the forward pass again where it is not
+    # kept.
     operations = 4 if c.model.lora_rank else 6
     operations += 2 if c.model.gradient_checkpointing else 0
     steps = math.ceil(documents / documents_per_step(c))

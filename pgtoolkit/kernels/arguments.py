@@ -20,7 +20,9 @@ VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors")
 OF_DOCUMENTS = {"group_index": "tokens_per_group", "trajectory_index": "tokens_per_trajectory"}
 """Index of what a document may belong to -> the field of the totals that counts it."""
 
-_ONE_AXIS = " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
+_ONE_AXIS = (
+    " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
+)
 
 
 def tokens_of(
@@ -32,9 +34,11 @@ def tokens_of(
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
 ) -> Tokens:
-    """Return the tokens of `rows`, the (T, ...) input whose keyword is `name`, with whole numbers as int64.
+    """Return the tokens of `rows`, the (T, ...) input whose keyword is `name`, with whole numbers
+    as int64.
 
-    vectors: the first of VECTORS, (T,) each; None for an optional one that is missing. of_documents: those of
+    vectors: the first of VECTORS, (T,) each; None for an optional one that is missing.
+        of_documents: those of
     OF_DOCUMENTS, (documents,) each, or None.
     num_documents: None for the largest index + 1, read on the host.
     Raises ValueError for a vector that does not fit the rows.
@@ -44,9 +48,13 @@ def tokens_of(
     for key, vector in zip(VECTORS, vectors, strict=False):
         if vector is None and key not in _NEEDED:
             continue
-        check_tensor(key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index"))
+        check_tensor(
+            key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index")
+        )
         assert vector is not None
-        named[key] = vector.contiguous() if vector.is_floating_point() else vector.long().contiguous()
+        named[key] = (
+            vector.contiguous() if vector.is_floating_point() else vector.long().contiguous()
+        )
     if num_documents is None:
         num_documents = count_documents(named["document_index"], is_whole_step=totals is None)
     check_whole("num_documents", num_documents, 0)
@@ -58,13 +66,20 @@ def tokens_of(
     return Tokens(**named, num_documents=num_documents, **indices, counts=counts)
 
 
-def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None) -> None:
-    """Refuse, with ValueError, a penalty without the reference that it reads, and a reference that nothing reads.
+def check_reference(
+    kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None
+) -> None:
+    """Refuse, with ValueError, a penalty without the reference that it reads, and a reference that
+    nothing reads.
 
-    of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may be missing.
+    of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may
+        be missing.
     """
     if kl is not None and not isinstance(kl, KL):
-        raise ValueError(f"kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got {shown(kl)})")
+        raise ValueError(
+            "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got "
+            f"{shown(kl)})"
+        )
     given = [name for name, tensor in of_rows.items() if tensor is not None]
     full = kl is not None and kl.full
     needed = [name for name in of_rows if name != "ref_bias"]
@@ -72,67 +87,100 @@ def check_reference(kl: KL | None, ref_log_probs: Tensor | None, metrics: str, *
         others = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
         raise ValueError(f"kl={kl.kind!r} needs {others} (got {', '.join(given) or None})")
     if given and not full:
-        raise ValueError(f"{given[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})")
+        raise ValueError(
+            f"{given[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})"
+        )
     if kl is not None and not full and ref_log_probs is None:
-        raise ValueError("kl needs ref_log_probs, the log-probs of the labels under the reference (got None)")
+        raise ValueError(
+            "kl needs ref_log_probs, the log-probs of the labels under the reference (got None)"
+        )
     if kl is None and ref_log_probs is not None and metrics == "none":
-        raise ValueError("ref_log_probs has no effect without kl and with metrics='none'; they give the metric kl_ref")
+        raise ValueError(
+            "ref_log_probs has no effect without kl and with metrics='none'; they give the metric "
+            "kl_ref"
+        )
 
 
 def check_rows(name: str, rows: Tensor) -> None:
     """Raise ValueError unless rows, whose keyword is `name`, is a matrix of floating point."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
-        raise ValueError(f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}")
+        raise ValueError(
+            f"{name} needs two dimensions of floating point (got {shown(rows)}).{_ONE_AXIS}"
+        )
 
 
 def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
-    """Refuse, with ValueError, a head that does not fit the hidden states, and options that exclude each other."""
+    """Refuse, with ValueError, a head that does not fit the hidden states, and options that exclude
+    each other."""
     weight, wide = head.weight, accumulation_dtype(hidden)
     _check_shapes(hidden, head)
     if head.reference is not None:
         ref_hidden, ref_head = head.reference
         check_rows("ref_hidden", ref_hidden)
         shape = len(hidden), ref_hidden.shape[1]
-        check_tensor("ref_hidden", ref_hidden, hidden, shape, f"one row per row of hidden, {len(hidden)}")
+        check_tensor(
+            "ref_hidden", ref_hidden, hidden, shape, f"one row per row of hidden, {len(hidden)}"
+        )
         _check_shapes(ref_hidden, ref_head, "ref_")
         if len(ref_head.weight) != len(weight):
             needed = f"the {len(weight)} rows of lm_head_weight, a token each"
             raise ValueError(f"ref_lm_head_weight needs {needed} (got {shown(ref_head.weight)})")
     if head.weight_gradient is not None:
         shape = tuple(weight.shape)
-        check_tensor("weight_gradient", head.weight_gradient, hidden, shape, f"the shape of lm_head_weight, {shape}")
+        check_tensor(
+            "weight_gradient",
+            head.weight_gradient,
+            hidden,
+            shape,
+            f"the shape of lm_head_weight, {shape}",
+        )
         if head.weight_gradient.dtype != wide:
-            raise ValueError(f"weight_gradient needs dtype {short(wide)} (got {shown(head.weight_gradient)})")
+            raise ValueError(
+                f"weight_gradient needs dtype {short(wide)} (got {shown(head.weight_gradient)})"
+            )
         if not method.fused:
             raise ValueError(f"weight_gradient needs impl='fused_linear' (got {method.impl!r})")
     check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
     family, correction = loss.family, loss.correction
     if method.num_splits > 1 and family.by_document:
-        raise ValueError(f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole document's")
+        raise ValueError(
+            f"{splits} needs a family by token (got {family.name!r}): its ratio is a whole "
+            "document's"
+        )
     if method.num_splits > 1 and correction is not None and correction.of_policy:
-        raise ValueError(f"{splits} needs another correction (got {correction.name!r}): it masks whole documents")
+        raise ValueError(
+            f"{splits} needs another correction (got {correction.name!r}): it masks whole documents"
+        )
     if method.num_splits > 1 and method.impl in ("fused_linear", "reference"):
-        raise ValueError(f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits")
+        raise ValueError(
+            f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits"
+        )
     if method.logits_memory_mb is not None:
         check_positive("logits_memory_mb", method.logits_memory_mb)
         if not method.fused:
             raise ValueError(
-                f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got {method.impl!r})"
+                f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got "
+                f"{method.impl!r})"
             )
 
 
 def _check_shapes(hidden: Tensor, head: LMHead, prefix: str = "") -> None:
     weight, name = head.weight, f"{prefix}lm_head_weight"
     fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
-    check_tensor(name, weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})")
+    check_tensor(
+        name, weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})"
+    )
     if head.bias is not None:
         per_row = f"one entry per row of {name}, {len(weight)}"
         check_tensor(f"{prefix}bias", head.bias, hidden, (len(weight),), per_row)
 
 
-def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False) -> None:
-    """Refuse anything but a tensor of that shape (None: refuse any), described by `needed`, on the device of `like`."""
+def check_tensor(
+    key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False
+) -> None:
+    """Refuse anything but a tensor of that shape (None: refuse any), described by `needed`, on the
+    device of `like`."""
     if not isinstance(value, Tensor) or value.shape != shape:
         raise ValueError(f"{key} needs {needed} (got {shown(value)}).{_ONE_AXIS}")
     if whole and value.dtype not in (torch.int64, torch.int32):
@@ -140,25 +188,38 @@ def check_tensor(key: str, value: Any, like: Tensor, shape, needed: str, whole: 
     if not whole and not value.is_floating_point():
         raise ValueError(f"{key} needs a floating point dtype (got {shown(value)})")
     if value.device != like.device:
-        raise ValueError(f"{key} needs to be on {like.device}, as the other tensors (got {value.device})")
+        raise ValueError(
+            f"{key} needs to be on {like.device}, as the other tensors (got {value.device})"
+        )
 
 
 def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
-    """Refuse, with ValueError, groups of ranks that do not fit the call. num_documents: the caller's, or None."""
+    """Refuse, with ValueError, groups of ranks that do not fit the call. num_documents: the
+    caller's, or None."""
     if impl == "reference" and (ranks.vocabulary or ranks.sequence or ranks.data):
-        raise ValueError("impl='reference' computes whole steps on one rank: no vocabulary, sequence or data group")
+        raise ValueError(
+            "impl='reference' computes whole steps on one rank: no vocabulary, sequence or data "
+            "group"
+        )
     if ranks.vocabulary_start is not None:
         if ranks.vocabulary is None:
-            raise ValueError(f"vocabulary_start={shown(ranks.vocabulary_start)} needs a vocabulary_group")
+            raise ValueError(
+                f"vocabulary_start={shown(ranks.vocabulary_start)} needs a vocabulary_group"
+            )
         check_whole("vocabulary_start", ranks.vocabulary_start, 0)
     if ranks.sequence is not None and num_documents is None:
-        raise ValueError("sequence_group needs num_documents: ranks must agree on the documents, whatever they hold")
+        raise ValueError(
+            "sequence_group needs num_documents: ranks must agree on the documents, whatever they "
+            "hold"
+        )
 
 
 def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
-    """Return the largest index + 1, read on the host. Raises ValueError where a number is missing in a whole step.
+    """Return the largest index + 1, read on the host. Raises ValueError where a number is missing
+    in a whole step.
 
-    Each number counts as a document in the step's denominators, so that numbers from 1 on would count one too many.
+    Each number counts as a document in the step's denominators, so that numbers from 1 on would
+    count one too many.
     """
     if document_index.numel() == 0:
         return 0
@@ -169,26 +230,43 @@ def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
     if widest > 1 and is_whole_step:
         missing = int((used - gaps)[gaps > 1][0]) + 1
         raise ValueError(
-            f"document_index needs every number from 0 to {largest} (got none of {missing}): a number that is left out "
-            "would count as a document; number the documents from 0 on, or pass num_documents to count those without "
-            "a token, too"
+            f"document_index needs every number from 0 to {largest} (got none of {missing}): a "
+            "number that is left out would count as a document; number the documents from 0 on, or "
+            "pass num_documents to count those without a token, too"
         )
     return largest + 1
 
 
-def check_totals(totals: StepTotals | None, num_documents: int, of_documents: dict[str, Tensor], like: Tensor) -> None:
-    """Refuse, with ValueError, groups, trajectories and totals that cannot be those of these documents.
+def check_totals(
+    totals: StepTotals | None, num_documents: int, of_documents: dict[str, Tensor], like: Tensor
+) -> None:
+    """Refuse, with ValueError, groups, trajectories and totals that cannot be those of these
+    documents.
 
-    of_documents: of the names in OF_DOCUMENTS those that are given. Reads the values of tensors on a CPU only: asking a
+    of_documents: of the names in OF_DOCUMENTS those that are given. Reads the values of tensors on
+        a CPU only: asking a
     GPU costs a synchronisation.
     """
     for key, index in of_documents.items():
-        check_tensor(key, index, like, (num_documents,), f"one entry per document, {num_documents}", whole=True)
+        check_tensor(
+            key,
+            index,
+            like,
+            (num_documents,),
+            f"one entry per document, {num_documents}",
+            whole=True,
+        )
     trajectories = of_documents.get("trajectory_index")
-    if trajectories is not None and not trajectories.is_cuda and num_documents and int(trajectories.min()) < 0:
+    if (
+        trajectories is not None
+        and not trajectories.is_cuda
+        and num_documents
+        and int(trajectories.min()) < 0
+    ):
         raise ValueError(
-            f"trajectory_index needs numbers from 0 on (got {int(trajectories.min())}). Documents that share one are "
-            "one trajectory; give a document that is one by itself a number of its own"
+            f"trajectory_index needs numbers from 0 on (got {int(trajectories.min())}). Documents "
+            "that share one are one trajectory; give a document that is one by itself a number of "
+            "its own"
         )
     if totals is None:
         return
@@ -197,21 +275,24 @@ def check_totals(totals: StepTotals | None, num_documents: int, of_documents: di
     counted = totals.num_documents
     if is_whole(counted) and num_documents > counted:
         raise ValueError(
-            f"totals.num_documents needs to count at least the {num_documents} documents of this call (got {counted}). "
-            "Totals are those of the whole step."
+            f"totals.num_documents needs to count at least the {num_documents} documents of this "
+            f"call (got {counted}). Totals are those of the whole step."
         )
     if (totals.num_groups is None) != (totals.tokens_per_group is None):
         raise ValueError("totals needs both of num_groups and tokens_per_group, or neither")
     if (trajectories is None) != (totals.tokens_per_trajectory is None):
-        raise ValueError("trajectory_index and totals.tokens_per_trajectory need each other (got one of them alone)")
+        raise ValueError(
+            "trajectory_index and totals.tokens_per_trajectory need each other (got one of them "
+            "alone)"
+        )
     for key, index in of_documents.items():
         counts = getattr(totals, OF_DOCUMENTS[key])
         if counts is None or index.is_cuda or not num_documents:
             continue
         if not 0 <= int(index.min()) <= int(index.max()) < len(counts):
             raise ValueError(
-                f"{key} needs numbers from 0 to {len(counts) - 1}, the places in totals.{OF_DOCUMENTS[key]} "
-                f"(got {int(index.min())} to {int(index.max())})"
+                f"{key} needs numbers from 0 to {len(counts) - 1}, the places in "
+                f"totals.{OF_DOCUMENTS[key]} (got {int(index.min())} to {int(index.max())})"
             )
 
 
@@ -219,6 +300,10 @@ def check_counts(counts: DocumentCounts, num_documents: int) -> None:
     """Refuse, with ValueError, counts that do not fit the number of documents."""
     pairs = [*zip(counts.informative, counts.trained, strict=False)]
     if {len(counts.trained), len(counts.informative)} != {num_documents}:
-        raise ValueError(f"counts needs {num_documents} documents, as num_documents (got {len(pairs)})")
+        raise ValueError(
+            f"counts needs {num_documents} documents, as num_documents (got {len(pairs)})"
+        )
     if wrong := [(part, total) for part, total in pairs if not 0 <= part <= total]:
-        raise ValueError(f"counts needs 0 <= informative <= trained of each document (got {wrong[0]})")
+        raise ValueError(
+            f"counts needs 0 <= informative <= trained of each document (got {wrong[0]})"
+        )

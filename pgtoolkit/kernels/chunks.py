@@ -15,14 +15,16 @@ from pgtoolkit.losses.exchange import gather_stacked
 from pgtoolkit.losses.objective import Objective
 
 _TILE, _STEP = 128, 32
-"""Rows of a tile of the matrix products on current GPUs, and the step in which the rows of a chunk are counted."""
+"""Rows of a tile of the matrix products on current GPUs, and the step in which the rows of a chunk
+are counted."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Rows start:stop of `Plan.rows`.
 
-    needs_gradient: False for rows whose coefficient is known to be 0, which take no part in the backward products.
+    needs_gradient: False for rows whose coefficient is known to be 0, which take no part in the
+        backward products.
     documents: of the rows; None where the family's scope is the token, or no gradient is needed.
     """
 
@@ -36,7 +38,10 @@ class Chunk:
 
         There are several only for a document longer than max_rows, or where no gradient is needed.
         """
-        return [slice(max(high - max_rows, self.start), high) for high in range(self.stop, self.start, -max_rows)][::-1]
+        return [
+            slice(max(high - max_rows, self.start), high)
+            for high in range(self.stop, self.start, -max_rows)
+        ][::-1]
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class Plan:
 def default_logits_memory_mb(device: torch.device) -> int:
     """Return the default MiB for the logits of a chunk: a GPU's memory over 64, and at least 512.
 
-    Larger chunks add less often to the weight's gradient; an 80 GB card gives the 1200 MiB that the journal
-    in docs/reports/performance.md found to be enough.
+    Larger chunks add less often to the weight's gradient; an 80 GB card gives the 1200 MiB that the
+    journal in docs/reports/performance.md found to be enough.
     """
     least = 512
     if device.type != "cuda":
@@ -60,7 +65,8 @@ def default_logits_memory_mb(device: torch.device) -> int:
 
 
 def rows_within(memory_mb: float, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return how many rows of logits fit memory_mb MiB: a multiple of 32 from 128 rows on, and at least one row."""
+    """Return how many rows of logits fit memory_mb MiB: a multiple of 32 from 128 rows on, and at
+    least one row."""
     rows = int(memory_mb * 2**20) // (vocabulary * dtype.itemsize)
     return max(1, rows if rows < _TILE else rows // _STEP * _STEP)
 
@@ -72,12 +78,14 @@ def make_plan(
     check_finite: bool,
     known: DocumentCounts | None = None,
 ) -> Plan:
-    """Order the trained rows into chunks of at most max_rows; only a document longer than that exceeds it.
+    """Order the trained rows into chunks of at most max_rows; only a document longer than that
+    exceeds it.
 
-    Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are known and nothing
-    needs to be checked. Where documents are spread over ranks and the family needs them whole, one exchange of lengths
-    lets all ranks make the same chunks of the same documents, for the smallest of their max_rows.
-    Raises DataError, if check_finite, for old log-probs or advantages that are not finite.
+    Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are
+    known and nothing needs to be checked. Where documents are spread over ranks and the family
+    needs them whole, one exchange of lengths lets all ranks make the same chunks of the same
+    documents, for the smallest of their max_rows. Raises DataError, if check_finite, for old
+    log-probs or advantages that are not finite.
     """
     documents, mask = objective.documents, objective.mask
     by_document = with_gradient and objective.by_document
@@ -102,7 +110,9 @@ def make_plan(
             here = documents.index.new_zeros(documents.num_documents + 1)
             here = here.index_add_(0, documents.index, informative.long())[:-1]
             room = torch.full_like(num_bad, max_rows)
-            table = gather_stacked(torch.cat([num_bad, room, documents.counts_here, here]), documents.group).T.tolist()
+            table = gather_stacked(
+                torch.cat([num_bad, room, documents.counts_here, here]), documents.group
+            ).T.tolist()
             bad = sum(table[0])
             max_rows = min(table[1])
             lengths = table[2 : 2 + documents.num_documents]
@@ -113,7 +123,8 @@ def make_plan(
         if bad and check_finite:
             objective.check_finite()
             raise DataError(
-                "non-finite old_log_probs or advantages at a trained position on another rank, which names it"
+                "non-finite old_log_probs or advantages at a trained position on another rank, "
+                "which names it"
             )
     if by_document:
         return _plan_documents(documents, lengths, has_gradient, max_rows)
@@ -125,7 +136,8 @@ def make_plan(
 def _plan_documents(
     documents: DocumentSums, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int
 ) -> Plan:
-    """Divide the documents into bins. lengths, has_gradient: of each document, a number for each rank of the group."""
+    """Divide the documents into bins. lengths, has_gradient: of each document, a number for each
+    rank of the group."""
     useful = [document for document, numbers in enumerate(has_gradient) if any(numbers)]
     if documents.group is None:
         counts = [length for (length,) in lengths]
@@ -136,7 +148,8 @@ def _plan_documents(
     order = [useful[item] for items in bins for item in items]
     start = sum(counts) - sum(counts[document] for document in order)
 
-    # The place of each document in the plan: those without gradient before all others, untrained rows last.
+    # The place of each document in the plan: those without gradient before all others, untrained
+    #   rows last.
     places = [-1] * documents.num_documents + [len(order)]
     for place, document in enumerate(order):
         places[document] = place
@@ -146,22 +159,32 @@ def _plan_documents(
     local = without_waiting(torch.tensor([counts[document] for document in order]), device)
     overall = local
     if documents.group is not None:
-        overall = without_waiting(torch.tensor([sum(lengths[document]) for document in order]), device)
+        overall = without_waiting(
+            torch.tensor([sum(lengths[document]) for document in order]), device
+        )
 
     chunks, first = _without_gradient(start), 0
     for items in bins:
         stop, last = start + sum(counts[useful[item]] for item in items), first + len(items)
-        own = key[start:stop] - first, local[first:last], len(items), documents.group, overall[first:last]
+        own = (
+            key[start:stop] - first,
+            local[first:last],
+            len(items),
+            documents.group,
+            overall[first:last],
+        )
         chunks.append(Chunk(start, stop, True, DocumentSums(*own, is_sorted=True)))
         start, first = stop, last
     return Plan(rows[: sum(counts)], chunks)
 
 
 def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Divide items among few bins by a greedy fill. A bin has at most `capacity`, or one item that is longer.
+    """Divide items among few bins by a greedy fill. A bin has at most `capacity`, or one item that
+    is longer.
 
-    The longest items come first, each into the emptiest bin, so that bins are nearly equal: equal chunks make the inner
-    dimension of the weight gradient's product, and so its efficiency, as large as possible.
+    The longest items come first, each into the emptiest bin, so that bins are nearly equal: equal
+    chunks make the inner dimension of the weight gradient's product, and so its efficiency, as
+    large as possible.
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     alone = [[item] for item in order if lengths[item] > capacity]
@@ -181,10 +204,11 @@ def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]]:
-    """Divide items among few bins, in which no rank holds more than `capacity` unless the bin has a single item.
+    """Divide items among few bins, in which no rank holds more than `capacity` unless the bin has a
+    single item.
 
-    lengths[item][rank]: how much of the item the rank holds. Returns the same on every rank. For one rank
-    `balanced_bins` returns the same, and is quicker.
+    lengths[item][rank]: how much of the item the rank holds. Returns the same on every rank. For
+    one rank `balanced_bins` returns the same, and is quicker.
     """
     order = sorted(range(len(lengths)), key=lambda item: -max(lengths[item]))
     alone = [[item] for item in order if max(lengths[item]) > capacity]
@@ -206,10 +230,12 @@ def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]
 
 
 def _cuts(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
-    """Cut start:stop into the fewest pieces of at most max_rows: full ones, and a last one with the rest.
+    """Cut start:stop into the fewest pieces of at most max_rows: full ones, and a last one with the
+    rest.
 
-    The pieces are equal where those are whole tiles, or where the rest would be small: each piece costs a pass over the
-    weight's gradient, and products of fewer rows than fit (1664 of 1760 on an H200) are no faster.
+    The pieces are equal where those are whole tiles, or where the rest would be small: each piece
+    costs a pass over the weight's gradient, and products of fewer rows than fit (1664 of 1760 on an
+    H200) are no faster.
     """
     total = stop - start
     if total <= 0:

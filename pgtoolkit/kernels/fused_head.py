@@ -1,17 +1,19 @@
-"""The fused LM head: loss and gradients from hidden states, with the logits of one chunk of tokens at a time.
+"""The fused LM head: loss and gradients from hidden states, with the logits of one chunk of tokens
+at a time.
 
-The gradient of a log-prob by its logits is (onehot - softmax) / temperature, the *score*, whatever the loss. With
-c_t the derivative of the loss by the log-prob of token t,
+The gradient of a log-prob by its logits is (onehot - softmax) / temperature, the *score*, whatever
+the loss. With c_t the derivative of the loss by the log-prob of token t,
 
     gradient of hidden = (c / temperature) * (score @ weight)
     gradient of weight = score.T @ ((c / temperature) * hidden)
 
-so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass suffices even
+so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass
+suffices even
 where c_t needs all tokens of its document: chunks are made of whole documents.
 
-An entropy bonus, or the full KL against a reference, adds a second row to the gradient of the logits, with a
-coefficient of its own. A chunk's logits, and the reference's beside them, then stay until c is known, and are read once
-more; no product is computed again.
+An entropy bonus, or the full KL against a reference, adds a second row to the gradient of the
+logits, with a coefficient of its own. A chunk's logits, and the reference's beside them, then stay
+until c is known, and are read once more; no product is computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.batch import DocumentCounts
 from pgtoolkit.kernels.chunks import Chunk, make_plan
 from pgtoolkit.kernels.given_logits import GradientsFromForward, Passes, compared
-from pgtoolkit.kernels.products import BesideOthers, LMHead, Projection, accumulate_matmul, accumulation_dtype
+from pgtoolkit.kernels.products import (
+    BesideOthers,
+    LMHead,
+    Projection,
+    accumulate_matmul,
+    accumulation_dtype,
+)
 from pgtoolkit.kernels.torch_passes import Teacher
 from pgtoolkit.losses.exchange import all_reduce_
 from pgtoolkit.losses.measure import evaluate_objective
@@ -34,7 +42,8 @@ from pgtoolkit.losses.metrics import MetricSums
 from pgtoolkit.losses.objective import Loss, Objective
 
 _WORTH_COMPACTING = 0.95
-"""Share of a chunk's rows that still have a gradient, above which moving them together costs more than it saves."""
+"""Share of a chunk's rows that still have a gradient, above which moving them together costs more
+than it saves."""
 _ROWS_PER_MOVE = 128
 
 
@@ -42,9 +51,12 @@ _ROWS_PER_MOVE = 128
 class HeadOptions:
     """Options of the fused head.
 
-    implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may exist at once.
-    check_finite: refuse numbers that are not finite. counts: the documents' counts if they are known on the host.
-    vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as well.
+    implementation: the module with the vocabulary-sized passes. max_rows: rows of logits that may
+        exist at once.
+    check_finite: refuse numbers that are not finite. counts: the documents' counts if they are
+        known on the host.
+    vocabulary_group: ranks with the other rows of the weight; the implementation knows the group as
+        well.
     """
 
     implementation: Passes
@@ -56,7 +68,8 @@ class HeadOptions:
 
     @property
     def bonus(self) -> bool:
-        """True if the loss has an entropy bonus, which needs the entropy at any level of the metrics."""
+        """True if the loss has an entropy bonus, which needs the entropy at any level of the
+        metrics."""
         return self.loss.entropy_coefficient != 0
 
     @property
@@ -72,8 +85,8 @@ class HeadOptions:
 class Piece(NamedTuple):
     """Rows between forward and backward: hidden (N, H), log_probs (N,), and score (N, V).
 
-    With `keeps_logits`, `score` holds the logits instead. Their normalizer is (2, N), or (3, N) with the entropy for a
-    bonus; teacher is the reference of a full KL.
+    With `keeps_logits`, `score` holds the logits instead. Their normalizer is (2, N), or (3, N)
+    with the entropy for a bonus; teacher is the reference of a full KL.
     """
 
     hidden: Tensor
@@ -86,7 +99,8 @@ class Piece(NamedTuple):
 def linear_loss(
     hidden: Tensor, head: LMHead, labels: Tensor, objective: Objective, options: HeadOptions
 ) -> tuple[Tensor, Tensor, MetricSums, AnyOnHost]:
-    """Return (loss, log_probs, metric sums, whether the data is refused) of hidden (T, H) @ weight (V, H).T.
+    """Return (loss, log_probs, metric sums, whether the data is refused) of hidden (T, H) @ weight
+    (V, H).T.
 
     log_probs: (T,), detached.
     """
@@ -96,10 +110,14 @@ def linear_loss(
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         run = _FusedPass(hidden, head, labels, options, wanted, objective.penalties.divergence)
         run.all_chunks(objective)
-        loss, _, sums = evaluate_objective(objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level)
+        loss, _, sums = evaluate_objective(
+            objective.at(run.log_probs), run.log_probs, run.entropy, options.loss.level
+        )
     if any(wanted):
         gradients = [run.hidden_gradient, run.weight_gradient, run.bias_gradient]
-        loss = GradientsFromForward.apply(loss, gradients, options.implementation.scale_, can_scale, *inputs)
+        loss = GradientsFromForward.apply(
+            loss, gradients, options.implementation.scale_, can_scale, *inputs
+        )
     assert run.any_not_finite is not None
     return loss, run.log_probs, sums, run.any_not_finite
 
@@ -124,12 +142,16 @@ def linear_log_probs(
 
 
 class AnyOnHost:
-    """The answer whether any of (T,) bool is True, copied to the host while the GPU works on; bool() waits for it."""
+    """The answer whether any of (T,) bool is True, copied to the host while the GPU works on;
+    bool() waits for it."""
 
     def __init__(self, values: Tensor):
         self._answer, self._arrived = values.any(), None
         if values.is_cuda:
-            on_device, self._answer = self._answer, torch.empty((), dtype=torch.bool, pin_memory=True)
+            on_device, self._answer = (
+                self._answer,
+                torch.empty((), dtype=torch.bool, pin_memory=True),
+            )
             self._answer.copy_(on_device, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
@@ -152,51 +174,73 @@ class _FusedPass:
         wanted: list[bool],
         divergence: Tensor | None = None,
     ):
-        """wanted: gradients by hidden states, weight and bias. divergence: (T,), filled in with the full KL."""
+        """wanted: gradients by hidden states, weight and bias. divergence: (T,), filled in with the
+        full KL."""
         self.divergence = divergence
         self.any_not_finite: AnyOnHost | None = None
-        self.own, self.reference = Projection(hidden, head), head.reference and Projection(*head.reference)
+        self.own, self.reference = (
+            Projection(hidden, head),
+            head.reference and Projection(*head.reference),
+        )
         self.labels, self.options, self.temperature = labels, options, options.loss.temperature
-        self.hidden, weight, bias, wide = self.own.hidden, head.weight, head.bias, accumulation_dtype(hidden)
+        self.hidden, weight, bias, wide = (
+            self.own.hidden,
+            head.weight,
+            head.bias,
+            accumulation_dtype(hidden),
+        )
         self.log_probs = hidden.new_zeros(len(hidden), dtype=wide)
         self.entropy = torch.zeros_like(self.log_probs) if options.with_entropy else None
 
         self.with_gradient = any(wanted)
-        # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until they are scaled.
+        # float16 cannot hold gradients of a loss that is a mean over a step; keep them wide until
+        # they are scaled.
         kept = wide if hidden.dtype == torch.float16 else hidden.dtype
         self.hidden_gradient = torch.zeros_like(hidden, dtype=kept) if wanted[0] else None
         self.weight_gradient = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
-        self.bias_gradient = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        self.bias_gradient = (
+            torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+        )
         self.weight_total = self.weight_gradient
         if self.with_gradient and head.weight_gradient is not None:
             self.weight_total = head.weight_gradient
 
     def all_chunks(self, objective: Objective) -> None:
         options = self.options
-        plan = make_plan(objective, options.max_rows, self.with_gradient, options.check_finite, options.counts)
+        plan = make_plan(
+            objective, options.max_rows, self.with_gradient, options.check_finite, options.counts
+        )
         ordered = objective.take(plan.rows, None)
-        # Coefficients are means over a step: this power of two brings them near 1, into float16's range.
+        # Coefficients are means over a step: this power of two brings them near 1, into float16's
+        #   range.
         self.scale = float(2 ** len(plan.rows).bit_length())
         self.scale_rows = options.implementation.scale_rows
         self.make_buffer(max((chunk.stop - chunk.start for chunk in plan.chunks), default=0))
         if not plan.chunks:
             self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask))
-        # Whether all tokens of a document may turn out to have no gradient. They cannot if the family's weight is never
-        # 0, if old log-probs are those of this pass (every ratio is 1), or if penalties give every token a gradient.
+        # Whether all tokens of a document may turn out to have no gradient. They cannot if the
+        # family's weight is never 0, if old log-probs are those of this pass (every ratio is 1), or
+        # if penalties give every
+        # token a gradient.
         family, old_log_probs = objective.family, objective.old_log_probs
         clips = family.by_document and family.slope_of == "log_ratio" and old_log_probs is not None
-        clips_documents = (clips or objective.off_policy is not None) and not objective.penalties.active
+        clips_documents = (
+            clips or objective.off_policy is not None
+        ) and not objective.penalties.active
         for chunk in plan.chunks:
             pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
-            # If a document has more rows than may exist at once, only the last piece's score is still there when the
-            # coefficients are known; the other logits are computed again. This rank may have no row of a chunk.
+            # If a document has more rows than may exist at once, only the last piece's score is
+            # still there when the coefficients are known; the other logits are computed again. This
+            # rank may have no row
+            # of a chunk.
             kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
             parts = [self.with_logits(rows).log_probs for rows in pieces]
             for rows in kept:
                 last_piece = self.score(rows)
                 parts.append(last_piece.log_probs)
             if chunk is plan.chunks[-1]:
-                # All log-probs are known now, so the answer reaches the host while the last products run.
+                # All log-probs are known now, so the answer reaches the host while the last
+                # products run.
                 self.any_not_finite = AnyOnHost(objective.refused(self.log_probs))
             if not chunk.needs_gradient:
                 continue
@@ -225,7 +269,8 @@ class _FusedPass:
             self.reference.make_buffer(rows)
 
     def with_logits(self, rows: Tensor) -> Piece:
-        """Return these rows with their logits, and fill in their log-probs, entropies and full KL."""
+        """Return these rows with their logits, and fill in their log-probs, entropies and full
+        KL."""
         implementation, hidden, teacher = self.options.implementation, self.hidden[rows], None
         logits = self.own.logits(hidden)
         log_probs, normalizer, entropy = implementation.forward(logits, *self._arguments(rows))
@@ -255,12 +300,15 @@ class _FusedPass:
     def gradient(self, rows: Tensor, piece: Piece, coefficients: Tensor) -> tuple[Tensor, Tensor]:
         """Return (score, coefficients), whose product is the gradient by the logits of `piece`.
 
-        coefficients: (n, N), as `torch_passes.backward` takes them. The scale keeps small ones in float16's range.
+        coefficients: (n, N), as `torch_passes.backward` takes them. The scale keeps small ones in
+            float16's range.
         """
         logits, dtype, temperature = piece.score, piece.hidden.dtype, self.temperature
         score = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         arguments = self.labels[rows], piece.normalizer, coefficients * self.scale, temperature
-        score = self.options.implementation.backward(logits, *arguments, out=score, teacher=piece.teacher)
+        score = self.options.implementation.backward(
+            logits, *arguments, out=score, teacher=piece.teacher
+        )
         return score, torch.full_like(coefficients[0], temperature / self.scale)
 
     def products(self, rows: Tensor, piece: Piece, coefficients: Tensor, compact: bool) -> None:
@@ -276,7 +324,9 @@ class _FusedPass:
         scaled = factor * self.scale
         if self.bias_gradient is not None:
             column = scaled.to(score.dtype).unsqueeze(-1)
-            accumulate_matmul(self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale)
+            accumulate_matmul(
+                self.bias_gradient.unsqueeze(-1), score.T, column, alpha=1 / self.scale
+            )
         if self.weight_total is not None:
             hidden = self.scale_rows(hidden, scaled, hidden, self.numbers[: len(rows)])
             accumulate_matmul(self.weight_total, score.T, hidden, alpha=1 / self.scale)
@@ -294,12 +344,14 @@ class _FusedPass:
 
 
 def _without_zeros(rows, hidden, score, coefficients):
-    """Return the arguments without rows of coefficient 0, as of clipped documents. One synchronisation on a GPU."""
+    """Return the arguments without rows of coefficient 0, as of clipped documents. One
+    synchronisation on a GPU."""
     active = coefficients != 0
     number = int(active.sum())
     if number > _WORTH_COMPACTING * len(rows):
         return rows, hidden, score, coefficients
-    # In ascending order, so that a row only moves up, to the place of a row that is dropped or has moved itself.
+    # In ascending order, so that a row only moves up, to the place of a row that is dropped or has
+    # moved itself.
     keep = torch.sort(~active, stable=True).indices[:number]
     for low in range(0, number, _ROWS_PER_MOVE):
         moved = keep[low : low + _ROWS_PER_MOVE]

@@ -1,4 +1,5 @@
-"""The loss of a piece of a step from its logits, from hidden states and the LM head, or from log-probs."""
+"""The loss of a piece of a step from its logits, from hidden states and the LM head, or from
+log-probs."""
 
 from __future__ import annotations
 
@@ -27,9 +28,12 @@ from pgtoolkit.losses.reference_terms import correction_names
 class PolicyLoss:
     """The result of a call: the loss, its log-probs, and its metrics.
 
-    loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained; detached.
-    metric_sums: the metrics before division, to merge over the pieces of a step. totals: the step's.
-    With ranks that share a sequence or the data, loss and metric_sums are this rank's share, and add up over the ranks.
+    loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained;
+        detached.
+    metric_sums: the metrics before division, to merge over the pieces of a step. totals: the
+        step's.
+    With ranks that share a sequence or the data, loss and metric_sums are this rank's share, and
+    add up over the ranks.
     """
 
     loss: Tensor
@@ -39,13 +43,15 @@ class PolicyLoss:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Name -> 0-dim tensor, over the tokens of this call on this rank and divided by the step's totals."""
+        """Name -> 0-dim tensor, over the tokens of this call on this rank and divided by the step's
+        totals."""
         return self.metric_sums.finalize(self.totals)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Options of the computation, which do not change the loss; as in `pgtoolkit.linear_policy_loss`."""
+    """Options of the computation, which do not change the loss; as in
+    `pgtoolkit.linear_policy_loss`."""
 
     impl: str = "auto"
     check_finite: bool = True
@@ -70,7 +76,8 @@ def loss_of_logits(
 ) -> PolicyLoss:
     """Return the loss of given logits.
 
-    logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference, for a full KL.
+    logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference,
+        for a full KL.
     """
     by_reference = method.impl == "reference"
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks)
@@ -102,15 +109,20 @@ def loss_of_hidden(
     ranks: Ranks,
     method: Computation,
 ) -> PolicyLoss:
-    """Return the loss of hidden states (T, H) and the LM head, whose logits need never exist in full."""
+    """Return the loss of hidden states (T, H) and the LM head, whose logits need never exist in
+    full."""
     if not method.fused and method.num_splits == 1:
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
         with torch.no_grad():
             ref_logits = head.reference and _logits(*head.reference, ranks)
-        return loss_of_logits(_logits(hidden, head, ranks), tokens, totals, loss, ranks, method, ref_logits)
+        return loss_of_logits(
+            _logits(hidden, head, ranks), tokens, totals, loss, ranks, method, ref_logits
+        )
     options = _head_options(hidden, head, tokens, loss, ranks, method)
     objective = make_objective(tokens, totals, loss, accumulation_dtype(hidden), ranks)
-    value, log_probs, sums, not_finite = linear_loss(hidden, head, tokens.labels, objective, options)
+    value, log_probs, sums, not_finite = linear_loss(
+        hidden, head, tokens.labels, objective, options
+    )
     if method.check_finite and not_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
@@ -126,26 +138,42 @@ def log_probs_of_hidden(
     method: Computation,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where labels < 0.
+    """Return (log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where
+    labels < 0.
 
     They are computed as for a loss with these options, but without one.
     """
     if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, ranks)
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-        log_probs, _, entropy = implementation.forward(logits, tokens.labels, loss.temperature, with_entropy)
+        log_probs, _, entropy = implementation.forward(
+            logits, tokens.labels, loss.temperature, with_entropy
+        )
         return log_probs, entropy
-    loss = replace(loss, metrics="with_entropy" if with_entropy else "none", entropy_coefficient=0.0)
-    return linear_log_probs(hidden, head, tokens.labels, _head_options(hidden, head, tokens, loss, ranks, method))
+    loss = replace(
+        loss, metrics="with_entropy" if with_entropy else "none", entropy_coefficient=0.0
+    )
+    return linear_log_probs(
+        hidden, head, tokens.labels, _head_options(hidden, head, tokens, loss, ranks, method)
+    )
 
 
 def loss_of_log_probs(
-    log_probs: Tensor, tokens: Tokens, totals: StepTotals | None, loss: Loss, ranks: Ranks, check_finite: bool
+    log_probs: Tensor,
+    tokens: Tokens,
+    totals: StepTotals | None,
+    loss: Loss,
+    ranks: Ranks,
+    check_finite: bool,
 ) -> PolicyLoss:
-    """Return the loss of log-probs (T,), floating, of the policy in training; of labels only the sign is read."""
+    """Return the loss of log-probs (T,), floating, of the policy in training; of labels only the
+    sign is read."""
     if loss.kl is not None and loss.full_kl:
         kinds = ", ".join(KINDS)
-        raise ValueError(f"kl={loss.kl.kind!r} needs logits, since it is over the whole vocabulary. Use one of {kinds}")
+        raise ValueError(
+            f"kl={loss.kl.kind!r} needs logits, since it is over the whole vocabulary. Use one of "
+            f"{kinds}"
+        )
     objective = make_objective(tokens, totals, loss, accumulation_dtype(log_probs), ranks)
     wide = torch.where(objective.mask, log_probs.to(accumulation_dtype(log_probs)), 0.0)
     new = wide.detach()
@@ -157,18 +185,29 @@ def loss_of_log_probs(
     return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
 
 
-def _head_options(hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation) -> HeadOptions:
+def _head_options(
+    hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
+) -> HeadOptions:
     columns, rows = head.weight.shape[0], -(-len(hidden) // method.num_splits)
-    implementation = choose_implementation("auto" if method.fused else method.impl, hidden, ranks.shard(columns))
+    implementation = choose_implementation(
+        "auto" if method.fused else method.impl, hidden, ranks.shard(columns)
+    )
     if method.fused:
         memory = method.logits_memory_mb
         memory = default_logits_memory_mb(hidden.device) if memory is None else memory
         columns *= 1 if head.reference is None else 2  # its logits take as much
-        rows = rows_within(memory, max(1, columns), accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype)
+        rows = rows_within(
+            memory,
+            max(1, columns),
+            accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype,
+        )
         if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
-            # Agree on the rows where shards, or GPUs, may differ in size. Otherwise all ranks have the same already.
+            # Agree on the rows where shards, or GPUs, may differ in size. Otherwise all ranks have
+            # the same already.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
-    return HeadOptions(implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary)
+    return HeadOptions(
+        implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary
+    )
 
 
 def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
@@ -177,8 +216,11 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
     return linear(hidden, head.weight, head.bias, head.fp32_logits)
 
 
-def _by_reference(logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None) -> tuple[Tensor, ...]:
-    """Return (loss, log_probs, entropy, full KL) by the specification, differentiable by the logits."""
+def _by_reference(
+    logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return (loss, log_probs, entropy, full KL) by the specification, differentiable by the
+    logits."""
     assert tokens.old_log_probs is not None
     specified = reference.policy_loss(
         logits.detach(),

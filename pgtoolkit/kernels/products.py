@@ -1,4 +1,5 @@
-"""Matrix products with a float32 result of half-precision operands, without float32 copies of them on a GPU."""
+"""Matrix products with a float32 result of half-precision operands, without float32 copies of them
+on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 _ROWS_PER_BLOCK = 4096
-"""Rows of the right operand widened at once where the device has no mixed product: bounds the copy."""
+"""Rows of the right operand widened at once where the device has no mixed product: bounds the
+copy."""
 
 
 def accumulation_dtype(values: Tensor) -> torch.dtype:
@@ -18,7 +20,8 @@ def accumulation_dtype(values: Tensor) -> torch.dtype:
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Set out = a @ b, for a (M, K) and b (K, N). out may be float32 where a and b are half precision."""
+    """Set out = a @ b, for a (M, K) and b (K, N). out may be float32 where a and b are half
+    precision."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda":
@@ -34,8 +37,9 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
     if total.dtype == a.dtype:
         return total.addmm_(a, b, alpha=alpha)
     if a.device.type == "cuda":
-        # In two halves: for the whole, cuBLAS picks a kernel that waits longer for the totals that it adds to
-        # (H200, 2048 x 151936 x 4096: 3.87 ms whole, 3.50 ms in halves, 3.38 ms without adding).
+        # In two halves: for the whole, cuBLAS picks a kernel that waits longer for the totals that
+        #   it adds to (H200, 2048 x 151936 x 4096: 3.87 ms whole, 3.50 ms in halves, 3.38 ms
+        #   without adding).
         half = b.shape[1] // 128 * 64
         for columns in (slice(0, half), slice(half, None)) if half else (slice(None),):
             part = total[:, columns]
@@ -48,10 +52,11 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
 
 
 class BesideOthers:
-    """The product a @ b on a stream of its own, beside what is launched until its result is asked for.
+    """The product a @ b on a stream of its own, beside what is launched until its result is asked
+    for.
 
-    The tiles of a product rarely fill the GPU's last wave of them; those of the next one then fill it up. a and b may
-    not be written before the result has been asked for.
+    The tiles of a product rarely fill the GPU's last wave of them; those of the next one then fill
+    it up. a and b may not be written before the result has been asked for.
     """
 
     def __init__(self, a: Tensor, b: Tensor):
@@ -92,7 +97,8 @@ class LMHead:
 
 
 class Projection:
-    """The logits of a few rows at a time, in one buffer: hidden (T, H) @ weight (V, H).T + bias, without gradient.
+    """The logits of a few rows at a time, in one buffer: hidden (T, H) @ weight (V, H).T + bias,
+    without gradient.
 
     A float32 weight under half-precision hidden states computes in their precision.
     """
@@ -112,9 +118,11 @@ class Projection:
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
-    """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision operands if fp32.
+    """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision
+    operands if fp32.
 
-    The product takes weight in hidden's dtype; its gradient is added up in float32 and rounded to weight's dtype once.
+    The product takes weight in hidden's dtype; its gradient is added up in float32 and rounded to
+    weight's dtype once.
     """
     wide = fp32 and hidden.dtype not in (torch.float32, torch.float64)
     if weight.dtype == hidden.dtype and not wide:
@@ -128,14 +136,20 @@ class _MixedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, dtype):
         ctx.save_for_backward(hidden, weight)
-        return matmul(hidden, weight.to(hidden.dtype).T, hidden.new_empty(len(hidden), len(weight), dtype=dtype))
+        return matmul(
+            hidden,
+            weight.to(hidden.dtype).T,
+            hidden.new_empty(len(hidden), len(weight), dtype=dtype),
+        )
 
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
         gradient, total = gradient.to(hidden.dtype), None
         if ctx.needs_input_grad[1]:  # not of a frozen head
-            total = hidden.new_zeros(weight.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+            total = hidden.new_zeros(
+                weight.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)
+            )
             accumulate_matmul(total, gradient.T, hidden, 1.0)
             total = total.to(weight.dtype)
         return gradient @ weight.to(hidden.dtype), total, None

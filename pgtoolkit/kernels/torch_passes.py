@@ -1,7 +1,8 @@
 """The vocabulary-sized passes in plain PyTorch: runs anywhere, a few rows at a time.
 
-With m the maximum of a row of logits, its normalizer is the pair (m, log sum_v exp((x_v - m) / temperature)): kept
-apart, because their sum rounds away what is left between logits of ten thousand.
+With m the maximum of a row of logits, its normalizer is the pair (m, log sum_v exp((x_v - m) /
+temperature)): kept apart, because their sum rounds away what is left between logits of ten
+thousand.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _ELEMENTS_PER_BLOCK = 2**24
 def forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log_probs, normalizer, entropy), (T,), (2, T) and (T,), of logits (T, V) / temperature at labels (T,).
+    """Return (log_probs, normalizer, entropy), (T,), (2, T) and (T,), of logits (T, V) /
+    temperature at labels (T,).
 
-    In float32 (float64 for float64 logits), 0 where labels < 0; entropy is log Z - sum p z, or None unless asked for.
-    A label that is not below V has log-prob NaN.
+    In float32 (float64 for float64 logits), 0 where labels < 0; entropy is log Z - sum p z, or None
+    unless asked for. A label that is not below V has log-prob NaN.
     """
     parts = forward_shard(logits, labels, temperature, with_entropy, 0)
     log_probs, normalizer, entropy = merge_shards([parts], labels, temperature)
@@ -35,12 +37,16 @@ def forward(
 def forward_shard(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
 ) -> Tensor:
-    """Return the sums of each row over one shard of the vocabulary, the columns from vocabulary_start on: (3 or 4, T).
+    """Return the sums of each row over one shard of the vocabulary, the columns from
+    vocabulary_start on: (3 or 4, T).
 
-    They are the label's logit, or 0 where the label is in another shard; the shard's m; its sum of exp(d) with
-    d = (x - m) / temperature; and, with_entropy, its sum of d exp(d). All are 0 where labels < 0.
+    They are the label's logit, or 0 where the label is in another shard; the shard's m; its sum of
+    exp(d) with d = (x - m) / temperature; and, with_entropy, its sum of d exp(d). All are 0 where
+    labels < 0.
     """
-    parts = logits.new_zeros(4 if with_entropy else 3, len(labels), dtype=accumulation_dtype(logits))
+    parts = logits.new_zeros(
+        4 if with_entropy else 3, len(labels), dtype=accumulation_dtype(logits)
+    )
     for rows in _row_blocks(logits):
         block = logits[rows].to(parts.dtype)
         local = labels[rows] - vocabulary_start
@@ -58,8 +64,11 @@ def forward_shard(
     return parts
 
 
-def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log_probs, normalizer, entropy) as `forward` does for all columns, from the sums of every shard."""
+def merge_shards(
+    shards: list[Tensor], labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (log_probs, normalizer, entropy) as `forward` does for all columns, from the sums of
+    every shard."""
     trained = labels >= 0
     chosen, maxima, sums, *dots = torch.stack(shards).unbind(1)
     maximum = maxima.amax(0)
@@ -76,7 +85,8 @@ def merge_shards(shards: list[Tensor], labels: Tensor, temperature: float) -> tu
 
 
 class Teacher(NamedTuple):
-    """The reference of a full KL. logits: (T, V). normalizer: (2, T). divergence: (T,), the full KL of each row."""
+    """The reference of a full KL. logits: (T, V). normalizer: (2, T). divergence: (T,), the full KL
+    of each row."""
 
     kind: str
     logits: Tensor
@@ -84,11 +94,13 @@ class Teacher(NamedTuple):
     divergence: Tensor | None = None
 
 
-def divergence(logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float) -> Tensor:
+def divergence(
+    logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
+) -> Tensor:
     """Return (T,): the full KL of each row, or these columns' share of it; 0 where labels < 0.
 
-    Kind "full_reverse" is sum p (log p - log f), "full_forward" sum f (log f - log p), with p and f the softmax of
-    logits (T, V) and of the teacher's. The normalizers are those of all columns.
+    Kind "full_reverse" is sum p (log p - log f), "full_forward" sum f (log f - log p), with p and f
+    the softmax of logits (T, V) and of the teacher's. The normalizers are those of all columns.
     """
     result = torch.zeros_like(normalizer[0])
     for rows in _row_blocks(logits):
@@ -111,13 +123,17 @@ def backward(
     out: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> Tensor:
-    """Return the gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) - softmax), 0 where c_t = 0.
+    """Return the gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) -
+    softmax), 0 where c_t = 0.
 
-    coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where there is a teacher.
-    e_t is the derivative of the loss by each row's entropy H_t, the last row of normalizer, and adds
-    -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is the derivative by each row's full KL, and adds
-    k_t / temperature times p (log p - log f - KL) for a reverse one, or p - f for a forward one.
-    normalizer: of all columns, where logits are a shard of them. out: written and returned; may be `logits`.
+    coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where
+        there is a teacher.
+    e_t is the derivative of the loss by each row's entropy H_t, the last row of normalizer, and
+    adds -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is the derivative by each
+    row's full KL, and adds k_t / temperature times p (log p - log f - KL) for a reverse one, or p -
+    f for a forward one.
+    normalizer: of all columns, where logits are a shard of them. out: written and returned; may be
+        `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
     coefficients = torch.atleast_2d(coefficients)
@@ -127,7 +143,9 @@ def backward(
         probabilities, terms = own.exp(), []
         if len(normalizer) == 3:
             # A token of probability 0 adds nothing, also where its logit is -inf.
-            terms.append(-probabilities * (own.clamp(min=-1000.0) + normalizer[2, rows].unsqueeze(-1)))
+            terms.append(
+                -probabilities * (own.clamp(min=-1000.0) + normalizer[2, rows].unsqueeze(-1))
+            )
         if teacher is not None:
             its = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
             if teacher.kind == "full_forward":
@@ -157,20 +175,27 @@ def forward_score_(
     forward=forward,
     backward=backward,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (log_probs, entropy, score): as `forward`, and score = onehot(label) - softmax, (T, V) in `dtype`.
+    """Return (log_probs, entropy, score): as `forward`, and score = onehot(label) - softmax, (T, V)
+    in `dtype`.
 
-    All labels must be >= 0. score takes the memory of the logits where the dtypes are the same. forward, backward: the
-    passes of an implementation.
+    All labels must be >= 0. score takes the memory of the logits where the dtypes are the same.
+    forward, backward: the passes of an implementation.
     """
     log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
-    # Each program of a GPU's backward knows its own block only, so it cannot write another dtype over the logits.
+    # Each program of a GPU's backward knows its own block only, so it cannot write another dtype
+    # over the logits.
     score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     coefficients = torch.full_like(log_probs, temperature)
-    return log_probs, entropy, backward(logits, labels, normalizer, coefficients, temperature, out=score)
+    return (
+        log_probs,
+        entropy,
+        backward(logits, labels, normalizer, coefficients, temperature, out=score),
+    )
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-    """Set target[rows[i]] = factors[i] * source[i], in the factors' dtype; source may be target for rows 0, 1, ..."""
+    """Set target[rows[i]] = factors[i] * source[i], in the factors' dtype; source may be target for
+    rows 0, 1, ..."""
     return target.index_copy_(0, rows, (source * factors.unsqueeze(-1)).to(target.dtype))
 
 

@@ -1,4 +1,5 @@
-"""The Triton kernels for attention of one new token of each row over the row's cache of keys and values."""
+"""The Triton kernels for attention of one new token of each row over the row's cache of keys and
+values."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pgtoolkit.kernels.triton_two_pass import LOWEST
 
 _BLOCK_BYTES = 8192  # of the keys that a program multiplies at once
 _WARPS = 4
-_FEWEST_QUERIES = 5  # of a group that tl.dot multiplies, as if they were 16, faster in float32 than one by one
+# of a group that tl.dot multiplies, as if they were 16, faster in float32 than one by one
+_FEWEST_QUERIES = 5
 _PROGRAMS = 512  # that fill a large GPU: some four for each of its multiprocessors
 _FEWEST_PLACES = 256  # of a row's room that are worth a program
 
@@ -46,12 +48,15 @@ def attention_kernel(
     DOT: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
-    """A program for each row, key-value head (of HEADS) and part (of PARTS) of the places that the row's query sees.
+    """A program for each row, key-value head (of HEADS) and part (of PARTS) of the places that the
+    row's query sees.
 
-    GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to powers of 2, and to what
-    tl.dot takes if it is to multiply (DOT). NUMBER is the type of sums. The first part has the new key and value, too,
-    and writes them into the cache, where no program reads them. With cosines and sines, (rows, WIDTH), query and key
-    are first turned by them, and rounded. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several parts log_sums:
+    GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to powers
+    of 2, and to what tl.dot takes if it is to multiply (DOT). NUMBER is the type of sums. The first
+    part has the new key and value, too, and writes them into the cache, where no program reads
+    them. With cosines and sines, (rows, WIDTH), query and key
+    are first turned by them, and rounded. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several
+        parts log_sums:
     (rows, HEADS, PARTS, GROUP), to base 2.
     """
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -70,7 +75,9 @@ def attention_kernel(
         cosine = tl.load(cosines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.load(sines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
         sine = tl.where(columns < WIDTH // 2, -sine, sine)
-        across = tl.load(query + queries[:, None] * WIDTH + opposite[None, :], mask=of_group, other=0.0)
+        across = tl.load(
+            query + queries[:, None] * WIDTH + opposite[None, :], mask=of_group, other=0.0
+        )
         turned = q.to(NUMBER) * cosine[None, :] + across.to(NUMBER) * sine[None, :]
         q = turned.to(q.dtype)
     keys += program * room * WIDTH
@@ -122,7 +129,9 @@ def attention_kernel(
     program = program * PARTS + part
     tl.store(out + program * GROUP * WIDTH + inside, weighted / sums[:, None], mask=of_group)
     if PARTS > 1:
-        tl.store(log_sums + program * GROUP + queries, highest + tl.log2(sums), mask=queries < GROUP)
+        tl.store(
+            log_sums + program * GROUP + queries, highest + tl.log2(sums), mask=queries < GROUP
+        )
 
 
 @triton.jit
@@ -135,7 +144,8 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A program for each row and query: the parts of `attention_kernel` by their shares of the whole sum."""
+    """A program for each row and query: the parts of `attention_kernel` by their shares of the
+    whole sum."""
     query = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     places = (query // GROUP * PARTS + tl.arange(0, PARTS)) * GROUP + query % GROUP
@@ -143,7 +153,9 @@ def combine_kernel(
     shares = tl.exp2(log_sum - tl.max(log_sum, 0))
     wide = columns < WIDTH
     x = tl.load(parts + places[:, None] * WIDTH + columns[None, :], mask=wide[None, :], other=0.0)
-    tl.store(out + query * WIDTH + columns, tl.sum(x * shares[:, None], 0) / tl.sum(shares, 0), mask=wide)
+    tl.store(
+        out + query * WIDTH + columns, tl.sum(x * shares[:, None], 0) / tl.sum(shares, 0), mask=wide
+    )
 
 
 def attend(
@@ -157,14 +169,19 @@ def attend(
     window: int | None,
     turns: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(B, heads, width): softmax attention of a token of each row, whose key and value are kept at its position.
+    """(B, heads, width): softmax attention of a token of each row, whose key and value are kept at
+    its position.
 
-    query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width). keys, values: the cache, (B, key-value
-    heads, room, width), contiguous, of which a row's places before its own are read, once. positions: (B,) int64.
-    window: how many keys a query sees at most, its own among them. turns: cosines and sines, (B, 1, width) each, of the
-    rotary position by which query and key are still to be turned. All of one float type: products are of its
-    precision, sums of float32's, or float64's. Where rows and heads are too few to fill a GPU, several programs share
-    the places of each (Dao et al. 2023, "Flash-Decoding"), so that the rounding depends on the number of rows.
+    query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width). keys, values: the
+        cache, (B, key-value
+    heads, room, width), contiguous, of which a row's places before its own are read, once.
+    positions: (B,) int64.
+    window: how many keys a query sees at most, its own among them. turns: cosines and sines, (B, 1,
+        width) each, of the
+    rotary position by which query and key are still to be turned. All of one float type: products
+    are of its precision, sums of float32's, or float64's. Where rows and heads are too few to fill
+    a GPU, several programs share the places of each (Dao et al. 2023, "Flash-Decoding"), so that
+    the rounding depends on the number of rows.
     """
     query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
     cosines, sines = (None, None) if turns is None else (x.contiguous() for x in turns)

@@ -1,4 +1,5 @@
-"""The Triton kernels that draw a token of each row of logits, in one read of them and a second of the drawn block."""
+"""The Triton kernels that draw a token of each row of logits, in one read of them and a second of
+the drawn block."""
 
 from __future__ import annotations
 
@@ -25,13 +26,17 @@ def blocks_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A program for each row and block: the block's largest logit, and its sum of exponentials against that.
+    """A program for each row and block: the block's largest logit, and its sum of exponentials
+    against that.
 
-    maxima, sums: (rows, BLOCKS) float32. So many programs read at once that a GPU's memory is the limit.
+    maxima, sums: (rows, BLOCKS) float32. So many programs read at once that a GPU's memory is the
+        limit.
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * row_stride + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
+    x = tl.load(
+        logits + row * row_stride + places, mask=places < num_columns, other=-float("inf")
+    ).to(tl.float32)
     x *= inverse_temperature
     highest = tl.maximum(tl.max(x, 0), LOWEST)
     tl.store(maxima + row * BLOCKS + block, highest)
@@ -57,8 +62,10 @@ def draw_kernel(
 ):
     """One program a row, of at most BLOCKS blocks, a power of 2, whose maxima and sums are known.
 
-    The number picks a block by their sums, and what is left of it, a token of the block. Both are counted in integers,
-    whose sums are exact: so nothing of weight 0 is picked. offsets, positions, following: see `draw_next`, or None.
+    The number picks a block by their sums, and what is left of it, a token of the block. Both are
+    counted in integers,
+    whose sums are exact: so nothing of weight 0 is picked. offsets, positions, following: see
+        `draw_next`, or None.
     """
     row = tl.program_id(0).to(tl.int64)
     at = row
@@ -84,7 +91,10 @@ def draw_kernel(
     # By the block's own maximum, whose token weighs LARGEST: the sum cannot be 0.
     highest = tl.sum(tl.where(blocks == chosen, maxima, 0.0), 0)
     places = chosen * BLOCK + columns
-    x = tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32) * inverse_temperature
+    x = (
+        tl.load(logits + places, mask=places < num_columns, other=-float("inf")).to(tl.float32)
+        * inverse_temperature
+    )
     counted = (tl.exp(x - highest) * LARGEST).to(tl.int64)
     whole = tl.sum(counted, 0)
     reached = tl.minimum((share * whole.to(tl.float64)).to(tl.int64), whole - 1)
@@ -99,11 +109,13 @@ def draw_kernel(
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of logits / temperature.
+    """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of logits /
+    temperature.
 
-    logits: (B, V) of any float type, with rows that are contiguous. uniform: (B,) float64 from [0, 1). The token is the
-    first whose cumulative probability is greater, but for float32's rounding of a block's sum; one of probability 0 is
-    never drawn. Where logits are not finite, the log-prob is not.
+    logits: (B, V) of any float type, with rows that are contiguous. uniform: (B,) float64 from [0,
+        1). The token is the
+    first whose cumulative probability is greater, but for float32's rounding of a block's sum; one
+    of probability 0 is never drawn. Where logits are not finite, the log-prob is not.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(logits), device=logits.device)
@@ -121,9 +133,11 @@ def draw_next(
     positions: Tensor,
     following: Tensor,
 ) -> None:
-    """As `draw_tokens`, of rows of which each reads its number, and writes token and log-prob, at a place of its own.
+    """As `draw_tokens`, of rows of which each reads its number, and writes token and log-prob, at a
+    place of its own.
 
-    offsets, positions: (B,) int64, whose sum is the place in uniform, tokens and log_probs, which are contiguous and of
+    offsets, positions: (B,) int64, whose sum is the place in uniform, tokens and log_probs, which
+        are contiguous and of
     any shape. positions become one more. following: (B,) int64, becomes the tokens.
     """
     _launch(logits, uniform, temperature, tokens, log_probs, offsets, positions, following)

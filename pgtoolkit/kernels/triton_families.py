@@ -1,11 +1,12 @@
-"""Slopes of the loss families of `losses.families` as Triton functions, which the one-pass kernel takes as constants.
+"""Slopes of the loss families of `losses.families` as Triton functions, which the one-pass kernel
+takes as constants.
 
 Only families by token have one: the slope of a family by document needs log-probs of other rows.
 
-A slope is the derivative of a token's loss by its log-prob, 0 where clip or clamp cut the gradient. It is
-a function of the log-ratio before the clamp, the advantage, the new log-prob, and the family's own numbers in
-the order of its fields, four at most. The kernel has no registers to spare and keeps none of these numbers, so
-a bound counts from 1 and is put together where it is used.
+A slope is the derivative of a token's loss by its log-prob, 0 where clip or clamp cut the gradient.
+It is a function of the log-ratio before the clamp, the advantage, the new log-prob, and the
+family's own numbers in the order of its fields, four at most. The kernel has no registers to spare
+and keeps none of these numbers, so a bound counts from 1 and is put together where it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def slope_of(family: Family) -> triton.JITFunction | None:
 
 
 def numbers_of(family: Family) -> tuple[float, float, float, float]:
-    """Return the family's numbers as its slope takes them. A lower bound that is None lies at 0, which is 1 below 1."""
+    """Return the family's numbers as its slope takes them. A lower bound that is None lies at 0,
+    which is 1 below 1."""
     values = [getattr(family, field.name) for field in fields(family)]
     numbers = [value for value in values if not isinstance(value, str)]
     numbers += [0.0] * (4 - len(numbers))
@@ -74,7 +76,8 @@ def soft_gated(log_ratio, advantage, log_prob, positive, negative, _unused, _unu
     _, ratio = _clamped(log_ratio)
     tau = tl.where(advantage > 0, positive, negative)
     x = tau * (ratio - 1)
-    small = tl.exp2(-tl.abs(x) * (1 / LN_2))  # never overflows: the sigmoid is 1 / (1 + small), or one less that
+    # never overflows: the sigmoid is 1 / (1 + small), or one less that
+    small = tl.exp2(-tl.abs(x) * (1 / LN_2))
     slope = -4 * small / ((1 + small) * (1 + small)) * ratio * advantage
     return tl.where(tl.abs(log_ratio) <= 20.0, slope, 0.0)
 
@@ -95,8 +98,12 @@ def left_out_by_kl(log_ratio, advantage, log_prob, low, high, cap, _unused):
     old = tl.exp2((log_prob - limited) * (1 / LN_2))
     old_others = tl.maximum(1 - old, 0.0)
     others = tl.maximum(1 - tl.exp2(log_prob * (1 / LN_2)), 0.0)
-    moved = old_others * LN_2 * (tl.log2(old_others + 1e-8) - tl.log2(others + 1e-8)) - old * limited
-    too_far = ((moved > low) & (limited < 0) & (advantage < 0)) | ((moved > high) & (limited > 0) & (advantage > 0))
+    moved = (
+        old_others * LN_2 * (tl.log2(old_others + 1e-8) - tl.log2(others + 1e-8)) - old * limited
+    )
+    too_far = ((moved > low) & (limited < 0) & (advantage < 0)) | (
+        (moved > high) & (limited > 0) & (advantage > 0)
+    )
     return tl.where(too_far, 0.0, -tl.minimum(ratio, cap) * advantage)
 
 
@@ -108,7 +115,9 @@ def pulled_back(log_ratio, advantage, log_prob, tau, _unused, _unused_too, _unus
 
 
 @triton.jit
-def by_advantage(log_ratio, advantage, log_prob, _unused, _unused_too, _unused_as_well, _unused_either):
+def by_advantage(
+    log_ratio, advantage, log_prob, _unused, _unused_too, _unused_as_well, _unused_either
+):
     """`Reinforce`."""
     return -advantage
 
@@ -125,7 +134,8 @@ _SLOPES = {
 
 @triton.jit
 def drawn_back(distance, log_ratio, KIND: tl.constexpr):
-    """Return the slope of a penalty of `losses.kl`, from the new log-prob less the reference's; NaN if not finite.
+    """Return the slope of a penalty of `losses.kl`, from the new log-prob less the reference's; NaN
+    if not finite.
 
     log_ratio: of the new to the old log-prob.
     """
@@ -143,7 +153,8 @@ def drawn_back(distance, log_ratio, KIND: tl.constexpr):
         if KIND == "k3_ratio":
             finite = finite & (log_ratio == log_ratio)
             _, ratio = _clamped(log_ratio)
-            # Of both factors; together they are the distance, of which exp would leave no digits in a difference.
+            # Of both factors; together they are the distance, of which exp would leave no digits in
+            # a difference.
             both = tl.where(tl.abs(distance) <= 20.0, distance, value)
             slope = ratio * tl.where(tl.abs(log_ratio) <= 20.0, both, slope)
     return tl.where(finite, slope, float("nan"))

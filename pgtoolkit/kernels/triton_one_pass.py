@@ -1,4 +1,5 @@
-"""The Triton kernel that reads the logits once: forward and backward, with each row kept on the chip between the two.
+"""The Triton kernel that reads the logits once: forward and backward, with each row kept on the
+chip between the two.
 
 `triton_two_pass` has the equations, `triton_passes` launches it.
 """
@@ -13,9 +14,11 @@ import triton.language as tl
 from pgtoolkit.kernels.triton_families import drawn_back
 from pgtoolkit.kernels.triton_two_pass import LN_2, LOWEST
 
-# A slot that nobody has written yet. Neither a (maximum, sum) pair nor a canonical NaN has all bits set.
+# A slot that nobody has written yet. Neither a (maximum, sum) pair nor a canonical NaN has all bits
+# set.
 EMPTY: tl.constexpr = tl.constexpr(-1)
-# Polls of a slot before giving up with NaN; about a second. Never reached unless a program of the grid is missing.
+# Polls of a slot before giving up with NaN; about a second. Never reached unless a program of the
+# grid is missing.
 MAX_POLLS: tl.constexpr = tl.constexpr(1 << 20)
 
 
@@ -23,7 +26,9 @@ MAX_POLLS: tl.constexpr = tl.constexpr(1 << 20)
 def _unpack(words, HALF: tl.constexpr):
     """The two columns of each 32-bit word, in float32; a float32 word is its own only column."""
     if HALF == "bf16":
-        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(
+            tl.float32, bitcast=True
+        )
     else:
         low = words.to(tl.int16).to(tl.float16, bitcast=True)
         high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -33,12 +38,15 @@ def _unpack(words, HALF: tl.constexpr):
 @triton.jit
 def _pack(low, high, HALF: tl.constexpr, PTX: tl.constexpr):
     if PTX:
-        # One instruction for two columns; two conversions and a merge would run on the unit that exp2 needs.
+        # One instruction for two columns; two conversions and a merge would run on the unit that
+        # exp2 needs.
         if HALF == "bf16":
             assembly: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         else:
             assembly: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-        return tl.inline_asm_elementwise(assembly, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            assembly, "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
     if HALF == "bf16":
         low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
     else:
@@ -56,7 +64,9 @@ def _larger(a, b, HALF: tl.constexpr, PTX: tl.constexpr):
             assembly: tl.constexpr = "max.bf16x2 $0, $1, $2;"
         else:
             assembly: tl.constexpr = "max.f16x2 $0, $1, $2;"
-        return tl.inline_asm_elementwise(assembly, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            assembly, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
     low, high = _unpack(a, HALF)
     other_low, other_high = _unpack(b, HALF)
     return _pack(tl.maximum(low, other_low), tl.maximum(high, other_high), HALF, PTX)
@@ -66,7 +76,12 @@ def _larger(a, b, HALF: tl.constexpr, PTX: tl.constexpr):
 def _prefetch(place):
     """Bring the cache line of this place from memory to the L2 cache; waits for nothing."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [place],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -109,31 +124,38 @@ def one_pass_kernel(
     BLOCKS: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """SHARE programs a row, each with BLOCKS blocks of 4 32-bit words a thread in registers; a persistent grid.
+    """SHARE programs a row, each with BLOCKS blocks of 4 32-bit words a thread in registers; a
+    persistent grid.
 
-    words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The result, which may
-    overwrite the logits, is the gradient of the loss whose SLOPE, a function of `triton_families`, takes number0 to
-    number3, of a penalty of kind KL against ref_log_probs, which pulls weighs by token, and (BONUS) of one whose
-    derivative by each row's entropy by_entropy has; without a SLOPE it is the score onehot - softmax.
-    zero, sixteen and upper are 0, 16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
-    again with them, it cannot keep what the first unpacking gave: that would take twice the registers of the row.
+    words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The
+    result, which may overwrite the logits, is the gradient of the loss whose SLOPE, a function of
+    `triton_families`, takes number0 to number3, of a penalty of kind KL against ref_log_probs,
+    which pulls weighs by token, and (BONUS) of one whose derivative by each row's entropy
+    by_entropy has; without a SLOPE it is the score onehot - softmax. zero, sixteen and upper are 0,
+    16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
+    again with them, it cannot keep what the first unpacking gave: that would take twice the
+        registers of the row.
     """
     member = tl.program_id(0) % SHARE
     group = tl.program_id(0) // SHARE
     num_groups = tl.num_programs(0) // SHARE
     per_word: tl.constexpr = 1 if HALF == "" else 2
     num_words = num_columns // per_word
-    # 2-D, so that maximum and sum take one register a thread between the phases, and not one for each word.
+    # 2-D, so that maximum and sum take one register a thread between the phases, and not one for
+    # each word.
     WORDS: tl.constexpr = 4 * THREADS
     first = member * (BLOCKS * WORDS)
     lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     # -inf, of which a 32-bit word holds two.
-    nothing: tl.constexpr = -float("inf") if HALF == "" else -8323200 if HALF == "bf16" else -67044352
+    nothing: tl.constexpr = (
+        -float("inf") if HALF == "" else -8323200 if HALF == "bf16" else -67044352
+    )
 
     label = tl.load(labels + group, mask=group < num_rows, other=-1).to(tl.int32)
     row = group
     for turn in range(0, tl.cdiv(num_rows, num_groups)):
-        # Rotated, so that a pattern in the rows (every other one trained) does not fall on the same programs each turn.
+        # Rotated, so that a pattern in the rows (every other one trained) does not fall on the same
+        # programs each turn.
         next_row = (turn + 1) * num_groups + (group + turn + 1) % num_groups
         factor, bonus = 0.0, 0.0
         if label >= 0:
@@ -149,7 +171,11 @@ def one_pass_kernel(
 
             highest = kept[0]
             for i in tl.static_range(1, BLOCKS):
-                highest = tl.maximum(highest, kept[i]) if HALF == "" else _larger(highest, kept[i], HALF, PTX)
+                highest = (
+                    tl.maximum(highest, kept[i])
+                    if HALF == ""
+                    else _larger(highest, kept[i], HALF, PTX)
+                )
             if HALF != "":
                 low, high = _unpack(highest, HALF)
                 highest = tl.maximum(low, high)
@@ -171,8 +197,8 @@ def one_pass_kernel(
                         low, high = tl.maximum(low, -1000.0), tl.maximum(high, -1000.0)
                         dot += tl.sum(tl.exp2(low) * low + tl.exp2(high) * high, 1)
                     total += tl.sum(tl.exp2(low) + tl.exp2(high), 1)
-            # The label's logit changes no maximum of the row, and has arrived before anything is published, after which
-            # its place may be overwritten.
+            # The label's logit changes no maximum of the row, and has arrived before anything is
+            # published, after which its place may be overwritten.
             m = tl.maximum(tl.max(maximum, 0), label_logit)
             shrink = (maximum - m) * scale
             shrunk = tl.exp2(shrink)
@@ -189,15 +215,17 @@ def one_pass_kernel(
                 tl.atomic_xchg(slot + member, pair, sem="relaxed")
                 if ENTROPY:
                     tl.atomic_xchg(
-                        slot + SHARE + member, d.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF, sem="relaxed"
+                        slot + SHARE + member,
+                        d.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF,
+                        sem="relaxed",
                     )
             # Asked for here, these arrive while the program waits for the others.
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
             if SLOPE is not None:
                 old, advantage = tl.load(old_log_probs + row), tl.load(advantages + row)
                 if PTX:
-                    # Those of the next turn: by then the rows would have driven them out of the cache, and a wait for
-                    # the memory holds up all programs of a row.
+                    # Those of the next turn: by then the rows would have driven them out of the
+                    #   cache, and a wait for the memory holds up all programs of a row.
                     after = tl.minimum(next_row, num_rows - 1)
                     _prefetch(old_log_probs + after)
                     _prefetch(advantages + after)
@@ -213,14 +241,17 @@ def one_pass_kernel(
                 if BONUS:
                     bonus = tl.load(by_entropy + row) * inverse_temperature
             if SHARE > 1:
-                # A power of two at least SHARE; the surplus reads member 0 again, and counts nothing below.
+                # A power of two at least SHARE; the surplus reads member 0 again, and counts
+                # nothing below.
                 others = tl.arange(0, triton.next_power_of_2(SHARE))
                 counted = others < SHARE
                 places = slot + tl.where(counted, others, 0)
                 pairs = tl.load(places, volatile=True)
                 dots = tl.load(places + SHARE, volatile=True) if ENTROPY else pairs
                 polls = 0
-                while (tl.max(((pairs == EMPTY) | (dots == EMPTY)).to(tl.int32), 0) != 0) & (polls < MAX_POLLS):
+                while (tl.max(((pairs == EMPTY) | (dots == EMPTY)).to(tl.int32), 0) != 0) & (
+                    polls < MAX_POLLS
+                ):
                     pairs = tl.load(places, volatile=True)
                     dots = tl.load(places + SHARE, volatile=True) if ENTROPY else pairs
                     polls += 1
@@ -230,7 +261,9 @@ def one_pass_kernel(
                 apart = (ms - m) * scale
                 n = tl.sum(ns * tl.exp2(apart), 0)
                 if ENTROPY:
-                    received = tl.where(counted, dots.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+                    received = tl.where(
+                        counted, dots.to(tl.int32).to(tl.float32, bitcast=True), 0.0
+                    )
                     d = tl.sum(tl.exp2(apart) * (received + apart * ns), 0)
                 if polls >= MAX_POLLS:
                     n = float("nan")
@@ -243,12 +276,15 @@ def one_pass_kernel(
                     tl.store(entropies + row, (log_sum - d / n) * LN_2)
             factor = 1.0
             if SLOPE is not None:
-                factor = weight * SLOPE(log_prob - old, advantage, log_prob, number0, number1, number2, number3)
+                factor = weight * SLOPE(
+                    log_prob - old, advantage, log_prob, number0, number1, number2, number3
+                )
                 if KL is not None:
                     factor += pull * drawn_back(log_prob - reference, log_prob - old, KL)
                 factor *= inverse_temperature
             if (factor != 0) | (bonus != 0):
-                # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on packed words.
+                # -factor 2^(s (x - m) - log2 n), with |factor| in the exponent and the sign set on
+                # packed words.
                 offset = m * scale + log_sum - tl.log2(tl.abs(factor))
                 sign = tl.where(factor > 0, -2147450880, 0)  # 0x80008000
                 own = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
@@ -259,14 +295,17 @@ def one_pass_kernel(
                     base = by_exponent * (log_sum - d / n) - factor
                     log_p = log_prob * (1 / LN_2)
                     own = factor + (base + by_exponent * log_p) * tl.exp2(log_p)
-                # `zero` again: the address is computed anew, and takes no registers while the row is kept.
+                # `zero` again: the address is computed anew, and takes no registers while the row
+                #   is kept.
                 place = (row + zero).to(tl.int64)
                 target = out + place * out_stride
                 for i in tl.static_range(BLOCKS):
                     columns = first + i * WORDS + lane
                     if HALF == "":
                         exponent = (kept[i] - m) * scale - log_sum
-                        by_p = base + by_exponent * tl.maximum(exponent, -1000.0) if BONUS else -factor
+                        by_p = (
+                            base + by_exponent * tl.maximum(exponent, -1000.0) if BONUS else -factor
+                        )
                         values = (by_p * tl.exp2(exponent)).to(out.dtype.element_ty)
                     else:
                         if HALF == "bf16":
@@ -283,7 +322,11 @@ def one_pass_kernel(
                             values = _pack(tl.exp2(low), tl.exp2(high), HALF, PTX) ^ sign
                     tl.store(target + columns, values, mask=columns < num_words)
                 tl.debug_barrier()  # the row's stores land before the mended one
-                if (label >= first * per_word) & (label < (first + BLOCKS * WORDS) * per_word) & inside:
+                if (
+                    (label >= first * per_word)
+                    & (label < (first + BLOCKS * WORDS) * per_word)
+                    & inside
+                ):
                     mended = out_elements + place * (out_stride * per_word) + label
                     tl.store(mended, own.to(out_elements.dtype.element_ty))
         else:
@@ -293,5 +336,9 @@ def one_pass_kernel(
             target = out + row.to(tl.int64) * out_stride
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane
-                tl.store(target + columns, tl.zeros([THREADS, 4], out.dtype.element_ty), mask=columns < num_words)
+                tl.store(
+                    target + columns,
+                    tl.zeros([THREADS, 4], out.dtype.element_ty),
+                    mask=columns < num_words,
+                )
         label, row = next_label, next_row

@@ -1,4 +1,5 @@
-"""The vocabulary-sized passes on a GPU: launches of the Triton kernels (on a CPU, under Triton's interpreter)."""
+"""The vocabulary-sized passes on a GPU: launches of the Triton kernels (on a CPU, under Triton's
+interpreter)."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ _LOG2_E = math.log2(math.e)
 _RESIDENT_THREADS = 1024
 """Threads of the one-pass kernel that a processor holds at once, with 64 registers each."""
 _MAX_BLOCKS = 8
-"""Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more the compiler runs out, and what
-it spills includes numbers that it then has to wait for."""
+"""Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more the compiler
+runs out, and what it spills includes numbers that it then has to wait for."""
 _MAX_BLOCKS_SHARED_GRPO = 7
-"""The same where programs share a row and each computes the coefficient, which takes registers too."""
+"""The same where programs share a row and each computes the coefficient, which takes registers
+too."""
 _MAX_BLOCKS_SHARED_PENALTY = 6
 """And where the loss has a penalty against a reference."""
 _MAX_SHARE = 32
@@ -39,7 +41,10 @@ _cannot_launch: set[torch.device] = set()
 def check_runs_on(logits: Tensor) -> None:
     """Refuse, with ValueError, a dtype or device that the kernels cannot run on."""
     if logits.dtype not in _DTYPES:
-        raise ValueError(f"impl='triton' needs float32, bfloat16 or float16 (got {logits.dtype}); use impl='torch'")
+        raise ValueError(
+            f"impl='triton' needs float32, bfloat16 or float16 (got {logits.dtype}); use "
+            "impl='torch'"
+        )
     if logits.device.type != "cuda" and not _INTERPRETED:
         raise ValueError(f"impl='triton' needs a GPU (got {logits.device}); use impl='torch'")
 
@@ -61,7 +66,9 @@ def forward_shard(
     return results
 
 
-def divergence(logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float) -> Tensor:
+def divergence(
+    logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
+) -> Tensor:
     """As `torch_passes.divergence`."""
     logits, ref_logits = _rows(logits), _rows(teacher.logits)
     result = torch.zeros_like(normalizer[0])
@@ -95,7 +102,9 @@ def backward(
     teacher: Teacher | None = None,
 ) -> Tensor:
     """As `torch_passes.backward`."""
-    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    gradient = (
+        torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    )
     logits = _rows(logits)
     rows, columns = logits.shape
     if logits.numel() == 0:
@@ -140,16 +149,24 @@ def forward_score_(
     results = _one_pass(logits, labels, temperature, with_entropy, None, score)
     if results is not None:
         return *results, score
-    return torch_passes.forward_score_(logits, labels, temperature, with_entropy, dtype, forward, backward)
+    return torch_passes.forward_score_(
+        logits, labels, temperature, with_entropy, dtype, forward, backward
+    )
 
 
 def forward_gradient(
-    logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, objective: Objective, out: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    objective: Objective,
+    out: Tensor,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of the logits.
+    """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of
+    the logits.
 
-    out may be the logits. None, and nothing done, where the family has no slope in Triton, or a row cannot be kept on
-    the chip.
+    out may be the logits. None, and nothing done, where the family has no slope in Triton, or a row
+    cannot be kept on the chip.
     """
     if slope_of(objective.family) is None:
         return None
@@ -159,7 +176,9 @@ def forward_gradient(
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
     """As `torch_passes.scale_rows`, in float32."""
     if source.numel():
-        scale_rows_kernel[(len(rows),)](source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4)
+        scale_rows_kernel[(len(rows),)](
+            source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4
+        )
     return target
 
 
@@ -174,7 +193,8 @@ def scale_(values: Tensor, factor: Tensor) -> Tensor:
 
 
 def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
-    """(3 or 4, rows): log-prob, maximum, log-sum and entropy, or what a shard has in their place; 0 where untrained."""
+    """(3 or 4, rows): log-prob, maximum, log-sum and entropy, or what a shard has in their place; 0
+    where untrained."""
     logits = _rows(logits)
     rows, columns = logits.shape
     results = torch.zeros(3 + with_entropy, rows, dtype=torch.float32, device=logits.device)
@@ -202,17 +222,24 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
     half = _HALVES.get(logits.dtype, "")
     most = _MAX_BLOCKS
     if objective is not None:
-        most = _MAX_BLOCKS_SHARED_GRPO if objective.penalties.kl is None else _MAX_BLOCKS_SHARED_PENALTY
+        most = (
+            _MAX_BLOCKS_SHARED_GRPO
+            if objective.penalties.kl is None
+            else _MAX_BLOCKS_SHARED_PENALTY
+        )
     layout = _layout(logits, out, half, most)
     if layout is None:
         return None
     threads, share, blocks = layout
-    # Zeros where nothing is trained: stored by the kernel, they would cost it registers that it does not have.
+    # Zeros where nothing is trained: stored by the kernel, they would cost it registers that it
+    #   does not have.
     log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     entropy = torch.zeros_like(log_probs) if with_entropy else None
     if rows == 0:
         return log_probs, entropy
-    slots = torch.full((rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device)
+    slots = torch.full(
+        (rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device
+    )
     per_token, kind, bonus = [log_probs] * 6, None, False
     if objective is not None:
         kind, *of_penalty = _penalty_of(objective)
@@ -257,7 +284,8 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             THREADS=threads,
             num_warps=threads // 32,
             maxnreg=65536 // _RESIDENT_THREADS,
-            # Programs of a row wait for each other, so all must run at once: the driver refuses a grid that cannot.
+            # Programs of a row wait for each other, so all must run at once: the driver refuses a
+            # grid that cannot.
             launch_cooperative_grid=share > 1,
         )
     except RuntimeError as error:
@@ -269,7 +297,8 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
 
 
 def _penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
-    """Return the kind of the penalty against a reference or None, the reference's log-probs, weights of the penalty.
+    """Return the kind of the penalty against a reference or None, the reference's log-probs,
+    weights of the penalty.
 
     (T,) each; any vectors where there is no penalty by log-probs.
     """
@@ -279,15 +308,25 @@ def _penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
     return penalties.kl.kind, penalties.ref_log_probs, penalties.kl.coefficient * penalties.weights
 
 
-def _layout(logits: Tensor, out: Tensor, half: str, most_shared: int) -> tuple[int, int, int] | None:
-    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not fit or align.
+def _layout(
+    logits: Tensor, out: Tensor, half: str, most_shared: int
+) -> tuple[int, int, int] | None:
+    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not
+    fit or align.
 
     most_shared: blocks that a program keeps at most where several share a row.
     """
     columns, per_word = logits.shape[1], 2 if half else 1
-    if logits.stride(1) != 1 or out.stride(1) != 1 or logits.device in _cannot_launch or torch.version.hip:
+    if (
+        logits.stride(1) != 1
+        or out.stride(1) != 1
+        or logits.device in _cannot_launch
+        or torch.version.hip
+    ):
         return None
-    if half and (columns % 2 or any(x.stride(0) % 2 or x.storage_offset() % 2 for x in (logits, out))):
+    if half and (
+        columns % 2 or any(x.stride(0) % 2 or x.storage_offset() % 2 for x in (logits, out))
+    ):
         return None
     needed = -(-columns // (per_word * 4 * 512))
     if needed <= _MAX_BLOCKS:

@@ -1,4 +1,5 @@
-"""The Triton kernels that multiply by numbers on the device: rows by a number each, and a tensor by one number.
+"""The Triton kernels that multiply by numbers on the device: rows by a number each, and a tensor by
+one number.
 
 `triton_passes` launches them.
 """
@@ -17,7 +18,9 @@ def scale_rows_kernel(source, factors, target, rows, num_columns, BLOCK: tl.cons
     to = tl.load(rows + i)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(source + i * num_columns + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
+        values = tl.load(
+            source + i * num_columns + columns, mask=columns < num_columns, other=0.0
+        ).to(tl.float32)
         tl.store(
             target + to * num_columns + columns,
             (factor * values).to(target.dtype.element_ty),
@@ -27,7 +30,8 @@ def scale_rows_kernel(source, factors, target, rows, num_columns, BLOCK: tl.cons
 
 @triton.jit
 def scale_kernel(values, factor, num_values, BLOCK: tl.constexpr):
-    """values *= factor, a number on the device; where it is 1, nothing is read or written. Any grid."""
+    """values *= factor, a number on the device; where it is 1, nothing is read or written. Any
+    grid."""
     by = tl.load(factor).to(tl.float32)
     if by != 1:
         for block in range(tl.program_id(0), tl.cdiv(num_values, BLOCK), tl.num_programs(0)):

@@ -1,11 +1,14 @@
-"""The Triton kernels that read the logits twice: forward, and backward once the coefficients are known.
+"""The Triton kernels that read the logits twice: forward, and backward once the coefficients are
+known.
 
-x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its normalizer:
+x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its
+normalizer:
 
     log_prob = (s (x_label - m) - log2 n) ln 2
     gradient = (c / temperature) (onehot(label) - p),  p = 2^(s (x - m) - log2 n)
              - (e / temperature) p (log p + H),  e the derivative of the loss by the entropy H
-             + (k / temperature) (p (log p - log f - K), or p - f),  k that by the full KL, K, of p and a reference's f
+             + (k / temperature) (p (log p - log f - K), or p - f), k that by the full KL, K, of p
+             and a reference's f
 
 `triton_passes` launches them.
 """
@@ -20,7 +23,8 @@ import triton
 import triton.language as tl
 
 LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
-# Below every finite logit, and finite: the maximum of a lane that saw nothing, so that no (-inf) - (-inf) arises.
+# Below every finite logit, and finite: the maximum of a lane that saw nothing, so that no (-inf) -
+#   (-inf) arises.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
@@ -41,7 +45,8 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """One program a row. With SHARD, what the shard knows instead: the label's logit, n, and sum_v e_v 2^e_v."""
+    """One program a row. With SHARD, what the shard knows instead: the label's logit, n, and sum_v
+    e_v 2^e_v."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     if label < 0:
@@ -56,12 +61,15 @@ def forward_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK * UNROLL):
-        # Several blocks are loaded before the first is used: enough bytes in flight to fill the memory's latency.
+        # Several blocks are loaded before the first is used: enough bytes in flight to fill the
+        #   memory's latency.
         blocks = ()
         highest = maximum
         for i in tl.static_range(UNROLL):
             columns = start + i * BLOCK + tl.arange(0, BLOCK)
-            blocks = blocks + (tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")),)
+            blocks = blocks + (
+                tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")),
+            )
         for i in tl.static_range(UNROLL):
             highest = tl.maximum(highest, blocks[i].to(tl.float32))
         shrink = (maximum - highest) * scale
@@ -117,7 +125,8 @@ def divergence_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row: sum_v p (log p - log f) for KIND "full_reverse", else sum_v f (log f - log p)."""
+    """One program a row: sum_v p (log p - log f) for KIND "full_reverse", else sum_v f (log f - log
+    p)."""
     row = tl.program_id(0).to(tl.int64)
     if tl.load(labels + row) < 0:
         return
@@ -128,8 +137,12 @@ def divergence_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
-        y = tl.load(ref_logits + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        x = tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")).to(
+            tl.float32
+        )
+        y = tl.load(ref_logits + columns, mask=columns < num_columns, other=-float("inf")).to(
+            tl.float32
+        )
         first, second = (x - m) * scale - log_sum, (y - ref_m) * scale - ref_log_sum
         if KIND == "full_forward":
             first, second = second, first
@@ -196,22 +209,38 @@ def backward_kernel(
         tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
     else:
         m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
-        x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.load(logits + row * row_stride + columns, mask=inside, other=-float("inf")).to(
+            tl.float32
+        )
         exponent = (x - m) * scale - log_sum
         probabilities = tl.exp2(exponent)
         more = tl.zeros([BLOCK], tl.float32)
         if BONUS:
             # 2^-1000 is 0, as is 0 times -1000: a logit of -inf adds nothing.
-            more -= bonus * probabilities * (tl.maximum(exponent, -1000.0) * LN_2 + tl.load(entropies + row))
+            more -= (
+                bonus
+                * probabilities
+                * (tl.maximum(exponent, -1000.0) * LN_2 + tl.load(entropies + row))
+            )
         if KIND is not None:
-            y = tl.load(ref_logits + row * ref_stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            ref_exponent = (y - tl.load(ref_maxima + row)) * scale - tl.load(ref_log_sums + row) * (1 / LN_2)
+            y = tl.load(
+                ref_logits + row * ref_stride + columns, mask=inside, other=-float("inf")
+            ).to(tl.float32)
+            ref_exponent = (y - tl.load(ref_maxima + row)) * scale - tl.load(ref_log_sums + row) * (
+                1 / LN_2
+            )
             if KIND == "full_forward":
                 more += distill * (probabilities - tl.exp2(ref_exponent))
             else:
-                own = probabilities * ((exponent - ref_exponent) * LN_2 - tl.load(divergences + row))
+                own = probabilities * (
+                    (exponent - ref_exponent) * LN_2 - tl.load(divergences + row)
+                )
                 more += distill * tl.where(exponent > -float("inf"), own, 0.0)
-        tl.store(gradient + columns, (more - factor * probabilities).to(gradient.dtype.element_ty), mask=inside)
+        tl.store(
+            gradient + columns,
+            (more - factor * probabilities).to(gradient.dtype.element_ty),
+            mask=inside,
+        )
         # The label's entry is mended afterwards: cheaper than a comparison for each column.
         label -= vocabulary_start
         if (label >= start) & (label < start + BLOCK) & (label < num_columns):

@@ -1,4 +1,5 @@
-"""Checks every run that a command line describes before any of them starts; the page that pgtk check prints of it."""
+"""Checks every run that a command line describes before any of them starts; the page that pgtk
+check prints of it."""
 
 from __future__ import annotations
 
@@ -30,8 +31,10 @@ from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 class PlannedRun:
     """One run. config: None if nothing could be composed.
 
-    overrides: what was typed for it. recorded: what its run directory has of them. name: of the run. directory: of a
-    single run, None if its name does not resolve. job: what it is in its sweep. refused_anywhere: whether the problems
+    overrides: what was typed for it. recorded: what its run directory has of them. name: of the
+        run. directory: of a
+    single run, None if its name does not resolve. job: what it is in its sweep. refused_anywhere:
+        whether the problems
     are not those of this machine.
     """
 
@@ -46,7 +49,8 @@ class PlannedRun:
 
     @property
     def named_config(self) -> Config:
-        """The configuration as the run begins with it: with its name, and paths that mean the same from everywhere."""
+        """The configuration as the run begins with it: with its name, and paths that mean the same
+        from everywhere."""
         assert self.config is not None
         return absolute_paths(with_values(self.config, {"tracking.run_name": self.name}))
 
@@ -55,9 +59,12 @@ class PlannedRun:
 class Checked:
     """What a command describes: a run, or the jobs of a sweep.
 
-    runs: what would be trained; of a search, the corners of what it searches. report: on all of them together.
-    sweep_config: what is said of a sweep as a whole; None for a single run. sweep: where its jobs lie; None if its
-    folder is not known for all the problems. plan: checks another job, of these overrides and this number.
+    runs: what would be trained; of a search, the corners of what it searches. report: on all of
+        them together.
+    sweep_config: what is said of a sweep as a whole; None for a single run. sweep: where its jobs
+        lie; None if its
+    folder is not known for all the problems. plan: checks another job, of these overrides and this
+        number.
     """
 
     runs: list[PlannedRun] = field(default_factory=list)
@@ -79,7 +86,8 @@ def check(
     sweep_file: Path | None = None,
     command: Sequence[str] = (),
 ) -> Checked:
-    """Compose and validate each run; several with `multirun` or where the configuration itself asks for a sweep.
+    """Compose and validate each run; several with `multirun` or where the configuration itself asks
+    for a sweep.
 
     command: what was typed, for sweep.json.
     """
@@ -142,7 +150,8 @@ class _Plan:
         self._announced: set[str] = set()
 
     def __call__(self, overrides: list[str], number: int) -> PlannedRun:
-        """Check the job of these overrides and this number, and find its place in the sweep's folder."""
+        """Check the job of these overrides and this number, and find its place in the sweep's
+        folder."""
         described, sweep = self._checked.sweep_config, self._checked.sweep
         assert described is not None
         assert described.compose is not None
@@ -159,7 +168,11 @@ class _Plan:
                 jobs_on_gpus(run.config, jobs_per_gpu, run.report)
         if sweep is not None and job.directory is not None and not run.report.problems:
             assert run.name is not None
-            _place(sweep, run, sweep.plan(run.config, run.recorded, run.name, job.directory, job.digest))
+            _place(
+                sweep,
+                run,
+                sweep.plan(run.config, run.recorded, run.name, job.directory, job.digest),
+            )
         return run
 
 
@@ -184,7 +197,8 @@ def _place(sweep: Sweep, run: PlannedRun, job: Job) -> None:
 
 
 def problems(checked: Checked) -> list[str]:
-    """Each problem once; in a sweep with the overrides of the first run that has it, unless all have it."""
+    """Each problem once; in a sweep with the overrides of the first run that has it, unless all
+    have it."""
     return list(dict.fromkeys([*checked.report.problems, *_once(checked, "problems")]))
 
 
@@ -199,26 +213,37 @@ def _once(checked: Checked, kind: str) -> list[str]:
         for sentence in dict.fromkeys(getattr(run.report, kind)):
             having.setdefault(sentence, []).append(run)
     return [
-        sentence if len(of) == len(checked.runs) else f"{distinctive(of[0], checked.varying)}: {sentence}"
+        sentence
+        if len(of) == len(checked.runs)
+        else f"{distinctive(of[0], checked.varying)}: {sentence}"
         for sentence, of in having.items()
     ]
 
 
 def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
     """What tells a run from the others of its sweep; all of its overrides where nothing does."""
-    return " ".join([override for override in run.overrides if key_of(override) in varying] or run.overrides)
+    return " ".join(
+        [override for override in run.overrides if key_of(override) in varying] or run.overrides
+    )
 
 
 def render_plan(checked: Checked) -> str:
     """The plan of the (first) run, then notes and problems of all."""
     sections = _sections(checked)
-    return "\n\n".join(title + "\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections if lines)
+    return "\n\n".join(
+        title + "\n" + "\n".join(f"  {line}" for line in lines)
+        for title, lines in sections
+        if lines
+    )
 
 
 def plan_as_json(checked: Checked) -> str:
-    """Return the same as one JSON object: lines by the title of their section, and what it trains, run by run."""
+    """Return the same as one JSON object: lines by the title of their section, and what it trains,
+    run by run."""
     sections = {
-        title.partition(" (")[0].lower().replace(" ", "_"): lines for title, lines in _sections(checked) if lines
+        title.partition(" (")[0].lower().replace(" ", "_"): lines
+        for title, lines in _sections(checked)
+        if lines
     }
     runs = [
         {
@@ -229,7 +254,11 @@ def plan_as_json(checked: Checked) -> str:
         }
         for run in checked.runs
     ]
-    told = sections | {"notes": sections.get("notes", []), "problems": problems(checked), "runs": runs}
+    told = sections | {
+        "notes": sections.get("notes", []),
+        "problems": problems(checked),
+        "runs": runs,
+    }
     return json.dumps(told, indent=1, ensure_ascii=False)
 
 
@@ -247,7 +276,9 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
             sections.append(("Memory", [*memory.memory_lines(first.config, gpu)]))
             if gpu is not None and first.config.trainer.device != "cpu":
                 sections.append(("Several GPUs", [*ways_in_words(first.config, len(gpus()), gpu)]))
-            compiles, reason = compilation(first.config, gpu is not None and first.config.trainer.device != "cpu")
+            compiles, reason = compilation(
+                first.config, gpu is not None and first.config.trainer.device != "cpu"
+            )
             sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
         sections.append(("Run name", [first.name]))
         if first.config.rollout.name == "policy" and not first.report.problems:

@@ -1,4 +1,5 @@
-"""The sub-commands that train nothing: their arguments, and the page or the file that each ends with."""
+"""The sub-commands that train nothing: their arguments, and the page or the file that each ends
+with."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ class _Parser(argparse.ArgumentParser):
         self.command = redact(shlex.join(["pgtk", name, *argv]))
 
     def error(self, message):
-        raise ConfigError(f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}.")
+        raise ConfigError(
+            f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}."
+        )
 
 
 def report(name: str, argv: list[str]) -> int:
@@ -47,20 +50,42 @@ _COMPARISON_FILES = {
 
 
 def _compare(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
+    )
     measure = parser.add_mutually_exclusive_group()
-    measure.add_argument("--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)")
-    measure.add_argument("--reach", metavar="METRIC=X", help="compare the documents it takes until METRIC is X or more")
-    parser.add_argument("--best-of", metavar="KEY", help="of runs that differ in this key alone only the best")
-    parser.add_argument("--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is")
-    parser.add_argument("--against", metavar="KEY=VALUE", help="the base that planned contrasts are with")
-    parser.add_argument("--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base")
+    measure.add_argument(
+        "--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)"
+    )
+    measure.add_argument(
+        "--reach",
+        metavar="METRIC=X",
+        help="compare the documents it takes until METRIC is X or more",
+    )
+    parser.add_argument(
+        "--best-of", metavar="KEY", help="of runs that differ in this key alone only the best"
+    )
+    parser.add_argument(
+        "--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is"
+    )
+    parser.add_argument(
+        "--against", metavar="KEY=VALUE", help="the base that planned contrasts are with"
+    )
+    parser.add_argument(
+        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base"
+    )
     alike = "count runs as seeds of one configuration whose own modules differ"
     parser.add_argument("--ignore", choices=("code",), help=alike)
-    named = "how a value is called in tables and pictures, such as loss=mine.Squared=ours; repeatable"
-    parser.add_argument("--label", action="append", default=[], metavar="KEY=VALUE=NAME", help=named)
+    named = (
+        "how a value is called in tables and pictures, such as loss=mine.Squared=ours; repeatable"
+    )
+    parser.add_argument(
+        "--label", action="append", default=[], metavar="KEY=VALUE=NAME", help=named
+    )
     for kind, content in _COMPARISON_FILES.items():
-        parser.add_argument(f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}")
+        parser.add_argument(
+            f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}"
+        )
     parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
     args = parser.parse_args(argv)
 
@@ -75,7 +100,9 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
         from pgtoolkit.config.overrides import is_swept
 
         overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
-        folder = "_".join([*(word for word in args.runs if word not in overrides), name_from(overrides, {})])
+        folder = "_".join(
+            [*(word for word in args.runs if word not in overrides), name_from(overrides, {})]
+        )
         raise ConfigError(
             refusal(
                 setting="pgtk compare",
@@ -85,9 +112,15 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
                 use=f"pgtk compare {folder}",
             )
         )
-    metrics = needed_for(parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0])
+    metrics = needed_for(
+        parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0]
+    )
     runs = find_runs(args.runs, metrics)
-    if not args.json and len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs):
+    if (
+        not args.json
+        and len(args.runs) == len(runs) == 2
+        and all(run.state != "unreadable" for run in runs)
+    ):
         from pgtoolkit.comparison.diff import render_diff
 
         first, second = (Path(run.path) for run in runs)
@@ -113,12 +146,26 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
 
 def _samples(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
-    parser.add_argument("--set", metavar="NAME", help="training, or a set of evaluation (default: one of evaluation)")
-    parser.add_argument("--step", type=int, metavar="N", help="of this step (default: the last; of --html all)")
-    parser.add_argument("--since", type=int, metavar="N", help="what changed since this step (default: the first)")
-    parser.add_argument("--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)")
-    parser.add_argument("--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to search and sort all of them")
+    parser.add_argument(
+        "--set",
+        metavar="NAME",
+        help="training, or a set of evaluation (default: one of evaluation)",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of this step (default: the last; of --html all)"
+    )
+    parser.add_argument(
+        "--since", type=int, metavar="N", help="what changed since this step (default: the first)"
+    )
+    parser.add_argument(
+        "--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)"
+    )
+    parser.add_argument(
+        "--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page to search and sort all of them"
+    )
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.samples import chosen_set, html, kept_by, render_samples, samples
@@ -128,13 +175,23 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
     say(render_samples(chosen, kept, shell_path(args.run), args.count, args.lines))
     if args.html:
         sets = [kept[args.set]] if args.set else [*kept.values()]
-        args.html.write_text(html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8")
+        args.html.write_text(
+            html(sets, args.step, shell_path(args.run), parser.command), encoding="utf-8"
+        )
         say(f"\nhtml  {shell_path(args.html)}")
 
 
 def _ui(parser: _Parser, argv: list[str]) -> int:
-    parser.add_argument("--port", type=_positive, default=5000, metavar="N", help="port on 127.0.0.1 (default: 5000)")
-    parser.add_argument("--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)")
+    parser.add_argument(
+        "--port",
+        type=_positive,
+        default=5000,
+        metavar="N",
+        help="port on 127.0.0.1 (default: 5000)",
+    )
+    parser.add_argument(
+        "--uri", metavar="URI", help="another store (default: sqlite:///outputs/mlflow.db)"
+    )
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.ui import serve
@@ -143,9 +200,16 @@ def _ui(parser: _Parser, argv: list[str]) -> int:
 
 
 def _sync(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or a folder with runs such as a sweep")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="run directory, or a folder with runs such as a sweep",
+    )
     parser.add_argument("--uri", metavar="URI", help="another store than the run's own")
-    parser.add_argument("--experiment", metavar="NAME", help="another experiment than the run's own")
+    parser.add_argument(
+        "--experiment", metavar="NAME", help="another experiment than the run's own"
+    )
     args = parser.parse_args(argv)
 
     from pgtoolkit.runs.find import run_directories
@@ -155,7 +219,9 @@ def _sync(parser: _Parser, argv: list[str]) -> None:
     for directory in run_directories("pgtk sync", args.runs):
         try:
             say(sync(directory, args.uri, args.experiment))
-        except PgtoolkitError as error:  # such as of a run that is damaged, or still going on: the others do not wait
+        except (
+            PgtoolkitError
+        ) as error:  # such as of a run that is damaged, or still going on: the others do not wait
             failed.append(error)
     if failed:
         worst = max(failed, key=lambda error: error.exit_status)
@@ -165,19 +231,30 @@ def _sync(parser: _Parser, argv: list[str]) -> None:
 def _export(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument("folder", metavar="DIR", type=Path, help="new or empty folder")
-    parser.add_argument("--best", action="store_true", help="the checkpoint with the highest evaluation.best instead")
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="the checkpoint with the highest evaluation.best instead",
+    )
     args = parser.parse_args(argv)
 
     from pgtoolkit.training.export import export
 
     step = export(args.run, args.folder, args.best)
-    say(f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md says how to load it")
+    say(
+        f"step {step} of {shell_path(args.run)} is in {shell_path(args.folder)}; its README.md "
+        "says how to load it"
+    )
 
 
 def _solutions(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="a new .jsonl file")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="the task, with its keys, and the seed")
-    parser.add_argument("--count", type=_positive, default=10_000, metavar="N", help="rows (default: 10000)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="the task, with its keys, and the seed"
+    )
+    parser.add_argument(
+        "--count", type=_positive, default=10_000, metavar="N", help="rows (default: 10000)"
+    )
     args = parser.parse_intermixed_args(argv)
 
     from pgtoolkit.launch.solutions import write_solutions
@@ -186,13 +263,25 @@ def _solutions(parser: _Parser, argv: list[str]) -> None:
 
 
 def _evaluate(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("words", nargs="*", metavar="[RUN_OR_FOLDER] [OVERRIDES]", help="run, or Hugging Face folder")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="[RUN_OR_FOLDER] [OVERRIDES]",
+        help="run, or Hugging Face folder",
+    )
     checkpoint = parser.add_mutually_exclusive_group()
-    checkpoint.add_argument("--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step")
-    checkpoint.add_argument("--best", action="store_true", help="of a run, its best checkpoint instead of the newest")
+    checkpoint.add_argument(
+        "--step", type=_positive, metavar="N", help="of a run, the checkpoint of this step"
+    )
+    checkpoint.add_argument(
+        "--best", action="store_true", help="of a run, its best checkpoint instead of the newest"
+    )
     allow = "evaluate a run on the prompts that it was trained on, too"
     parser.add_argument("--training-prompts", action="store_true", help=allow)
-    on = "prompts to evaluate on, in the place of the run's: a file, a folder, OWNER/NAME on the hub; may be repeated"
+    on = (
+        "prompts to evaluate on, in the place of the run's: a file, a folder, OWNER/NAME on the "
+        "hub; may be repeated"
+    )
     parser.add_argument("--on", action="append", default=[], metavar="PATH", help=on)
     args = parser.parse_intermixed_args(argv)
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
@@ -208,10 +297,14 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
 
 def _tokens(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", help="run directory, or recorded rollouts")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side"
+    )
     step = "default: the last step on its batch of rollouts, soon after a checkpoint"
     parser.add_argument("--step", type=_positive, metavar="N", help=step)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)"
+    )
     args = parser.parse_intermixed_args(argv)
 
     from pgtoolkit.comparison.tokens import inspect, summary
@@ -224,7 +317,12 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
 
 
 def _explain(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("words", nargs="+", metavar="WORD", help="or a sentence of pgtk's, whose words are explained")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        metavar="WORD",
+        help="or a sentence of pgtk's, whose words are explained",
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     args = parser.parse_args(argv)
 
@@ -235,7 +333,9 @@ def _explain(parser: _Parser, argv: list[str]) -> None:
 
 
 def _doctor(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     args = parser.parse_args(argv)
 
@@ -245,7 +345,9 @@ def _doctor(parser: _Parser, argv: list[str]) -> None:
 
 
 def _translate(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="YAML or JSON of TRL's GRPOTrainer or of verl")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="YAML or JSON of TRL's GRPOTrainer or of verl"
+    )
     count = "that TRL trains on, which its file does not say (default: 1)"
     parser.add_argument("--processes", type=_positive, default=1, metavar="N", help=count)
     args = parser.parse_args(argv)
@@ -256,19 +358,52 @@ def _translate(parser: _Parser, argv: list[str]) -> None:
 
 
 REPORTS = {
-    "compare": ("RUN_DIR...", "what runs reached over seeds: better, equal, unknown; --html FILE", _compare),
-    "doctor": ("RUN_DIR...", "which known failure a run shows, since when, what to change", _doctor),
-    "evaluate": ("[RUN] [OVERRIDES]", "avg and pass@k of a run, a folder or an initial model", _evaluate),
+    "compare": (
+        "RUN_DIR...",
+        "what runs reached over seeds: better, equal, unknown; --html FILE",
+        _compare,
+    ),
+    "doctor": (
+        "RUN_DIR...",
+        "which known failure a run shows, since when, what to change",
+        _doctor,
+    ),
+    "evaluate": (
+        "[RUN] [OVERRIDES]",
+        "avg and pass@k of a run, a folder or an initial model",
+        _evaluate,
+    ),
     "explain": ("WORD", "what a key, group, option, metric or exit status means", _explain),
-    "export": ("RUN_DIR DIR", "the newest checkpoint, or --best, as a Hugging Face folder", _export),
-    "samples": ("RUN_DIR", "what the model wrote: best, worst, what changed; --html FILE", _samples),
-    "solutions": ("OUT [OVERRIDES]", "a task's prompts with their answers, for experiment=sft", _solutions),
-    "sync": ("RUN_DIR...", "deliver to MLflow what it lacks of runs, such as after an outage", _sync),
-    "tokens": ("RUN_DIR [loss=a,b]", "what losses do to each token of a step, side by side, as a page", _tokens),
+    "export": (
+        "RUN_DIR DIR",
+        "the newest checkpoint, or --best, as a Hugging Face folder",
+        _export,
+    ),
+    "samples": (
+        "RUN_DIR",
+        "what the model wrote: best, worst, what changed; --html FILE",
+        _samples,
+    ),
+    "solutions": (
+        "OUT [OVERRIDES]",
+        "a task's prompts with their answers, for experiment=sft",
+        _solutions,
+    ),
+    "sync": (
+        "RUN_DIR...",
+        "deliver to MLflow what it lacks of runs, such as after an outage",
+        _sync,
+    ),
+    "tokens": (
+        "RUN_DIR [loss=a,b]",
+        "what losses do to each token of a step, side by side, as a page",
+        _tokens,
+    ),
     "translate": ("FILE", "a configuration of TRL or verl as a command here", _translate),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
-"""Name -> what follows it, what it does, the function that does it, with its parser and the words after its name.
+"""Name -> what follows it, what it does, the function that does it, with its parser and the words
+after its name.
 
 Such a function returns an exit status where it is not 0.
 """

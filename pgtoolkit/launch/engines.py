@@ -1,4 +1,5 @@
-"""Where the jobs of a sweep run: as processes of this machine, on a Ray cluster, or through submitit on SLURM."""
+"""Where the jobs of a sweep run: as processes of this machine, on a Ray cluster, or through
+submitit on SLURM."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ _SECONDS_TO_CONNECT = 30
 _SECONDS_BETWEEN_CANCELS = 10
 """Ray's cancelling is its best effort: one may come before `_run_job` has its handler."""
 _SECONDS_TO_CANCEL = 60
-"""SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves nothing to wait for."""
+"""SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves
+nothing to wait for."""
 
 
 class LocalEngine:
-    """n_jobs at a time on this machine, or jobs_per_gpu on each of its GPUs; the CPU cores are divided among them."""
+    """n_jobs at a time on this machine, or jobs_per_gpu on each of its GPUs; the CPU cores are
+    divided among them."""
 
     def __init__(self, n_jobs: int, jobs_per_gpu: int | None):
         self._gpus = visible_gpus() * jobs_per_gpu if jobs_per_gpu else [None] * n_jobs
@@ -68,8 +71,17 @@ class RayEngine:
                 ":" in address and "://" not in address
             ):  # for whose answer Ray would wait for minutes, deaf to signals
                 say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
-                command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
-                subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
+                command = [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "ray.scripts.scripts",
+                    "health-check",
+                    f"--address={address}",
+                ]
+                subprocess.run(
+                    command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True
+                )
             ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | init)
         except PgtoolkitError:  # of a signal
             raise
@@ -88,7 +100,9 @@ class RayEngine:
         self._task = ray.remote(**remote)(_run_job)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_RayTask]:
-        return [_RayTask(self._ray, self._task.remote(os.getcwd(), file, log)) for file, log in jobs]
+        return [
+            _RayTask(self._ray, self._task.remote(os.getcwd(), file, log)) for file, log in jobs
+        ]
 
 
 class _RayTask:
@@ -115,9 +129,11 @@ class _RayTask:
 
 
 def _run_job(folder: str, file: str, log: str) -> int:
-    """A job on a worker of Ray, which calls its handler of SIGINT to cancel; returns the exit status."""
+    """A job on a worker of Ray, which calls its handler of SIGINT to cancel; returns the exit
+    status."""
     cancelled: list[int] = []
-    # One of our own: Python has none where a script has started the cluster in the background, which ignores SIGINT.
+    # One of our own: Python has none where a script has started the cluster in the background,
+    #   which ignores SIGINT.
     signal.signal(signal.SIGINT, lambda number, _: cancelled.append(number))
     os.chdir(folder)
     process = Forks().start(file, log)
@@ -128,29 +144,41 @@ def _run_job(folder: str, file: str, log: str) -> int:
 
 
 class SubmititEngine:
-    """Every job one of submitit's, on SLURM an element of one array; a preempted job saves and is queued again.
+    """Every job one of submitit's, on SLURM an element of one array; a preempted job saves and is
+    queued again.
 
-    cluster: slurm, or local for submitit's processes of this machine. parameters: of submitit's executor, by the names
-    of conf/hydra/launcher/slurm.yaml. Raises ConfigError where submitit refuses them, or there is no SLURM.
+    cluster: slurm, or local for submitit's processes of this machine. parameters: of submitit's
+        executor, by the names
+    of conf/hydra/launcher/slurm.yaml. Raises ConfigError where submitit refuses them, or there is
+    no SLURM.
     """
 
     at_a_time = sys.maxsize
 
-    def __init__(self, cluster: str, submitit_folder: str, max_num_timeout: int, parameters: dict[str, Any]):
+    def __init__(
+        self, cluster: str, submitit_folder: str, max_num_timeout: int, parameters: dict[str, Any]
+    ):
         import submitit
 
         with self._refused():
             limit = {f"{cluster}_max_num_timeout": max_num_timeout}
             self._executor = submitit.AutoExecutor(submitit_folder, cluster=cluster, **limit)
             of_all = submitit.AutoExecutor._typed_parameters()
-            named = {name if name in of_all else f"slurm_{name}": value for name, value in parameters.items()}
+            named = {
+                name if name in of_all else f"slurm_{name}": value
+                for name, value in parameters.items()
+            }
             self._executor.update_parameters(**named)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_SubmittedJob]:
-        # submitit's own process on a node begins in this directory, of which no file is to hide a library.
+        # submitit's own process on a node begins in this directory, of which no file is to hide a
+        # library.
         os.environ["PYTHONSAFEPATH"] = "1"
         with self._refused():
-            return [_SubmittedJob(job) for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))]
+            return [
+                _SubmittedJob(job)
+                for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))
+            ]
 
     @staticmethod
     @contextlib.contextmanager
@@ -182,7 +210,9 @@ class _SubmittedJob:
         try:
             return max(self._job.results())
         except Exception as error:  # it was cancelled or killed, or ran out of time too often
-            self.reason = f"{self._job.cluster}: {_last_line(error)}" if self._cancelled is None else None
+            self.reason = (
+                f"{self._job.cluster}: {_last_line(error)}" if self._cancelled is None else None
+            )
             return Interrupted.exit_status
 
     def stop(self, _number: int) -> None:
@@ -203,7 +233,8 @@ class _JobOfSubmitit:
         return process.wait()
 
     def checkpoint(self, file: str, log: str):
-        """submitit asks for this when the job is preempted or out of time: save, then take a place in the queue."""
+        """submitit asks for this when the job is preempted or out of time: save, then take a place
+        in the queue."""
         import submitit
 
         if self._process is not None:
@@ -214,7 +245,11 @@ class _JobOfSubmitit:
 
 def engine_of(launcher: Launcher) -> Engine:
     """Start what runs the jobs of a sweep; raises ConfigError where it cannot be started."""
-    settings = {name: value for name, value in launcher.settings.items() if name not in ("kind", "fail_fast")}
+    settings = {
+        name: value
+        for name, value in launcher.settings.items()
+        if name not in ("kind", "fail_fast")
+    }
     if launcher.kind == "local":
         return LocalEngine(**settings)
     if launcher.kind == "ray_cluster":

@@ -1,4 +1,5 @@
-"""`pgtk evaluate`: finds the model and the prompts that a command line names, checks them, shows what is measured."""
+"""`pgtk evaluate`: finds the model and the prompts that a command line names, checks them, shows
+what is measured."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def evaluate_command(
     return render_evaluation(rows, chosen, model, folder)
 
 
-def _refuse_flags_of_runs(source: Path | None, step: int | None, best: bool, training_prompts: bool) -> None:
+def _refuse_flags_of_runs(
+    source: Path | None, step: int | None, best: bool, training_prompts: bool
+) -> None:
     """Raise ConfigError for a flag that only a run has a meaning for."""
     flags = {
         f"--step={step}": (step is not None, "A run has several checkpoints."),
@@ -108,7 +111,8 @@ def _configuration(
 ) -> Config:
     """Return the configuration without what says how to train.
 
-    trained: the configuration of the run that is evaluated; None where it is a model. on: see `evaluate`.
+    trained: the configuration of the run that is evaluated; None where it is a model. on: see
+        `evaluate`.
     Raises ConfigError with all problems.
     """
     of_run = trained is not None
@@ -127,7 +131,11 @@ def _configuration(
     if problems:
         raise refused(problems)
     assert composed.config is not None
-    measured_once: dict[str, object] = {"evaluation.every": 1, "evaluation.best": None, "trainer.stop_at": None}
+    measured_once: dict[str, object] = {
+        "evaluation.every": 1,
+        "evaluation.best": None,
+        "trainer.stop_at": None,
+    }
     if on:
         measured_once["evaluation.sets"] = _sets_on(on, composed.config, trained, typed)
         if trained is not None:  # whose characters are the tokens of the tiny model
@@ -136,7 +144,8 @@ def _configuration(
 
 
 def _on_prompts(typed: list[str], trained: Config | None, on: Sequence[str]) -> list[str]:
-    """Return the overrides with a task that reads the prompts of `on`: the run's, if it is one, or task=prompts.
+    """Return the overrides with a task that reads the prompts of `on`: the run's, if it is one, or
+    task=prompts.
 
     Raises ConfigError for what says otherwise which prompts they are.
     """
@@ -163,11 +172,14 @@ def _sets_on(
     trained: Config | None,
     typed: list[str],
 ) -> dict[str, dict[str, object]]:
-    """Return a set of each path, called as its file or its data set, with the keys of the task that are typed.
+    """Return a set of each path, called as its file or its data set, with the keys of the task that
+    are typed.
 
     config: has them. trained: of a run, whose task is that of a set that names no other.
     """
-    typed_keys = dict.fromkeys(key_of(override).split(".")[1] for override in typed if override.startswith("task."))
+    typed_keys = dict.fromkeys(
+        key_of(override).split(".")[1] for override in typed if override.startswith("task.")
+    )
     same = {leaf: plain_value(config, f"task.{leaf}") for leaf in typed_keys}
     if trained is None or trained.task.name != config.task.name:
         same = {"task": config.task.name, **same}
@@ -183,7 +195,9 @@ def _sets_on(
 
 def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
     """Return the problems with typed keys of the task that no set of the run takes from it."""
-    sets = {name: given for name, given in config.evaluation.sets.items() if isinstance(given, dict)}
+    sets = {
+        name: given for name, given in config.evaluation.sets.items() if isinstance(given, dict)
+    }
     if not sets:
         return []  # the only set is the task, with the evaluation's seed
     names = ", ".join(sets)
@@ -217,7 +231,8 @@ def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
 
 
 def _decided_by(given: dict) -> set[str]:
-    """Return the keys of a task that a set of this task does not take from it; see `held_out_sets`."""
+    """Return the keys of a task that a set of this task does not take from it; see
+    `held_out_sets`."""
     keys = {*given}
     if "path" in given:
         keys |= {"config", "split"}
@@ -274,8 +289,15 @@ def _folder(name: str) -> Path:
 
 def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:
     """The numbers of each set in a column, and where everything lies."""
-    names = [name for name in rows[0] if name not in ("step", "time", "documents", "set") and "_error" not in name]
-    table = [["", *(row["set"] for row in rows)], *([name, *(_cell(row, name) for row in rows)] for name in names)]
+    names = [
+        name
+        for name in rows[0]
+        if name not in ("step", "time", "documents", "set") and "_error" not in name
+    ]
+    table = [
+        ["", *(row["set"] for row in rows)],
+        *([name, *(_cell(row, name) for row in rows)] for name in names),
+    ]
     sets = {one.name: one.source for one in held_out_sets(config)}
     entries = [
         ("model", model),

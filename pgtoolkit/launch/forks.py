@@ -1,4 +1,5 @@
-"""Processes of jobs on this machine, forked from one that has imported what training needs: `Forks` starts them."""
+"""Processes of jobs on this machine, forked from one that has imported what training needs: `Forks`
+starts them."""
 
 from __future__ import annotations
 
@@ -30,9 +31,24 @@ from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
 from pgtoolkit.tracking.store import importing_mlflow
 
 _MODULES = (
-    *("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2", "tokenizers.trainers"),
-    *("transformers.convert_slow_tokenizer", "pyarrow.dataset", "pyarrow.json", "pyarrow.pandas_compat", "pandas"),
-    *("matplotlib.figure", "matplotlib.ticker", "matplotlib.backends.backend_agg", "PIL.JpegImagePlugin"),
+    *(
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.gpt2.modeling_gpt2",
+        "tokenizers.trainers",
+    ),
+    *(
+        "transformers.convert_slow_tokenizer",
+        "pyarrow.dataset",
+        "pyarrow.json",
+        "pyarrow.pandas_compat",
+        "pandas",
+    ),
+    *(
+        "matplotlib.figure",
+        "matplotlib.ticker",
+        "matplotlib.backends.backend_agg",
+        "PIL.JpegImagePlugin",
+    ),
     *("sqlalchemy.dialects.sqlite", "alembic.command"),
 )
 """What jobs import after `pgtoolkit.training.train`, as they begin and end."""
@@ -45,7 +61,8 @@ _WHILE_IMPORTED = {
 
 
 class JobProcess:
-    """The process of one job, in a session of its own; it saves and stops when the process that forked it ends."""
+    """The process of one job, in a session of its own; it saves and stops when the process that
+    forked it ends."""
 
     reason: str | None = None
     """What the engine says of a job that did not end by itself."""
@@ -55,7 +72,8 @@ class JobProcess:
         self._forks = forks
 
     def poll(self) -> int | None:
-        """Return the exit status once the job has ended, negative where a signal ended it; None before."""
+        """Return the exit status once the job has ended, negative where a signal ended it; None
+        before."""
         nobody_answers = self._forks.has_ended.is_set()
         status = self._forks.statuses.get(self._number)
         if status is None and nobody_answers:
@@ -76,23 +94,28 @@ class JobProcess:
 
 
 class Forks:
-    """The process that forks those of jobs; it ends with this object, or with this process, once its jobs have saved.
+    """The process that forks those of jobs; it ends with this object, or with this process, once
+    its jobs have saved.
 
     environment: of the jobs, where it is not that of this process.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
-        self._process = Child([sys.executable, "-P", "-m", "pgtoolkit.launch.forks"], environment, is_quiet=True)
+        self._process = Child(
+            [sys.executable, "-P", "-m", "pgtoolkit.launch.forks"], environment, is_quiet=True
+        )
         self._started = 0
         self.statuses: dict[int, int] = {}
         """Exit statuses of the jobs that have ended."""
         self.has_ended = threading.Event()
         listening = [self._process.channel, self.statuses, self.has_ended]
         threading.Thread(target=_listen, args=listening, daemon=True).start()
-        weakref.finalize(self, self._process.end, math.inf)  # at the latest when the interpreter ends
+        # at the latest when the interpreter ends
+        weakref.finalize(self, self._process.end, math.inf)
 
     def start(self, file: str | Path, log: str | Path, gpu: str | None = None) -> JobProcess:
-        """Start the job that a file describes, see `multirun`. What the process prints is added to the log.
+        """Start the job that a file describes, see `multirun`. What the process prints is added to
+        the log.
 
         gpu: the only one that it sees, as CUDA_VISIBLE_DEVICES names it. Raises PgtoolkitError.
         """
@@ -101,7 +124,9 @@ class Forks:
         try:
             self.send(["start", self._started, str(file), gpu, str(log)])
         except OSError as error:
-            raise PgtoolkitError(f"the process that forks the jobs has ended: {error.strerror}") from error
+            raise PgtoolkitError(
+                f"the process that forks the jobs has ended: {error.strerror}"
+            ) from error
         return JobProcess(self._started, self)
 
     def send(self, request: list) -> None:
@@ -111,7 +136,8 @@ class Forks:
 def _listen(channel: socket.socket, statuses: dict[int, int], has_ended: threading.Event) -> None:
     """Take down the exit statuses of jobs, until the process that forks them ends.
 
-    In a thread of its own: a signal handler may wait for a job that the interrupted code waits for, too.
+    In a thread of its own: a signal handler may wait for a job that the interrupted code waits for,
+        too.
     """
     with contextlib.suppress(OSError):
         for line in channel.makefile():
@@ -121,11 +147,13 @@ def _listen(channel: socket.socket, statuses: dict[int, int], has_ended: threadi
 
 
 def serve() -> int:
-    """Fork a process for each job asked for, until the launcher has ended and then the last of the jobs.
+    """Fork a process for each job asked for, until the launcher has ended and then the last of the
+    jobs.
 
     Returns the exit status, in the process of a job that of the job.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # which may come to all processes of a node at once
+    # which may come to all processes of a node at once
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     launcher = channel_to_parent()
     loaded = _code()
     _load()
@@ -163,7 +191,8 @@ def serve() -> int:
         for number, (process, channel) in list(jobs.items()):
             if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process, signal.SIGKILL)  # what a killed job may have left of its own processes
+                    # what a killed job may have left of its own processes
+                    os.killpg(process, signal.SIGKILL)
                 status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
                 del jobs[number]
                 channel.close()
@@ -182,13 +211,17 @@ def _code() -> dict[Path, int]:
 
 
 def _begin_anew(job: list, channel: socket.socket) -> NoReturn:
-    """A job as if it was started alone, by another code than was imported here; what it imports later, too, is new."""
+    """A job as if it was started alone, by another code than was imported here; what it imports
+    later, too, is new."""
     os.dup2(channel.fileno(), 0)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", json.dumps(job)])
+    os.execv(
+        sys.executable, [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", json.dumps(job)]
+    )
 
 
 def _load() -> None:
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # torch counts GPUs without CUDA; Lightning sets it for good, too
+    # torch counts GPUs without CUDA; Lightning sets it for good, too
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
     os.environ |= _WHILE_IMPORTED
     with without():
@@ -211,7 +244,8 @@ def _import_ahead(name: str) -> None:
 
 def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
     os.setsid()
-    atexit.unregister(shutil.rmtree)  # of matplotlib's folder, where the home cannot be written: others still need it
+    # of matplotlib's folder, where the home cannot be written: others still need it
+    atexit.unregister(shutil.rmtree)
     with open(log, "ab") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
@@ -227,7 +261,8 @@ def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
 
 if __name__ == "__main__":
     status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else serve()
-    # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares with the others,
+    # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares
+    # with the others,
     # only to free it: 0.4 s.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  (CPython's, without a type)
     atexit._run_exitfuncs()

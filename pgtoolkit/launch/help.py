@@ -1,4 +1,5 @@
-"""What pgtk says of itself: the page of --help, the nearest of an unknown command, words for the Tab key."""
+"""What pgtk says of itself: the page of --help, the nearest of an unknown command, words for the
+Tab key."""
 
 from __future__ import annotations
 
@@ -16,13 +17,25 @@ from pgtoolkit.system.report import nearest, say
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
-    """Commands, groups with their options, examples: one screen of at most 36 lines. commands: `cli.COMMANDS`."""
-    lines = ["Policy-gradient losses for language models, compared by declarative configuration. Commands:"]
-    lines.append(f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four")
-    lines += [f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in commands.items()]
+    """Commands, groups with their options, examples: one screen of at most 36 lines. commands:
+    `cli.COMMANDS`."""
+    lines = [
+        (
+            "Policy-gradient losses for language models, compared by declarative configuration. "
+            "Commands:"
+        )
+    ]
+    lines.append(
+        f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four"
+    )
+    lines += [
+        f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in commands.items()
+    ]
     lines.append("Groups (GROUP=OPTION; * is the default):")
     defaults, single, columns = default_options(), [], []
-    for group, names in sorted(options().items(), key=lambda item: [*defaults, item[0]].index(item[0])):
+    for group, names in sorted(
+        options().items(), key=lambda item: [*defaults, item[0]].index(item[0])
+    ):
         if len(names) == 1:
             single.append(group if names[0] == "default" else f"{group} ({names[0]})")
             continue
@@ -31,9 +44,18 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     for line in _side_by_side(columns):
         lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
     lines.append("  with one option: " + ", ".join(single))
-    lines.append("Flags: -m (--multirun), --fail-fast, --config-dir FOLDER, --cfg job (--resolve, --package GROUP),")
-    lines.append("  --info PART, --version, --shell-completion install=bash for the Tab key: docs/configuration.md")
-    lines.append("Single keys: loss.epsilon_high=0.28 seed=1; pgtk explain KEY says what one means; docs/keys.md")
+    lines.append(
+        "Flags: -m (--multirun), --fail-fast, --config-dir FOLDER, --cfg job (--resolve, --package "
+        "GROUP),"
+    )
+    lines.append(
+        "  --info PART, --version, --shell-completion install=bash for the Tab key: "
+        "docs/configuration.md"
+    )
+    lines.append(
+        "Single keys: loss.epsilon_high=0.28 seed=1; pgtk explain KEY says what one means; "
+        "docs/keys.md"
+    )
     return "\n".join(lines)
 
 
@@ -51,8 +73,16 @@ _CONFIG_DIR = {"--config-dir FOLDER": "options of your own, in files laid out as
 
 TRAINING_FLAGS = {
     "sweep": {"--fail-fast": "start no further job once one has failed"} | _CONFIG_DIR,
-    "check": {"-m, --multirun": "values separated by commas make a sweep", "--json": "print it as JSON"} | _CONFIG_DIR,
-    "resume": {"--step N": "continue from the checkpoint of this step, as a run of its own in hydra.run.dir"},
+    "check": {
+        "-m, --multirun": "values separated by commas make a sweep",
+        "--json": "print it as JSON",
+    }
+    | _CONFIG_DIR,
+    "resume": {
+        "--step N": (
+            "continue from the checkpoint of this step, as a run of its own in hydra.run.dir"
+        )
+    },
     "continue": _CONFIG_DIR,
 }
 """Command whose words are Hydra's -> the flags that it takes, with their meanings."""
@@ -80,18 +110,24 @@ _REPLACED = {
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
-    """The refusal of a first word that is no command, with the nearest, or with what takes its place."""
+    """The refusal of a first word that is no command, with the nearest, or with what takes its
+    place."""
     if word in _REPLACED:
         return ConfigError(f"pgtk {word} is gone: use {_REPLACED[word]}.")
-    uses = {name: f"pgtk {name}=OPTION" for name in options()} | {name: f"pgtk {name}" for name in commands}
+    uses = {name: f"pgtk {name}=OPTION" for name in options()} | {
+        name: f"pgtk {name}" for name in commands
+    }
     uses["train"] = "pgtk [OVERRIDES]"
     closest = nearest(word, uses, 0.6)
     use = "pgtk --help" if closest is None else uses[closest]
-    return ConfigError(f"{word!r} is not a command. The commands are {', '.join(commands)}. Use {use}.")
+    return ConfigError(
+        f"{word!r} is not a command. The commands are {', '.join(commands)}. Use {use}."
+    )
 
 
 def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], int]) -> int:
-    """Answer `pgtk -sc ...`. A half-typed line is no error: what cannot be completed gives no words.
+    """Answer `pgtk -sc ...`. A half-typed line is no error: what cannot be completed gives no
+    words.
 
     hydra: runs Hydra with a command line; it completes the overrides after pgtk's own words.
     """
@@ -104,8 +140,13 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
         answer, quiet = io.StringIO(), contextlib.suppress(Exception, SystemExit)
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(answer), quiet:
             hydra(argv)
-        # Hydra takes the types of the keys, and what options share, for options, which nobody means.
-        say(" ".join(word for word in answer.getvalue().split() if not re.search("=(schema|_)", word)))
+        # Hydra takes the types of the keys, and what options share, for options, which nobody
+        # means.
+        say(
+            " ".join(
+                word for word in answer.getvalue().split() if not re.search("=(schema|_)", word)
+            )
+        )
     return 0
 
 

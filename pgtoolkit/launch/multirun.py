@@ -62,11 +62,16 @@ def run_sweep(checked: Checked) -> int:
         _publish(sweep, config)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
-    return 0 if all(job.status == "done" for job in sweep.jobs.values()) else PgtoolkitError.exit_status
+    return (
+        0
+        if all(job.status == "done" for job in sweep.jobs.values())
+        else PgtoolkitError.exit_status
+    )
 
 
 class _Launch:
-    """Runs jobs of a sweep by its launcher, which is started once, with the first job that is not done."""
+    """Runs jobs of a sweep by its launcher, which is started once, with the first job that is not
+    done."""
 
     def __init__(self, checked: Checked):
         assert checked.sweep is not None
@@ -90,7 +95,8 @@ class _Launch:
             Jobs(self._sweep, jobs, self._launcher.settings["fail_fast"]).run(self._engine)
 
     def run_drawn(self, overrides: list[list[str]], first: int) -> list[float | None]:
-        """Run the jobs of values that a search has drawn, by their overrides; returns what each has reached.
+        """Run the jobs of values that a search has drawn, by their overrides; returns what each has
+        reached.
 
         first: number of the first job. Raises ConfigError for values that make no job.
         """
@@ -101,11 +107,14 @@ class _Launch:
                 raise ConfigError("\n".join(run.report.problems))
             assert run.job is not None
             jobs.append(run.job)
-        self.run(list({job.directory: job for job in jobs}.values()))  # the same configuration runs once
+        # the same configuration runs once
+        self.run(list({job.directory: job for job in jobs}.values()))
         rewards = []
         for job in jobs:
             is_done = job.status == "done"
-            rewards.append(sweep_report.reached(self._sweep.folder / job.directory) if is_done else None)
+            rewards.append(
+                sweep_report.reached(self._sweep.folder / job.directory) if is_done else None
+            )
         return rewards
 
 
@@ -129,14 +138,18 @@ class Jobs:
         self._ended = len(jobs) - len(self._waiting)
 
     def run(self, start_engine: Callable[[], Engine]) -> None:
-        """Raises Interrupted after one of STOP_SIGNALS, once the running jobs have saved and stopped."""
+        """Raises Interrupted after one of STOP_SIGNALS, once the running jobs have saved and
+        stopped."""
         arrived: list[int] = []
         engine = None
 
         def stop(number: int, _frame) -> None:
             arrived.append(number)
             if engine is None:
-                raise Interrupted(f"the sweep was stopped as asked ({signal.Signals(number).name}) before a job began.")
+                raise Interrupted(
+                    f"the sweep was stopped as asked ({signal.Signals(number).name}) before a job "
+                    "began."
+                )
 
         with answered_by(stop):
             try:
@@ -167,7 +180,11 @@ class Jobs:
         for job in chosen:
             directory = (self._sweep.folder / job.directory).resolve()
             directory.mkdir(parents=True, exist_ok=True)
-            content = {"command": self._sweep.command, "sweep": self._sweep.name, "directory": str(directory)}
+            content = {
+                "command": self._sweep.command,
+                "sweep": self._sweep.name,
+                "directory": str(directory),
+            }
             content |= {"overrides": job.overrides, "config": plain_config(job.config)}
             write_atomically(file := directory / ".job.json", json.dumps(content, indent=1) + "\n")
             log = str(self._sweep.folder.resolve() / job.log)
@@ -202,7 +219,12 @@ class Jobs:
             job.status = "failed"
         self._sweep.add(job)
         say(sweep_report.ended(job, self._sweep.folder, self._ended, self._count, taken))
-        if job.status != "done" and self._fail_fast and not self._stopped_by and (self._waiting or self._running):
+        if (
+            job.status != "done"
+            and self._fail_fast
+            and not self._stopped_by
+            and (self._waiting or self._running)
+        ):
             say("--fail-fast: no further job is started; running ones save and stop")
             self._waiting.clear()
             self._stop_all(signal.SIGTERM)
@@ -210,7 +232,10 @@ class Jobs:
     def _stop(self, number: int) -> None:
         self._stopped_by = signal.Signals(number).name
         self._waiting.clear()
-        say(f"{self._stopped_by}: {len(self._running)} running jobs finish their step, save and stop")
+        say(
+            f"{self._stopped_by}: {len(self._running)} running jobs finish their step, save and "
+            "stop"
+        )
         self._stop_all(number)
 
     def _stop_all(self, number: int) -> None:
@@ -219,7 +244,8 @@ class Jobs:
 
 
 def _publish(sweep: Sweep, config: Config) -> None:
-    """Tell MLflow of the sweep as a whole; its folder has everything, so that a store which fails is a warning."""
+    """Tell MLflow of the sweep as a whole; its folder has everything, so that a store which fails
+    is a warning."""
     if config.tracking.name != "mlflow":
         return
     from pgtoolkit.comparison.sweep_summary import publish

@@ -1,4 +1,5 @@
-"""A sweep whose values are chosen as it goes: Optuna proposes those of the next jobs from what earlier ones reached."""
+"""A sweep whose values are chosen as it goes: Optuna proposes those of the next jobs from what
+earlier ones reached."""
 
 from __future__ import annotations
 
@@ -14,21 +15,27 @@ if TYPE_CHECKING:
 def run_search(search: Search, run: Callable[[list[list[str]], int], list[float | None]]) -> None:
     """Run the jobs of a search.
 
-    run: runs jobs, by the overrides of each and the number of the first; returns what each has reached, None for one
+    run: runs jobs, by the overrides of each and the number of the first; returns what each has
+        reached, None for one
     that failed.
     """
     import optuna  # pyright: ignore[reportMissingImports]  (an extra)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     settings = search.settings
-    sampler = optuna.samplers.TPESampler(seed=settings["seed"], n_startup_trials=settings["n_startup_trials"])
+    sampler = optuna.samplers.TPESampler(
+        seed=settings["seed"], n_startup_trials=settings["n_startup_trials"]
+    )
     study = optuna.create_study(direction="maximize", sampler=sampler)
     distributions = {key: _distribution(axis) for key, axis in search.axes.items()}
     number = 0
     while number < settings["n_trials"]:
         count = min(settings["n_jobs"], settings["n_trials"] - number)
         trials = [study.ask(distributions) for _ in range(count)]
-        overrides = [[*search.fixed, *(f"{key}={value}" for key, value in trial.params.items())] for trial in trials]
+        overrides = [
+            [*search.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
+            for trial in trials
+        ]
         for trial, reward in zip(trials, run(overrides, number), strict=True):
             if reward is None:
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -43,5 +50,7 @@ def _distribution(axis: Axis) -> BaseDistribution:
     if axis.values:
         return distributions.CategoricalDistribution(axis.values)
     if isinstance(axis.low, int) and isinstance(axis.high, int):
-        return distributions.IntDistribution(axis.low, axis.high, log=axis.log, step=int(axis.step or 1))
+        return distributions.IntDistribution(
+            axis.low, axis.high, log=axis.log, step=int(axis.step or 1)
+        )
     return distributions.FloatDistribution(axis.low, axis.high, log=axis.log, step=axis.step)

@@ -16,7 +16,8 @@ from pgtoolkit.system.report import Report, shell_path
 
 
 def write_solutions(out: Path, overrides: list[str], count: int) -> str:
-    """Write the first `count` prompts of a task and a seed as {"prompt", "completion"}; says what is in the file.
+    """Write the first `count` prompts of a task and a seed as {"prompt", "completion"}; says what
+    is in the file.
 
     Raises ConfigError where the task or the file cannot be used.
     """
@@ -25,7 +26,9 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
 
     composed = compose(overrides)
     config = composed.config
-    report = Report([*composed.problems], usual=functools.partial(default, config, choices=composed.choices))
+    report = Report(
+        [*composed.problems], usual=functools.partial(default, config, choices=composed.choices)
+    )
     if out.suffix != ".jsonl" or out.exists():
         report.refuse(
             setting=f"OUT={out}",
@@ -53,8 +56,18 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
     with replacing(out) as file:
         for prompt in map(made.prompt, range(count)):
             asked = prompt.messages or prompt.text
-            answer = [{"role": "assistant", "content": prompt.answer}] if prompt.messages else prompt.answer
+            answer = (
+                [{"role": "assistant", "content": prompt.answer}]
+                if prompt.messages
+                else prompt.answer
+            )
             different.add(repr(asked))
-            file.write(json.dumps({"prompt": asked, "completion": answer}, ensure_ascii=False).encode() + b"\n")
-    rows = f"{count} rows of task={task.name} with seed {config.seed}, {len(different)} of them different"
+            file.write(
+                json.dumps({"prompt": asked, "completion": answer}, ensure_ascii=False).encode()
+                + b"\n"
+            )
+    rows = (
+        f"{count} rows of task={task.name} with seed {config.seed}, {len(different)} of them "
+        "different"
+    )
     return f"{rows}: {shell_path(out)}"

@@ -1,4 +1,5 @@
-"""Starts what the command line describes, once it is checked: a run, a rank of one, a sweep, or a resumed run."""
+"""Starts what the command line describes, once it is checked: a run, a rank of one, a sweep, or a
+resumed run."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from pgtoolkit.training.machine import DataProblem, check_machine
 
 
 def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
-    """Check everything, then train; or print what Hydra's own flags ask for. Returns the exit status.
+    """Check everything, then train; or print what Hydra's own flags ask for. Returns the exit
+    status.
 
-    argv: overrides and flags. sweep_file: of `pgtk sweep`. command: what was typed. Raises PgtoolkitError, before
+    argv: overrides and flags. sweep_file: of `pgtk sweep`. command: what was typed. Raises
+        PgtoolkitError, before
     anything is created if it can be known then.
     """
     args = hydra_arguments(argv)
@@ -54,7 +57,8 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
                 use="pgtk -m without torchrun or srun",
             )
         )
-    if rank is not None and rank.number > 0:  # of torchrun or srun: the same run, whose directory rank 0 chooses
+    # of torchrun or srun: the same run, whose directory rank 0 chooses
+    if rank is not None and rank.number > 0:
         run = check_run(compose(args.overrides, args.config_dir), args.overrides)
         if run.refused_anywhere:
             return ConfigError.exit_status  # rank 0 says why
@@ -74,7 +78,8 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
 def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError.
 
-    step: continue from the checkpoint of this step, as a run of its own in hydra.run.dir, which is then among them.
+    step: continue from the checkpoint of this step, as a run of its own in hydra.run.dir, which is
+        then among them.
     """
     folder = run_dir
     places = [override for override in overrides if key_of(override) == "hydra.run.dir"]
@@ -91,7 +96,9 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
     overrides = [override for override in overrides if override not in places]
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     assert run.config is not None  # a saved run has one
-    run.report.problems += written_elsewhere(run.config, run_dir, {key_of(override) for override in overrides})
+    run.report.problems += written_elsewhere(
+        run.config, run_dir, {key_of(override) for override in overrides}
+    )
     if step is not None:
         from pgtoolkit.training.export import branch, lacks_checkpoint  # which loads torch
 
@@ -140,14 +147,18 @@ def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
 
 
 def start_or_continue(run_dir: Path, argv: list[str]) -> int:
-    """Start the run of these overrides in run_dir, continue it if it was begun there, or do nothing if it is done.
+    """Start the run of these overrides in run_dir, continue it if it was begun there, or do nothing
+    if it is done.
 
-    Returns the exit status. Raises PgtoolkitError, also where a run of another configuration lies there.
+    Returns the exit status. Raises PgtoolkitError, also where a run of another configuration lies
+    there.
     """
     wait_until_free(run_dir)
     if not (run_dir / "config.yaml").is_file():
         place = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
-        return start([*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv])
+        return start(
+            [*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv]
+        )
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides, args.config_dir), args.overrides)
     rank = joined()
@@ -165,10 +176,14 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
 
 def refused(problems: list[str]) -> PgtoolkitError:
     """All problems in one error, which has an exit status of its own if it is the data alone."""
-    kind = DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
+    kind = (
+        DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
+    )
     if len(problems) == 1:
         return kind(problems[0])
-    return kind(f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems))
+    return kind(
+        f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems)
+    )
 
 
 def _run(run: PlannedRun) -> None:
@@ -177,7 +192,9 @@ def _run(run: PlannedRun) -> None:
     try:
         run.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        failed = StorageError(f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=...")
+        failed = StorageError(
+            f"the run directory cannot be made: {error}. Choose another with hydra.run.dir=..."
+        )
         raise _ending_other_ranks(failed, run) from error
     train_on_processes(Training(run.named_config, run.directory.resolve(), overrides=run.recorded))
 

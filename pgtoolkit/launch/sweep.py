@@ -1,4 +1,5 @@
-"""A sweep's folder: its jobs, what became of them, and the files sweep.json and sweep.jsonl that say so."""
+"""A sweep's folder: its jobs, what became of them, and the files sweep.json and sweep.jsonl that
+say so."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from pgtoolkit.system.report import shell_path, text
 
 @dataclass
 class Job:
-    """One job. directory: its run directory, relative to the sweep's folder, which is its name, too.
+    """One job. directory: its run directory, relative to the sweep's folder, which is its name,
+    too.
 
     checked: the configuration as it was checked. run_name: what the run is called.
     status: pending, running, done, failed or interrupted. seconds: spent so far.
@@ -41,13 +43,16 @@ class Job:
 
     @property
     def config(self) -> Config:
-        """The configuration as the run begins with it: with its name, and paths that mean the same from everywhere."""
+        """The configuration as the run begins with it: with its name, and paths that mean the same
+        from everywhere."""
         return absolute_paths(with_values(self.checked, {"tracking.run_name": self.run_name}))
 
     @property
     def row(self) -> dict:
         """Its entry of sweep.json."""
-        row = {name: value for name, value in vars(self).items() if name not in ("checked", "run_name")}
+        row = {
+            name: value for name, value in vars(self).items() if name not in ("checked", "run_name")
+        }
         return {"name": self.directory, "log": self.log} | row
 
     @property
@@ -56,7 +61,8 @@ class Job:
         return f"{self.directory}/output.log"
 
     def update_from(self, folder: Path) -> None:
-        """Take over what the run directory says; raises PgtoolkitError if another configuration lies there."""
+        """Take over what the run directory says; raises PgtoolkitError if another configuration
+        lies there."""
         directory = folder / self.directory
         self.status, self.reason, self.step = "pending", None, 0
         if (directory / "config.yaml").is_file():
@@ -71,15 +77,18 @@ class Job:
 
 
 def refuse_another(directory: Path, config: dict) -> None:
-    """ConfigError if a run of another configuration has begun in a job's directory. Relative paths start here."""
+    """ConfigError if a run of another configuration has begun in a job's directory. Relative paths
+    start here."""
     for key, (before, now) in changed(read_config(directory)[0], config).items():
         if isinstance(before, str) and str(Path.cwd() / before) == now:
             continue
         fixed = key in [one.name for one in fixed_keys(config)]
-        resumed = "" if fixed else f", or pgtk resume {shell_path(directory)} {shown(key)}={text(now)}"
+        resumed = (
+            "" if fixed else f", or pgtk resume {shell_path(directory)} {shown(key)}={text(now)}"
+        )
         raise ConfigError(
-            f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, not {text(now)}). "
-            f"A run is continued as it was. Use another directory{resumed}."
+            f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, "
+            f"not {text(now)}). A run is continued as it was. Use another directory{resumed}."
         )
 
 
@@ -87,7 +96,8 @@ def refuse_another(directory: Path, config: dict) -> None:
 class Sweep:
     """folder: holds sweep.json and the jobs' run directories. command: what was typed.
 
-    jobs: of this command, by their directories. earlier: what sweep.json said of jobs before, those of other commands
+    jobs: of this command, by their directories. earlier: what sweep.json said of jobs before, those
+        of other commands
     among them.
     """
 
@@ -100,7 +110,9 @@ class Sweep:
     def name(self) -> str:
         return self.folder.name
 
-    def plan(self, config: Config, overrides: list[str], run_name: str, directory: str, digest: str) -> Job:
+    def plan(
+        self, config: Config, overrides: list[str], run_name: str, directory: str, digest: str
+    ) -> Job:
         """Return the job of a configuration, which is not among `jobs` yet.
 
         directory: where it belongs by its name. digest: of the configuration.
@@ -112,7 +124,8 @@ class Sweep:
 
     @functools.cached_property
     def _by_digest(self) -> dict[str, str]:
-        """Digest -> the directory in this folder whose name ends with it, as it was when a job was first looked for."""
+        """Digest -> the directory in this folder whose name ends with it, as it was when a job was
+        first looked for."""
         names = sorted(path.name for path in self.folder.glob("*-????????"))
         return {name[-8:]: name for name in reversed(names)}
 
@@ -134,12 +147,19 @@ class Sweep:
         """Make the folder and keep other launchers out of it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = lock(self.folder, "sweep", "Two would start every job twice.", "use another hydra.sweep.dir")
+            file = lock(
+                self.folder,
+                "sweep",
+                "Two would start every job twice.",
+                "use another hydra.sweep.dir",
+            )
         except OSError as error:
             raise StorageError(
                 f"the sweep's folder {self.folder} cannot be made: {error.strerror or error}. "
                 "Choose another with hydra.sweep.dir=..."
             ) from error
         with file:
-            self.earlier = {row["directory"]: row for row in read_sweep(self.folder).get("jobs", [])}
+            self.earlier = {
+                row["directory"]: row for row in read_sweep(self.folder).get("jobs", [])
+            }
             yield

@@ -22,7 +22,8 @@ _TAIL = 65536
 
 
 class SweepLine:
-    """Counts of the jobs of a sweep that run, are done or have failed, and the time left; nothing in a file or a pipe.
+    """Counts of the jobs of a sweep that run, are done or have failed, and the time left; nothing
+    in a file or a pipe.
 
     folder: of the sweep. jobs: all of one launch, with what became of them before.
     """
@@ -32,7 +33,9 @@ class SweepLine:
         self._jobs = jobs
         self._looked_at = 0.0
         self._began = time.monotonic()
-        self._steps_before = sum(_all_steps(job) if job.status == "done" else job.step for job in jobs)
+        self._steps_before = sum(
+            _all_steps(job) if job.status == "done" else job.step for job in jobs
+        )
         self._steps_in_all = sum(_all_steps(job) for job in jobs)
         self._line: RenewedLine | None = None
 
@@ -49,17 +52,23 @@ class SweepLine:
             return
         self._looked_at = time.monotonic()
         steps = sum(job.step for job in waiting)
-        steps += sum(max(job.step, last_step(self._folder / job.directory / "metrics.jsonl")) for job in running)
+        steps += sum(
+            max(job.step, last_step(self._folder / job.directory / "metrics.jsonl"))
+            for job in running
+        )
         going_on = {job.directory for job in [*waiting, *running]}
         ended = [job for job in self._jobs if job.directory not in going_on]
-        steps += sum(_all_steps(job) for job in ended)  # also of one that failed: it takes no more time
+        # also of one that failed: it takes no more time
+        steps += sum(_all_steps(job) for job in ended)
         counts = Counter(job.status for job in ended)
         fields = [f"{len(ended)}/{len(self._jobs)} jobs"]
         if steps > self._steps_before:
             seconds_per_step = (time.monotonic() - self._began) / (steps - self._steps_before)
             fields.append(f"{duration(seconds_per_step * (self._steps_in_all - steps))} left")
         fields.append(f"{len(running)} running")
-        fields += [f"{counts[state]} {state}" for state in ("failed", "interrupted") if counts[state]]
+        fields += [
+            f"{counts[state]} {state}" for state in ("failed", "interrupted") if counts[state]
+        ]
         self._line.show(steps, [*fields, f"{counts['done']} done"])
 
     def close(self) -> None:
@@ -74,7 +83,8 @@ def _all_steps(job: Job) -> int:
 
 
 def last_step(metrics: Path) -> int:
-    """Return the step of the last row of metrics.jsonl, without reading those before; 0 where there is none."""
+    """Return the step of the last row of metrics.jsonl, without reading those before; 0 where there
+    is none."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL))

@@ -19,7 +19,8 @@ _STATES = ("done", "failed", "interrupted", "running", "pending")
 
 
 def reached(directory: Path) -> float | None:
-    """The final value of the objective: the mean over the last tenth of the steps. None where it was not measured."""
+    """The final value of the objective: the mean over the last tenth of the steps. None where it
+    was not measured."""
     try:
         rewards = values(read_metrics(directory / "metrics.jsonl", {OBJECTIVE}), OBJECTIVE)
     except PgtoolkitError:
@@ -47,16 +48,27 @@ def ended(job: Job, folder: Path, number: int, of: int, seconds: float) -> str:
 
 
 def table(sweep: Sweep) -> str:
-    """All jobs with state, steps, time and reward; below it the errors and logs of those that are not done."""
-    lines = ["", f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}"]
+    """All jobs with state, steps, time and reward; below it the errors and logs of those that are
+    not done."""
+    lines = [
+        "",
+        f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}",
+    ]
     for job in sweep.jobs.values():
-        value, spent = reached(sweep.folder / job.directory), f"{job.seconds:.0f}" if job.seconds else ""
+        value, spent = (
+            reached(sweep.folder / job.directory),
+            f"{job.seconds:.0f}" if job.seconds else "",
+        )
         shown = "" if value is None else f"{value:.3f}"
         lines.append(f"{job.status:<12}{job.step:>6}{spent:>9}{shown:>9}  {job.directory}")
     for job in sweep.jobs.values():
         if job.status not in ("done", "pending"):
             lines += [f"{job.status}: {job.directory}", f"  {_one_line(job.reason)}"]
-            lines += [f"  log: {shell_path(sweep.folder / job.log)}"] if (sweep.folder / job.log).exists() else []
+            lines += (
+                [f"  log: {shell_path(sweep.folder / job.log)}"]
+                if (sweep.folder / job.log).exists()
+                else []
+            )
     lines.append(summary(sweep))
     return "\n".join(lines)
 

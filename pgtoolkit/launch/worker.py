@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.schema import Config
-from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, RankLost, first_line, unusable
+from pgtoolkit.errors import (
+    ConfigError,
+    Interrupted,
+    PgtoolkitError,
+    RankLost,
+    first_line,
+    unusable,
+)
 from pgtoolkit.ranks.environment import AXES, Rank, joined
 from pgtoolkit.runs.directory import record_end
 from pgtoolkit.system.child import channel_to_parent, follow_parent
@@ -41,7 +48,8 @@ class Training:
 
 
 def train_as_rank(training: Training, rank: Rank) -> None:
-    """Train as one of rank.world_size processes, all of which call this; the run directory is that of rank 0."""
+    """Train as one of rank.world_size processes, all of which call this; the run directory is that
+    of rank 0."""
     with without():
         from pgtoolkit.ranks.agreement import failing_together, gather_objects
         from pgtoolkit.training.train import train
@@ -52,7 +60,14 @@ def train_as_rank(training: Training, rank: Rank) -> None:
                 raise training.refused
         run_dir = gather_objects(training.run_dir, layout.world_group)[0]
         try:
-            train(training.config, run_dir, training.resume, training.overrides, training.sweep, layout)
+            train(
+                training.config,
+                run_dir,
+                training.resume,
+                training.overrides,
+                training.sweep,
+                layout,
+            )
         except Interrupted:
             _wait_for_all()
             raise
@@ -74,19 +89,26 @@ def _process_group(config: Config, rank: Rank) -> Iterator[Any]:
     on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
     if on_gpu and rank.local >= torch.cuda.device_count():
         raise ConfigError(
-            f"trainer.device={config.trainer.device} needs a GPU for each process of a machine (got "
-            f"{torch.cuda.device_count()} of them, local rank {rank.local}). NCCL does not share one. Start fewer "
-            "processes, or use trainer.device=cpu."
+            f"trainer.device={config.trainer.device} needs a GPU for each process of a machine "
+            f"(got {torch.cuda.device_count()} of them, local rank {rank.local}). NCCL does not "
+            "share one. Start fewer processes, or use trainer.device=cpu."
         )
     if on_gpu:
         torch.cuda.set_device(rank.local)
-    os.environ |= {"RANK": str(rank.number), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.local)}
+    os.environ |= {
+        "RANK": str(rank.number),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_RANK": str(rank.local),
+    }
     os.environ |= {"MASTER_ADDR": rank.address, "MASTER_PORT": str(rank.port)}
     if rank.address == "127.0.0.1" and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of this machine may not lead back to it
+        # the name of this machine may not lead back to it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     seconds = config.parallelism.timeout_seconds
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=seconds))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=seconds)
+        )
         sizes = {name: getattr(config.parallelism, name) for name in AXES}
         layout = Layout.of_world("cuda" if on_gpu else "cpu", seconds, **sizes)
     except RuntimeError as error:
@@ -100,7 +122,8 @@ def _process_group(config: Config, rank: Rank) -> Iterator[Any]:
 
 
 def _wait_for_all() -> None:
-    """Ranks end together: a launcher that sees one end with a status other than 0 ends the others."""
+    """Ranks end together: a launcher that sees one end with a status other than 0 ends the
+    others."""
     import torch.distributed as dist
 
     with contextlib.suppress(RuntimeError):
@@ -108,9 +131,11 @@ def _wait_for_all() -> None:
 
 
 def main(folder: Path) -> int:
-    """A worker that `pgtk` started: does the job in `folder`, and leaves its error and traceback in the file `rank-N`.
+    """A worker that `pgtk` started: does the job in `folder`, and leaves its error and traceback in
+    the file `rank-N`.
 
-    Returns its status. An interruption ends with 0, since all ranks agree on it and none needs to be ended for it.
+    Returns its status. An interruption ends with 0, since all ranks agree on it and none needs to
+    be ended for it.
     """
     training: Training = pickle.loads((folder / "job").read_bytes())
     rank = joined()
@@ -127,15 +152,20 @@ def main(folder: Path) -> int:
     except KeyboardInterrupt:
         return 130  # the command that sent it knows what to say
     except BaseException as defect:
-        error, shown = PgtoolkitError(f"{type(defect).__name__}: {first_line(defect)}"), traceback.format_exc()
+        error, shown = (
+            PgtoolkitError(f"{type(defect).__name__}: {first_line(defect)}"),
+            traceback.format_exc(),
+        )
     with replacing(folder / f"rank-{rank.number}") as file:
         pickle.dump((error, shown), file)
     return 0 if error is None or isinstance(error, Interrupted) else error.exit_status
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends the process at once until training minds it: KeyboardInterrupt in the middle of an import would be
-    # shown, or taken by the import for a failure of its own. The interpreter started with it blocked.
+    # Ctrl-C ends the process at once until training minds it: KeyboardInterrupt in the middle of an
+    # import would be shown, or taken by the import for a failure of its own. The interpreter
+    # started with it
+    # blocked.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     follow_parent(channel_to_parent())

@@ -1,7 +1,8 @@
-"""Aggregation is a weight: the loss of a step is the sum over its tokens of w_t times the surrogate.
+"""Aggregation is a weight: the loss of a step is the sum over its tokens of w_t times the
+surrogate.
 
-Every weight is a function of the step's totals, so the pieces of a step add up however it was cut. No torch is imported
-here, so that `pgtk check` may read the equations; tensors bring their methods.
+Every weight is a function of the step's totals, so the pieces of a step add up however it was cut.
+No torch is imported here, so that `pgtk check` may read the equations; tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.documents import DocumentSums
 
 Reducer = Callable[..., "Tensor"]
-"""A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)` returns w_t (T,).
+"""A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)`
+returns w_t (T,).
 
-Where documents are parts of trajectories it is called with trajectory_index= too, and must count them by itself.
+Where documents are parts of trajectories it is called with trajectory_index= too, and must count
+them by itself.
 """
 
 _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
@@ -29,11 +32,14 @@ _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The base class of aggregations: w_t is 1 over a denominator, which is the same for all tokens of a document.
+    """The base class of aggregations: w_t is 1 over a denominator, which is the same for all tokens
+    of a document.
 
     D and N_d count trajectories; where the data names none, each document is one.
-    name: as in `aggregation=`. equation, where: w_t and its symbols, and total: the sum of w_t over a step, all for
-    `pgtk check`. needs_groups: True if group_index is needed. equal_within_documents: True if the tokens of a document
+    name: as in `aggregation=`. equation, where: w_t and its symbols, and total: the sum of w_t over
+        a step, all for
+    `pgtk check`. needs_groups: True if group_index is needed. equal_within_documents: True if the
+        tokens of a document
     have the same weight, which only a custom reducer's may not have.
     """
 
@@ -44,10 +50,13 @@ class Aggregation:
     needs_groups: ClassVar[bool] = False
     equal_within_documents: ClassVar[bool] = True
 
-    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None) -> Tensor:
+    def weights(
+        self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None
+    ) -> Tensor:
         """Return w_t, (T,) float64, 0 where mask is False.
 
-        indices: group_index and trajectory_index, each (documents,) with the numbers of the totals, or None.
+        indices: group_index and trajectory_index, each (documents,) with the numbers of the totals,
+            or None.
         """
         group_index, trajectory_index = indices
         counts = documents.counts
@@ -57,24 +66,31 @@ class Aggregation:
         denominator = documents.broadcast(self.denominators(totals, counts, group_index).double())
         return (1.0 / denominator.where(mask, 1.0)).where(mask, 0.0)
 
-    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
-        """Return (documents,) denominators. counts: N_d, (documents,) int64; group_index: the same, or None."""
+    def denominators(
+        self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
+    ) -> Tensor:
+        """Return (documents,) denominators. counts: N_d, (documents,) int64; group_index: the same,
+        or None."""
         raise NotImplementedError
 
     def weight_sum(self, totals: StepTotals) -> float | None:
-        """Return the sum of w_t over a step with a trained token; None for a custom reducer. totals: with ints."""
+        """Return the sum of w_t over a step with a trained token; None for a custom reducer.
+        totals: with ints."""
         return None
 
 
 @dataclass(frozen=True)
 class SampleMean(Aggregation):
-    """The mean over trajectories of their mean over tokens (GRPO and GSPO papers, where each is one document)."""
+    """The mean over trajectories of their mean over tokens (GRPO and GSPO papers, where each is one
+    document)."""
 
     name: ClassVar[str] = "sample_mean"
     equation: ClassVar[str] = "1 / (D N_d)"
     where: ClassVar[str] = "D documents in the step, N_d trained tokens in the document"
 
-    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+    def denominators(
+        self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
+    ) -> Tensor:
         return counts * totals.num_trajectories
 
     def weight_sum(self, totals: StepTotals) -> float:
@@ -83,14 +99,17 @@ class SampleMean(Aggregation):
 
 @dataclass(frozen=True)
 class PromptMean(Aggregation):
-    """The mean over prompts of the mean over all tokens of a prompt's completions (arXiv 2510.13786, section 3.2)."""
+    """The mean over prompts of the mean over all tokens of a prompt's completions (arXiv
+    2510.13786, section 3.2)."""
 
     name: ClassVar[str] = "prompt_mean"
     equation: ClassVar[str] = "1 / (G N_g)"
     where: ClassVar[str] = "G prompts in the step, N_g trained tokens of the prompt's completions"
     needs_groups: ClassVar[bool] = True
 
-    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+    def denominators(
+        self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
+    ) -> Tensor:
         assert totals.tokens_per_group is not None
         assert totals.num_groups is not None
         assert group_index is not None
@@ -110,7 +129,9 @@ class TokenMean(Aggregation):
     equation: ClassVar[str] = "1 / N"
     where: ClassVar[str] = "N trained tokens in the step"
 
-    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+    def denominators(
+        self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
+    ) -> Tensor:
         return counts * 0 + totals.num_tokens
 
     def weight_sum(self, totals: StepTotals) -> float:
@@ -119,7 +140,8 @@ class TokenMean(Aggregation):
 
 @dataclass(frozen=True)
 class Constant(Aggregation):
-    """The sum over tokens divided by trajectories and a constant L, the divisor (Dr. GRPO, 2503.20783, eq. 2)."""
+    """The sum over tokens divided by trajectories and a constant L, the divisor (Dr. GRPO,
+    2503.20783, eq. 2)."""
 
     divisor: float
 
@@ -131,7 +153,9 @@ class Constant(Aggregation):
     def __post_init__(self):
         check_positive("divisor", self.divisor, _NEEDS_DIVISOR)
 
-    def denominators(self, totals: StepTotals, counts: Tensor, group_index: Tensor | None) -> Tensor:
+    def denominators(
+        self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
+    ) -> Tensor:
         return (counts.double() * 0 + self.divisor) * totals.num_trajectories
 
     def weight_sum(self, totals: StepTotals) -> float:
@@ -147,7 +171,9 @@ class Custom(Aggregation):
     name: ClassVar[str] = "custom"
     equal_within_documents: ClassVar[bool] = False
 
-    def weights(self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None) -> Tensor:
+    def weights(
+        self, totals: StepTotals, documents: DocumentSums, mask: Tensor, *indices: Tensor | None
+    ) -> Tensor:
         group_index, trajectory_index = indices
         options = {
             "mask": mask,
@@ -160,7 +186,10 @@ class Custom(Aggregation):
         weights = self.reducer(totals, **options)
         if getattr(weights, "shape", None) != mask.shape:
             got = tuple(weights.shape) if hasattr(weights, "shape") else type(weights).__name__
-            raise ValueError(f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got {got})")
+            raise ValueError(
+                f"the reducer must return one weight per token, shape {tuple(mask.shape)} (got "
+                f"{got})"
+            )
         return weights.double().where(mask, 0.0)
 
 
@@ -170,17 +199,22 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
 """Name -> aggregation, as `aggregation=` has them."""
 
 
-def aggregation_of(mode: str, divisor: float | None = None, reducer: Reducer | None = None) -> Aggregation:
+def aggregation_of(
+    mode: str, divisor: float | None = None, reducer: Reducer | None = None
+) -> Aggregation:
     """Return the aggregation of this name, or the reducer in its place.
 
-    Raises ValueError for an unknown name, a divisor that is not finite and positive (of constant), and one without
-    effect (of the others).
+    Raises ValueError for an unknown name, a divisor that is not finite and positive (of constant),
+    and one without effect (of the others).
     """
     check_name("aggregation", mode, AGGREGATIONS)
     if reducer is not None and not callable(reducer):
         raise ValueError(f"reducer needs a function or None (got {shown(reducer)})")
     if mode != "constant" and divisor is not None:
-        raise ValueError(f"divisor={shown(divisor)} has no effect with aggregation={mode!r}; it belongs to 'constant'")
+        raise ValueError(
+            f"divisor={shown(divisor)} has no effect with aggregation={mode!r}; it belongs to "
+            "'constant'"
+        )
     if reducer is not None and divisor is None:
         return Custom(reducer)
     if mode != "constant":

@@ -19,7 +19,8 @@ def check_name(key: str, value: Any, known: Iterable[str]) -> None:
 
 
 def check_positive(key: str, value: Any, needed: str = "") -> None:
-    """Raise ValueError unless value is a finite number > 0. needed: another beginning of the message."""
+    """Raise ValueError unless value is a finite number > 0. needed: another beginning of the
+    message."""
     if not is_finite(value) or value <= 0:
         raise ValueError(f"{needed or f'{key} needs a finite number > 0'} (got {shown(value)})")
 

@@ -1,8 +1,10 @@
-"""Corrections for the gap between the policy that sampled and the one that is trained: factors without gradient.
+"""Corrections for the gap between the policy that sampled and the one that is trained: factors
+without gradient.
 
     l_t becomes rho_t l_t,  and c_t becomes rho_t c_t; the weights w_t keep counting every token
 
-No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
+No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their
+methods.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from pgtoolkit.losses.checks import check_name
-from pgtoolkit.losses.family import LOG_RATIO_LIMIT, check_parameters, clamped, over_scope, parameter
+from pgtoolkit.losses.family import (
+    LOG_RATIO_LIMIT,
+    check_parameters,
+    clamped,
+    over_scope,
+    parameter,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +54,11 @@ _TOKEN = "v_t = exp(old - sampling log-prob of token t)"
 class Correction(ABC):
     """The base class of corrections; the dataclass fields of a subclass are its parameters.
 
-    scope: the ratio that is bounded: v_t itself ("token"), or its geometric mean ("document") or product
-        ("document_sum") over the document.
-    of_policy: True if v_t compares the new log-probs, and not the old ones, with those of the policy that sampled (the
-        sampling log-probs where they are known, else the old ones). The factor is then known only after the forward
-        pass, and only with all tokens of the document.
+    scope: the ratio that is bounded: v_t itself ("token"), or its geometric mean ("document") or
+        product ("document_sum") over the document.
+    of_policy: True if v_t compares the new log-probs, and not the old ones, with those of the
+        policy that sampled (the sampling log-probs where they are known, else the old ones). The
+        factor is then known only after the forward pass, and only with all tokens of the document.
     by_worst: True if a token beyond the bounds takes all tokens of its document out with it.
     equal_within_documents: True if the tokens of a document have the same factor.
     """
@@ -79,10 +87,13 @@ class Correction(ABC):
         """rho_t with this object's numbers, for `pgtk check`."""
 
     @abstractmethod
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return (rho, True where the ratio is outside of the bounds), (T,) each.
 
-        log_ratio: over the scope. token_log_ratio: of each token alone. Both are clamped to plus or minus 20.
+        log_ratio: over the scope. token_log_ratio: of each token alone. Both are clamped to plus or
+            minus 20.
         advantages: over the scope; read only where the correction is `of_policy`.
         """
 
@@ -91,7 +102,8 @@ class Correction(ABC):
 class Factors:
     """The factors of a correction, (T,) each, without gradient.
 
-    values: rho. outside: bool, True beyond the correction's bounds. clamped: bool, True where the log-ratio over the
+    values: rho. outside: bool, True beyond the correction's bounds. clamped: bool, True where the
+        log-ratio over the
     scope was clamped.
     """
 
@@ -100,10 +112,13 @@ class Factors:
     clamped: Tensor
 
     @classmethod
-    def of(cls, correction: Correction, log_ratio: Tensor, advantages: Tensor, documents: DocumentSums) -> Factors:
+    def of(
+        cls, correction: Correction, log_ratio: Tensor, advantages: Tensor, documents: DocumentSums
+    ) -> Factors:
         """Return the factors of these tokens.
 
-        log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: (T,), over the scope.
+        log_ratio: (T,) of each token, not clamped, 0 where nothing is trained. advantages: (T,),
+            over the scope.
         """
         over = over_scope(correction.scope, log_ratio, documents)
         limited = clamped(over)
@@ -113,14 +128,15 @@ class Factors:
         if correction.by_worst:
             outside = documents.broadcast(documents.sum(outside.to(values.dtype))) > 0
             values = values.where(~outside, 0.0)
-        # The clamp turns an infinite log-ratio into a number, and a comparison turns NaN into False. Both must show as
-        # NaN. A document with such a token has no finite log-ratio either.
+        # The clamp turns an infinite log-ratio into a number, and a comparison turns NaN into
+        # False. Both must show as NaN. A document with such a token has no finite log-ratio either.
         return cls(values.where(distance < math.inf, math.nan), outside, distance > LOG_RATIO_LIMIT)
 
 
 @dataclass(frozen=True)
 class _Bounded(Correction):
-    """A factor with two bounds, beyond which it is cut, or, with `masks`, 0. low: None for no lower bound.
+    """A factor with two bounds, beyond which it is cut, or, with `masks`, 0. low: None for no lower
+    bound.
 
     kept: with `masks` the factor within the bounds, which they belong to: "v_t", "V_d" or "1".
     """
@@ -136,7 +152,9 @@ class _Bounded(Correction):
     def __post_init__(self):
         super().__post_init__()
         if self.low is not None and self.low > self.high:
-            raise ValueError(f"low needs a number that is not above high={self.high:g} (got {self.low!r})")
+            raise ValueError(
+                f"low needs a number that is not above high={self.high:g} (got {self.low!r})"
+            )
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -148,10 +166,16 @@ class _Bounded(Correction):
         if self.masks:
             least = "" if self.low is None else f"{self.low:g} <= "
             return f"{self.kept} where {least}{ratio} <= {self.high:g}, else 0,  {where}"
-        cut = f"min({ratio}, {self.high:g})" if self.low is None else f"clip({ratio}, {self.low:g}, {self.high:g})"
+        cut = (
+            f"min({ratio}, {self.high:g})"
+            if self.low is None
+            else f"clip({ratio}, {self.low:g}, {self.high:g})"
+        )
         return f"{cut},  {where}"
 
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.exp()
         low, high = self.bounds
         within = ratio.clamp(low, high)
@@ -183,7 +207,8 @@ class TokenTruncate(_Bounded):
         2.0,
         least=1e-6,
         most=1e9,
-        help="Upper bound: a factor above it counts as that (> 0). 2 is verl's, slime's and open-instruct's.",
+        help="Upper bound: a factor above it counts as that (> 0). 2 is verl's, slime's and "
+        "open-instruct's.",
     )
 
     equal_within_documents: ClassVar[bool] = False
@@ -191,15 +216,16 @@ class TokenTruncate(_Bounded):
 
 @dataclass(frozen=True)
 class TokenMask(_Bounded):
-    """IcePop: each token's loss times exp(old - sampling log-prob), and 0 outside of two bounds (arXiv
-    2510.18855).
+    """IcePop: each token's loss times exp(old - sampling log-prob), and 0 outside of two bounds
+    (arXiv 2510.18855).
     """
 
     low: float | None = parameter(
         0.5,
         least=0,
         most=1e9,
-        help="Lower bound: a token with a factor below it is left out (0 <= low <= high); null: none.",
+        help="Lower bound: a token with a factor below it is left out (0 <= low <= high); null: "
+        "none.",
     )
     high: float = parameter(
         5.0,
@@ -249,7 +275,8 @@ class SequenceTruncate(_Sequence):
         3.0,
         least=1e-6,
         most=1e9,
-        help="Upper bound: a factor above it counts as that (> 0). 3 is TRL's; verl and SkyRL take 2 to 10.",
+        help="Upper bound: a factor above it counts as that (> 0). 3 is TRL's; verl and SkyRL take "
+        "2 to 10.",
     )
 
 
@@ -261,8 +288,8 @@ class SequenceMask(_Sequence):
 
     mean: MaskMean = parameter(
         MaskMean.product,
-        help="What of a document's ratios has to lie within the bounds: their product, their geometric "
-        "mean, or worst: each of them (with factor=one or token).",
+        help="What of a document's ratios has to lie within the bounds: their product, their "
+        "geometric mean, or worst: each of them (with factor=one or token).",
     )
     low: float | None = parameter(
         None,
@@ -290,8 +317,8 @@ class SequenceMask(_Sequence):
         super().__post_init__()
         if self.by_worst and self.factor == "document":
             raise ValueError(
-                "factor='document' needs mean='product' or 'geometric' (got mean='worst'): the worst token is no ratio "
-                "of the document; factor='one' keeps the others as they are"
+                "factor='document' needs mean='product' or 'geometric' (got mean='worst'): the "
+                "worst token is no ratio of the document; factor='one' keeps the others as they are"
             )
 
     @property
@@ -308,7 +335,8 @@ class SequenceMask(_Sequence):
             return super().equation
         least = "" if self.low is None else f"{self.low:g} <= "
         return (
-            f"{self.kept} where {least}v_u <= {self.high:g} for each trained token u of document d, else 0,  {_TOKEN}"
+            f"{self.kept} where {least}v_u <= {self.high:g} for each trained token u of "
+            f"document d, else 0,  {_TOKEN}"
         )
 
     @property
@@ -322,8 +350,8 @@ class SequenceMask(_Sequence):
 
 @dataclass(frozen=True)
 class OffPolicyMask(Correction):
-    """Documents of negative advantage that the policy has moved away from are left out (DeepSeek-V3.2,
-    arXiv 2512.02556).
+    """Documents of negative advantage that the policy has moved away from are left out
+    (DeepSeek-V3.2, arXiv 2512.02556).
     """
 
     threshold: float = parameter(
@@ -341,9 +369,13 @@ class OffPolicyMask(Correction):
     @property
     def equation(self) -> str:
         far = f"the mean over document d of sampling - new log-prob is above {self.threshold:g}"
-        return f"0 where A_d < 0 and {far}, else 1 (old - new where no sampling log-probs are known)"
+        return (
+            f"0 where A_d < 0 and {far}, else 1 (old - new where no sampling log-probs are known)"
+        )
 
-    def factors(self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, log_ratio: Tensor, token_log_ratio: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         masked = (advantages < 0) & (-log_ratio > self.threshold)
         return (0 * log_ratio + 1).where(~masked, 0.0), masked
 

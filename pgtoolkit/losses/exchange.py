@@ -1,6 +1,8 @@
-"""Everything that the loss exchanges between ranks. Without a group each function returns what a single rank needs.
+"""Everything that the loss exchanges between ranks. Without a group each function returns what a
+single rank needs.
 
-Each call is one collective of the same size on every rank of the group; a rank without a row takes part too.
+Each call is one collective of the same size on every rank of the group; a rank without a row takes
+part too.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from torch.distributed import ProcessGroup
 class Ranks:
     """The groups of ranks that share a loss; None where one rank has it all.
 
-    vocabulary: its ranks hold the columns of the logits (rows of the head) from vocabulary_start on; None: from rank
-        times columns on, where all ranks have as many columns.
+    vocabulary: its ranks hold the columns of the logits (rows of the head) from vocabulary_start
+        on; None: from rank times columns on, where all ranks have as many columns.
     sequence: its ranks hold other tokens of the same documents.
-    data: its ranks hold other documents of the step; used only to count the step's totals where these are not given.
+    data: its ranks hold other documents of the step; used only to count the step's totals where
+        these are not given.
     """
 
     vocabulary: ProcessGroup | None = None
@@ -30,7 +33,8 @@ class Ranks:
     data: ProcessGroup | None = None
 
     def shard(self, columns: int) -> tuple[ProcessGroup, int] | None:
-        """Return (group, first column) where the vocabulary is spread over ranks, else None. columns: of this rank."""
+        """Return (group, first column) where the vocabulary is spread over ranks, else None.
+        columns: of this rank."""
         if self.vocabulary is None:
             return None
         start = self.vocabulary_start
@@ -73,7 +77,9 @@ def copy(values: Tensor, group: ProcessGroup) -> Tensor:
 
     Backward sums the ranks' gradients.
     """
-    return LinearMap.apply(values, lambda x: x.view_as(x), lambda gradient: all_sum(gradient.contiguous(), group))
+    return LinearMap.apply(
+        values, lambda x: x.view_as(x), lambda gradient: all_sum(gradient.contiguous(), group)
+    )
 
 
 class LinearMap(torch.autograd.Function):

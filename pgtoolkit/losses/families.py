@@ -1,6 +1,8 @@
-"""The loss families that come with pgtoolkit, each with its parameters, equation, surrogate and slope.
+"""The loss families that come with pgtoolkit, each with its parameters, equation, surrogate and
+slope.
 
-Nothing else knows a family: all ask the object. No torch is imported here, so that `pgtk check` may read equations and
+Nothing else knows a family: all ask the object. No torch is imported here, so that `pgtk check` may
+    read equations and
 defaults; tensors bring their methods.
 """
 
@@ -28,7 +30,8 @@ _MEAN = "exp(mean over the trained tokens of document d of {})"
 
 @dataclass(frozen=True)
 class _Clipped(Family):
-    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's ratio.
+    """-min(ratio A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) A), of a token's or a document's
+    ratio.
 
     epsilon_low: None for no lower bound.
     """
@@ -46,7 +49,9 @@ class _Clipped(Family):
         low = "0" if self.epsilon_low is None else f"1 - {self.epsilon_low:g}"
         return f"clip({ratio}, {low}, 1 + {self.epsilon_high:g})"
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ratio, (lower, upper) = log_ratio.exp(), self.bounds
         losses = -(ratio * advantages).minimum(ratio.clamp(lower, upper) * advantages)
         # A ratio equal to a bound keeps its gradient, as in autograd of minimum and clamp.
@@ -84,7 +89,10 @@ class Grpo(_Clipped):
 
     def notes(self) -> list[str]:
         high = self.epsilon_high
-        note = f"loss.epsilon_high={high:g} clips above a ratio of 1 + {high:g} = {1 + high:g}; DAPO's is 0.28."
+        note = (
+            f"loss.epsilon_high={high:g} clips above a ratio of 1 + {high:g} = {1 + high:g}; "
+            "DAPO's is 0.28."
+        )
         return [note] if high >= 1 else []
 
     @property
@@ -92,16 +100,22 @@ class Grpo(_Clipped):
         dual = "" if self.dual_clip is None else f", where A_t < 0 at most -{self.dual_clip:g} A_t"
         return f"-min(r_t A_t, {self.clip('r_t')} A_t){dual},  {_RATIO}"
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         losses, slope = super().surrogate(log_ratio, advantages, log_probs)
         if self.dual_clip is None:
             return losses, slope
         beyond = (advantages < 0) & (log_ratio.exp() > self.dual_clip)
         return (-self.dual_clip * advantages).where(beyond, losses), slope.where(~beyond, 0.0)
 
-    def cuts(self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def cuts(
+        self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         low, high = super().cuts(low, high, ratio, advantages)
-        return low, high if self.dual_clip is None else high | ((advantages < 0) & (ratio > self.dual_clip))
+        return low, high if self.dual_clip is None else high | (
+            (advantages < 0) & (ratio > self.dual_clip)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,16 +145,17 @@ class Gspo(_Clipped):
 
     def notes(self) -> list[str]:
         note = (
-            f"loss=gspo with epsilon {self.epsilon_low:g}/{self.epsilon_high:g}: the mean log-ratio of a document "
-            "stays so close to 0 that a clip of 0.05 or more almost never acts (the paper uses 3e-4/4e-4)."
+            f"loss=gspo with epsilon {self.epsilon_low:g}/{self.epsilon_high:g}: the mean "
+            "log-ratio of a document stays so close to 0 that a clip of 0.05 or more almost never "
+            "acts (the paper uses 3e-4/4e-4)."
         )
         return [note] if max(self.epsilon_low, self.epsilon_high) >= 0.05 else []
 
 
 @dataclass(frozen=True)
 class Cispo(_Clipped):
-    """CISPO: the clipped ratio weights each token's gradient and never removes it (arXiv 2506.13585,
-    equations 4 and 5).
+    """CISPO: the clipped ratio weights each token's gradient and never removes it (arXiv
+    2506.13585, equations 4 and 5).
     """
 
     epsilon_low: float | None = parameter(
@@ -165,7 +180,9 @@ class Cispo(_Clipped):
     def equation(self) -> str:
         return f"-{self.clip('r_t')} A_t p_t, no gradient through the clip,  {_RATIO}, p_t the new"
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         slope = -log_ratio.detach().exp().clamp(*self.bounds) * advantages
         return slope * log_probs, slope
 
@@ -184,19 +201,27 @@ class Sapo(Family):
         1.05,
         least=1e-6,
         most=1e6,
-        help="The same where it is negative: a little faster, as these updates are the less stable ones.",
+        help="The same where it is negative: a little faster, as these updates are the less stable "
+        "ones.",
     )
 
     silent_without_advantage: ClassVar[bool] = True
 
     @property
     def equation(self) -> str:
-        tau = f"{self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} elsewhere"
+        tau = (
+            f"{self.temperature_positive:g} where A_t > 0 and {self.temperature_negative:g} "
+            "elsewhere"
+        )
         return f"-(4 / tau) sigmoid(tau (r_t - 1)) A_t,  tau = {tau},  {_RATIO}"
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ratio = log_ratio.exp()
-        tau = (0 * advantages + self.temperature_negative).where(~(advantages > 0), self.temperature_positive)
+        tau = (0 * advantages + self.temperature_negative).where(
+            ~(advantages > 0), self.temperature_positive
+        )
         gate = (tau * (ratio - 1)).sigmoid()
         return -4 / tau * gate * advantages, -4 * gate * (1 - gate) * ratio * advantages
 
@@ -225,7 +250,10 @@ class Gmpo(Family):
 
     @property
     def equation(self) -> str:
-        clip = f"below -{self.epsilon_low:g} where A_d < 0 and above {self.epsilon_high:g} where A_d > 0"
+        clip = (
+            f"below -{self.epsilon_low:g} where A_d < 0 and above {self.epsilon_high:g} where "
+            "A_d > 0"
+        )
         return f"-S_d A_d,  S_d = {_MEAN.format(f'log r_t, clipped {clip}')}"
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,11 +261,15 @@ class Gmpo(Family):
         clipped = log_ratio.clamp(min=-self.epsilon_low).where(advantages < 0, above)
         return clipped, (clipped == log_ratio).to(log_ratio.dtype)
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         losses = -log_ratio.exp() * advantages
         return losses, losses
 
-    def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def outside(
+        self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return token_log_ratio < -self.epsilon_low, token_log_ratio > self.epsilon_high
 
 
@@ -249,15 +281,17 @@ class Dppo(Family):
         0.2,
         least=1e-9,
         most=1,
-        help="Where the advantage is negative, a token whose probability has fallen by a divergence of "
-        "more than this gets no gradient (0 to 1). With divergence=binary_kl others take 0.05.",
+        help="Where the advantage is negative, a token whose probability has fallen by a "
+        "divergence of more than this gets no gradient (0 to 1). With divergence=binary_kl others "
+        "take 0.05.",
     )
     delta_high: float = parameter(
         0.2,
         least=1e-9,
         most=1,
-        help="Where the advantage is positive, a token whose probability has risen by a divergence of "
-        "more than this gets no gradient (0 to 1). With divergence=binary_kl others take 0.05.",
+        help="Where the advantage is positive, a token whose probability has risen by a "
+        "divergence of more than this gets no gradient (0 to 1). With divergence=binary_kl others "
+        "take 0.05.",
     )
     ratio_cap: float = parameter(
         20.0,
@@ -268,7 +302,8 @@ class Dppo(Family):
     divergence: Divergence = parameter(
         Divergence.total_variation,
         help="How far a token's probability has moved: total_variation (the difference of the two "
-        "probabilities) or binary_kl (the KL of the old to the new policy, of this token against all others).",
+        "probabilities) or binary_kl (the KL of the old to the new policy, of this token against "
+        "all others).",
         learns="loss.divergence=binary_kl",
         added=True,
     )
@@ -281,28 +316,42 @@ class Dppo(Family):
         low, high = f"{self.delta_low:g}", f"{self.delta_high:g}"
         kept = f"0 where exp(p_t) - exp(o_t) < -{low} and A_t < 0, or > {high} and A_t > 0"
         if self.divergence == "binary_kl":
-            kept = f"0 where d_t > {low} and p_t < o_t and A_t < 0, or d_t > {high} and p_t > o_t and A_t > 0"
-            kept += ";  d_t = exp(o_t) (o_t - p_t) + (1 - exp(o_t)) ln((1 - exp(o_t)) / (1 - exp(p_t)))"
-        return f"-min(r_t, {self.ratio_cap:g}) A_t p_t, no gradient through the ratio; {kept},  {_RATIO}, p_t the new"
+            kept = (
+                f"0 where d_t > {low} and p_t < o_t and A_t < 0, or d_t > {high} and p_t > o_t "
+                "and A_t > 0"
+            )
+            kept += (
+                ";  d_t = exp(o_t) (o_t - p_t) + (1 - exp(o_t)) ln((1 - exp(o_t)) / (1 - exp(p_t)))"
+            )
+        return (
+            f"-min(r_t, {self.ratio_cap:g}) A_t p_t, no gradient through the ratio; {kept},  "
+            f"{_RATIO}, p_t the new"
+        )
 
     def notes(self) -> list[str]:
         widest = max(self.delta_low, self.delta_high)
         note = (
-            f"loss.divergence=binary_kl with a bound of {widest:g}, which total_variation has: a binary KL is smaller, "
-            "and others bound it by 0.05 (loss.delta_low=0.05 loss.delta_high=0.05)."
+            f"loss.divergence=binary_kl with a bound of {widest:g}, which total_variation has: a "
+            "binary KL is smaller, and others bound it by 0.05 (loss.delta_low=0.05 "
+            "loss.delta_high=0.05)."
         )
         return [note] if self.divergence == "binary_kl" and widest >= 0.2 else []
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         log_ratio = log_ratio.detach()
         low, high = self.outside(log_ratio.exp(), log_ratio, log_probs.detach())
         left_out = (low & (advantages < 0)) | (high & (advantages > 0))
         slope = (-log_ratio.exp().clamp(max=self.ratio_cap) * advantages).where(~left_out, 0.0)
         return slope * log_probs, slope
 
-    def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def outside(
+        self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if self.divergence == "binary_kl":
-            # The log-ratio is clamped as everywhere, here and below. A probability may lie above 1 by rounding.
+            # The log-ratio is clamped as everywhere, here and below. A probability may lie above 1
+            # by rounding.
             old_log_probs = log_probs - ratio.log()
             others, old_others = (-x.expm1().clamp(max=0.0) for x in (log_probs, old_log_probs))
             of_others = old_others * ((old_others + 1e-8) / (others + 1e-8)).log()
@@ -314,7 +363,8 @@ class Dppo(Family):
 
 @dataclass(frozen=True)
 class Vespo(Family):
-    """VESPO: a smooth function of the whole document's ratio weights each token (arXiv 2602.10693)."""
+    """VESPO: a smooth function of the whole document's ratio weights each token (arXiv
+    2602.10693)."""
 
     power_positive: float = parameter(
         2.0,
@@ -353,7 +403,9 @@ class Vespo(Family):
         ratio = "W = exp(sum over the trained tokens of document d of new - old log-prob)"
         return f"-phi A_d p_t, no gradient through phi;  phi = {phi},  {ratio}"
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         log_ratio = log_ratio.detach()
         power = (0 * advantages + self.power_positive).where(advantages >= 0, self.power_negative)
         decay = (0 * advantages + self.decay_positive).where(advantages >= 0, self.decay_negative)
@@ -369,17 +421,26 @@ class Kimi(Family):
         0.1,
         least=0,
         most=1e6,
-        help="Strength of the pull, (tau / 2) (new - old log-prob)^2. It also acts on tokens of advantage 0.",
+        help="Strength of the pull, (tau / 2) (new - old log-prob)^2. It also acts on tokens of "
+        "advantage 0.",
     )
 
     slope_of: ClassVar[str] = "both"
 
     @property
     def equation(self) -> str:
-        return f"-A_t p_t + {self.tau:g} / 2 (p_t - o_t)^2,  p_t the new and o_t the old log-prob of token t"
+        return (
+            f"-A_t p_t + {self.tau:g} / 2 (p_t - o_t)^2,  p_t the new and o_t the old log-prob "
+            "of token t"
+        )
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.tau / 2 * log_ratio * log_ratio - advantages * log_probs, self.tau * log_ratio - advantages
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return (
+            self.tau / 2 * log_ratio * log_ratio - advantages * log_probs,
+            self.tau * log_ratio - advantages,
+        )
 
 
 @dataclass(frozen=True)
@@ -396,7 +457,9 @@ class Reinforce(Family):
     def equation(self) -> str:
         return "-A_t p_t,  p_t the new log-prob of token t"
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return -advantages * log_probs, -advantages
 
 
@@ -408,15 +471,21 @@ FAMILIES: dict[str, type[Family]] = {family.__name__.lower(): family for family 
 def family_of(loss: str | Family, **parameters: float | None) -> Family:
     """The family of a name, with the paper's values for what is None, or the object that was given.
 
-    Raises ValueError for an unknown name, for a parameter that the family does not have, and beside an object.
+    Raises ValueError for an unknown name, for a parameter that the family does not have, and beside
+    an object.
     """
     parameters = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(loss, Family):
         if names := ", ".join(parameters):
-            raise ValueError(f"{names} beside a family object: its parameters belong to it, {type(loss).__name__}(...)")
+            raise ValueError(
+                f"{names} beside a family object: its parameters belong to it, "
+                f"{type(loss).__name__}(...)"
+            )
         return loss
     check_name("loss", loss, FAMILIES)
     known = {field.name for field in fields(FAMILIES[loss])}
     for name in sorted(parameters.keys() - known):
-        raise ValueError(f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"loss={loss!r} has no {name}; its parameters are {', '.join(sorted(known))}"
+        )
     return FAMILIES[loss](**parameters)

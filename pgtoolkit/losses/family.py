@@ -1,10 +1,12 @@
-"""The base class of loss families: the term of a token, its mean or sum over the document, and the surrogate of that.
+"""The base class of loss families: the term of a token, its mean or sum over the document, and the
+surrogate of that.
 
     x_t = token(log_ratio_t, A_t)                        the term of a token
     s_t = x_t, or the mean or sum of x over its document scope "token", "document" or "document_sum"
     l_t = surrogate(s_t, A_t, log_prob_t)                with its slope
 
-No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their methods.
+No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their
+methods.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.documents import DocumentSums
 
 LOG_RATIO_LIMIT = 20.0
-"""The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the infinity would
-reach the gradient as 0 * inf through the branch that the clip did not select."""
+"""The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the
+infinity would reach the gradient as 0 * inf through the branch that the clip did not select."""
 
 
 def clamped(log_ratio: Tensor) -> Tensor:
@@ -33,11 +35,18 @@ def clamped(log_ratio: Tensor) -> Tensor:
 
 
 def parameter(
-    default: Any, *, help: str, least: float | None = None, most: float | None = None, **declared: Any
+    default: Any,
+    *,
+    help: str,
+    least: float | None = None,
+    most: float | None = None,
+    **declared: Any,
 ) -> Any:
-    """Declare a parameter of a family or a correction: a field of its dataclass, a key of its option.
+    """Declare a parameter of a family or a correction: a field of its dataclass, a key of its
+    option.
 
-    help: its meaning, in sentences. least, most: the range of a number, both ends included. declared: other
+    help: its meaning, in sentences. least, most: the range of a number, both ends included.
+        declared: other
     attributes of the key, see `config.key.Key`.
     """
     declared |= {"default": default, "help": help}
@@ -47,34 +56,42 @@ def parameter(
 
 
 def check_parameters(of: Any) -> None:
-    """Raise ValueError unless each field of a family or a correction is in its range, or among its names."""
+    """Raise ValueError unless each field of a family or a correction is in its range, or among its
+    names."""
     for attribute in fields(of):
         value = getattr(of, attribute.name)
         if isinstance(attribute.default, StrEnum):
             check_name(attribute.name, value, tuple(type(attribute.default)))
-        elif "range" in attribute.metadata and not (value is None and "None" in str(attribute.type)):
+        elif "range" in attribute.metadata and not (
+            value is None and "None" in str(attribute.type)
+        ):
             least, most = attribute.metadata["range"]
             if isinstance(value, bool) or not isinstance(value, Real) or not least <= value <= most:
-                raise ValueError(f"{attribute.name} needs a number from {least:g} to {most:g} (got {shown(value)})")
+                raise ValueError(
+                    f"{attribute.name} needs a number from {least:g} to {most:g} (got "
+                    f"{shown(value)})"
+                )
 
 
 @dataclass(frozen=True)
 class Family:
     """The base class of a loss family.
 
-    A subclass defines `surrogate` and overrides what differs from the defaults; its dataclass fields are its
-    parameters.
+    A subclass defines `surrogate` and overrides what differs from the defaults; its dataclass
+    fields are its parameters.
 
-    scope: "token" if s_t is the token's own, "document" or "document_sum" if it is the mean or the sum over the
-        document; the advantage is then the document's mean, and all tokens of the document must be in the same call.
-    slope_of: the variable of the slope that `surrogate` returns: "log_ratio", by s_t; "log_prob", by p_t, where s_t is
-        only a factor without gradient; "both", where the loss has s_t and p_t and s_t is the token's own log-ratio.
-    silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its row then takes no
-        part in the backward products.
-    reads_old_log_probs: False if neither loss nor slope depends on the log-ratio, so that documents without old
-        log-probs can be trained on.
-    clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0; False if both
-        act whatever the sign of A.
+    scope: "token" if s_t is the token's own, "document" or "document_sum" if it is the mean or the
+        sum over the document; the advantage is then the document's mean, and all tokens of the
+        document must be in the same call.
+    slope_of: the variable of the slope that `surrogate` returns: "log_ratio", by s_t; "log_prob",
+        by p_t, where s_t is only a factor without gradient; "both", where the loss has s_t and p_t
+        and s_t is the token's own log-ratio.
+    silent_without_advantage: True if a token of advantage 0 has slope 0 whatever its log-ratio; its
+        row then takes no part in the backward products.
+    reads_old_log_probs: False if neither loss nor slope depends on the log-ratio, so that documents
+        without old log-probs can be trained on.
+    clips_by_sign: True if the lower bound acts only where A < 0 and the upper one only where A > 0;
+        False if both act whatever the sign of A.
     """
 
     scope: ClassVar[str] = "token"
@@ -111,26 +128,36 @@ class Family:
         return []
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (x, its derivative by the log-ratio), each (T,); None stands for a derivative of 1."""
+        """Return (x, its derivative by the log-ratio), each (T,); None stands for a derivative of
+        1."""
         return log_ratio, None
 
-    def surrogate(self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def surrogate(
+        self, log_ratio: Tensor, advantages: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return (l, slope), each (T,).
 
-        log_ratio: s, clamped to plus or minus 20. advantages: over the scope. log_probs: the new ones. All are 0 where
-        nothing is trained. `check_family` compares the slope with autograd's of l, so l needs `detach` where the paper
-        has a stop-gradient.
+        log_ratio: s, clamped to plus or minus 20. advantages: over the scope. log_probs: the new
+            ones. All are 0 where
+        nothing is trained. `check_family` compares the slope with autograd's of l, so l needs
+        `detach` where the paper has a stop-gradient.
         """
-        raise TypeError(f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)")
+        raise TypeError(
+            f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)"
+        )
 
-    def outside(self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def outside(
+        self, ratio: Tensor, token_log_ratio: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return (T,) bool each: below the lower bound, and above the upper one.
 
         ratio: exp(s). token_log_ratio: of each token alone, before `token`.
         """
         return ratio < self.bounds[0], ratio > self.bounds[1]
 
-    def cuts(self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+    def cuts(
+        self, low: Tensor, high: Tensor, ratio: Tensor, advantages: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return (T,) bool each: where the lower and the upper bound change the coefficient.
 
         low, high: the results of `outside`.
@@ -141,7 +168,8 @@ class Family:
 
 
 def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """Return (T,) the values themselves for scope "token", else the mean over the document of each."""
+    """Return (T,) the values themselves for scope "token", else the mean over the document of
+    each."""
     if scope == "token":
         return values
     assert documents is not None
@@ -149,7 +177,8 @@ def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
 
 
 def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """Return (T,) the values themselves, or their mean or sum over the document of each, by the scope."""
+    """Return (T,) the values themselves, or their mean or sum over the document of each, by the
+    scope."""
     if scope == "document_sum":
         assert documents is not None
         return documents.broadcast(documents.sum(values))
@@ -157,6 +186,7 @@ def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
 
 
 def configured(group: Any, kinds: dict[str, type]) -> Any:
-    """Return the family or correction, one of `kinds`, that the keys of a group describe; None for `none`."""
+    """Return the family or correction, one of `kinds`, that the keys of a group describe; None for
+    `none`."""
     kind = kinds.get(group.name)
     return kind and kind(**{field.name: getattr(group, field.name) for field in fields(kind)})

@@ -1,10 +1,11 @@
 """The penalty on a policy's distance from a frozen reference: a further term of each token's loss.
 
-p is the log-prob of a token under the policy in training, f under the reference, o under the policy that sampled it;
-p_v and f_v are those of each token v of the vocabulary that could stand there. k1's gradient has mean 0 on the policy's
-own samples; k3 is GRPO's (arXiv 2402.03300, equation 4), k3_ratio unbiased also off the policy (DeepSeek-V3.2, arXiv
-2512.02556), and the full ones are for distillation (arXiv 2306.13649).
-No torch is imported here, so that `pgtk check` may read equations; tensors bring their methods.
+p is the log-prob of a token under the policy in training, f under the reference, o under the policy
+that sampled it; p_v and f_v are those of each token v of the vocabulary that could stand there.
+k1's gradient has mean 0 on the policy's own samples; k3 is GRPO's (arXiv 2402.03300, equation 4),
+k3_ratio unbiased also off the policy (DeepSeek-V3.2, arXiv 2512.02556), and the full ones are for
+distillation (arXiv 2306.13649). No torch is imported here, so that `pgtk check` may read equations;
+tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class KL:
 
     @property
     def full(self) -> bool:
-        """True if the term is over the whole vocabulary, so that its gradient is not that of a log-prob."""
+        """True if the term is over the whole vocabulary, so that its gradient is not that of a
+        log-prob."""
         return self.kind in FULL_KINDS
 
     @property
@@ -62,7 +64,8 @@ class KL:
         return self.kind == "k3_ratio"
 
     def of_samples(self, old_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Return coefficient times the term of each token as the policy that sampled it has it: o - f for p - f.
+        """Return coefficient times the term of each token as the policy that sampled it has it: o -
+        f for p - f.
 
         For REWARD_KINDS. (N,) each.
         """
@@ -72,7 +75,8 @@ class KL:
     def terms(self, distance: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Return (values, their derivatives by p), (T,) each, without the coefficient.
 
-        distance: p - f. log_ratio: p - o. Both are clamped before exp, and where the clamp acts their derivative is 0.
+        distance: p - f. log_ratio: p - o. Both are clamped before exp, and where the clamp acts
+            their derivative is 0.
         NaN where the distance is NaN.
         """
         if self.kind == "k1":
@@ -85,24 +89,28 @@ class KL:
             return values, slopes
         ratio = clamped(log_ratio).exp()
         # The product rule. Where no clamp acts the slope is exp(p - o) (p - f).
-        return values * ratio, ratio * (slopes + values.where(log_ratio.abs() <= LOG_RATIO_LIMIT, 0.0))
+        return values * ratio, ratio * (
+            slopes + values.where(log_ratio.abs() <= LOG_RATIO_LIMIT, 0.0)
+        )
 
 
 def k3(distance: Tensor) -> Tensor:
-    """Return exp(-d) + d - 1 of the clamped distance d: at least 0, and in the mean over samples the KL."""
+    """Return exp(-d) + d - 1 of the clamped distance d: at least 0, and in the mean over samples
+    the KL."""
     distance = clamped(distance)
     return (-distance).expm1() + distance
 
 
 @dataclass(frozen=True)
 class Penalties:
-    """The penalties of a piece of a step, on vectors: the terms of the reference and of the entropy.
+    """The penalties of a piece of a step, on vectors: the terms of the reference and of the
+    entropy.
 
     mask: (T,) bool. weights: (T,) w_t, without the factor of a correction.
-    old_log_probs: (T,), in the dtype of the log-probs; None where they are the new ones. ref_log_probs: the same of the
-        reference; None where it is not known.
-    divergence: (T,) full KL of each row, 0 where masked. It begins as zeros, which the pass over the vocabulary fills
-        in; None where the loss has no full KL.
+    old_log_probs: (T,), in the dtype of the log-probs; None where they are the new ones.
+        ref_log_probs: the same of the reference; None where it is not known.
+    divergence: (T,) full KL of each row, 0 where masked. It begins as zeros, which the pass over
+        the vocabulary fills in; None where the loss has no full KL.
     """
 
     kl: KL | None
@@ -130,7 +138,8 @@ class Penalties:
 
     @property
     def of_rows(self) -> list[Tensor]:
-        """(T,) derivatives of the loss by the entropy and by the full KL of each row, of those that the loss has."""
+        """(T,) derivatives of the loss by the entropy and by the full KL of each row, of those that
+        the loss has."""
         by_divergence = []
         if self.divergence is not None:
             assert self.kl is not None
@@ -138,16 +147,25 @@ class Penalties:
         return [self.by_entropy, *by_divergence] if self.bonus else by_divergence
 
     def with_rows(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the loss with the terms of the entropies (T,) and of the full KL of the rows added to it."""
+        """Return the loss with the terms of the entropies (T,) and of the full KL of the rows added
+        to it."""
         if self.bonus:
             assert entropy is not None
             loss = loss + (self.by_entropy * entropy).sum()
         if self.divergence is not None:
-            loss = loss + (self.of_rows[-1] * self.divergence.where(self.divergence.isfinite(), math.nan)).sum()
+            loss = (
+                loss
+                + (
+                    self.of_rows[-1] * self.divergence.where(self.divergence.isfinite(), math.nan)
+                ).sum()
+            )
         return loss
 
-    def with_kl(self, log_probs: Tensor, losses: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (losses, coefficients) of the surrogate, (T,) each, with those of the penalty by token added."""
+    def with_kl(
+        self, log_probs: Tensor, losses: Tensor, coefficients: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (losses, coefficients) of the surrogate, (T,) each, with those of the penalty by
+        token added."""
         if self.kl is None or self.kl.full:
             return losses, coefficients
         assert self.old_log_probs is not None
@@ -157,7 +175,8 @@ class Penalties:
         return losses + weights * values, coefficients + weights * slopes
 
     def distance(self, log_probs: Tensor) -> Tensor:
-        """Return (T,) the full KL, or k3 of the new log-probs against the reference's; kl_ref is its mean."""
+        """Return (T,) the full KL, or k3 of the new log-probs against the reference's; kl_ref is
+        its mean."""
         if self.divergence is not None:
             return self.divergence.double()
         return k3(self._distance(log_probs).double())
@@ -166,7 +185,9 @@ class Penalties:
         """Return the penalties of some rows."""
         names = ("mask", "weights", "old_log_probs", "ref_log_probs", "divergence")
         vectors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: vector[rows] for name, vector in vectors.items() if vector is not None})
+        return replace(
+            self, **{name: vector[rows] for name, vector in vectors.items() if vector is not None}
+        )
 
     def _distance(self, log_probs: Tensor) -> Tensor:
         """Return the new log-prob less the reference's, 0 where masked, NaN where it is infinite.

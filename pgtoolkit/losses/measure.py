@@ -25,8 +25,11 @@ def evaluate_objective(
 
 
 @torch.no_grad()
-def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None) -> MetricSums:
-    """Return the metric sums of the level, and of a sampler, a reference and a correction, where there are any.
+def measure(
+    objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None
+) -> MetricSums:
+    """Return the metric sums of the level, and of a sampler, a reference and a correction, where
+    there are any.
 
     log_probs: (T,). entropy: (T,), if it is measured.
     """
@@ -64,7 +67,8 @@ def measure(objective: Objective, level: str, log_probs: Tensor, entropy: Tensor
 def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (below, above, cut below, cut above), (T,) bool each.
 
-    The first two are True outside of the family's bounds, the others where that bound changes the coefficient.
+    The first two are True outside of the family's bounds, the others where that bound changes the
+    coefficient.
     """
     terms = objective.token_terms(log_probs)
     low, high = objective.family.outside(terms.ratio, terms.token_log_ratio, log_probs)
@@ -72,7 +76,8 @@ def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-    """Return the sums joined by those of sampling log-probs, a reference and a correction, where there are any."""
+    """Return the sums joined by those of sampling log-probs, a reference and a correction, where
+    there are any."""
     kinds = []
     means = []
     of_sample_size = []
@@ -87,7 +92,11 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
     if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
         kinds.append("reference")
         means += [objective.penalties.distance(log_probs)]
-    factors = objective.factors if objective.off_policy is None else objective.token_terms(log_probs).factors
+    factors = (
+        objective.factors
+        if objective.off_policy is None
+        else objective.token_terms(log_probs).factors
+    )
     if factors is not None:  # the last kind, since the sums of its sample size follow all means
         kinds.append("correction")
         rho = factors.values.double()
@@ -103,7 +112,8 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
-    """Return (T,) bool, True where the ratio of old to sampling log-probs alone lies outside of the family's bounds."""
+    """Return (T,) bool, True where the ratio of old to sampling log-probs alone lies outside of the
+    family's bounds."""
     family = objective.family
     of_tokens, _ = family.token(log_ratio, objective.scope_advantages)
     ratio = clamped(over_scope(family.scope, of_tokens, objective.documents)).exp()
@@ -113,7 +123,8 @@ def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
 
 
 def _sums(objective: Objective, means: list[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
-    """Return the sum of each vector over trained tokens; those of `means` are multiplied by `objective.shares` before.
+    """Return the sum of each vector over trained tokens; those of `means` are multiplied by
+    `objective.shares` before.
 
     Divided by the number of documents, the latter are means over documents of means over tokens.
     """

@@ -1,4 +1,5 @@
-"""The metrics that the loss gives: their names, what a piece of a step adds, and sums and extrema over pieces."""
+"""The metrics that the loss gives: their names, what a piece of a step adds, and sums and extrema
+over pieces."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from pgtoolkit.losses.exchange import all_max, all_sum
 
 @dataclass(frozen=True)
 class _Kind:
-    """Metrics that travel together: numerators of means over documents, maxima, and minima, which travel negated.
+    """Metrics that travel together: numerators of means over documents, maxima, and minima, which
+    travel negated.
 
-    sample_size: the name of an effective sample size, of three more sums over tokens: of a factor, of its square, and
+    sample_size: the name of an effective sample size, of three more sums over tokens: of a factor,
+        of its square, and
     of their weights. sums: the names of the first two where these are metrics as well.
     """
 
@@ -27,7 +30,9 @@ class _Kind:
     sample_size: str | None = None
     sums: tuple[str, ...] = ()
 
-    def finalize(self, sums: Iterator[Tensor], maxima: Iterator[Tensor], num_documents: int | Tensor) -> dict:
+    def finalize(
+        self, sums: Iterator[Tensor], maxima: Iterator[Tensor], num_documents: int | Tensor
+    ) -> dict:
         """The metrics by name; takes its own numbers of those that are left."""
         metrics = {name: next(sums) / num_documents for name in self.means}
         if self.sample_size is not None:
@@ -57,7 +62,8 @@ LEVELS = tuple(_LEVELS)
 _KINDS = _LEVELS | {
     "reference": _Kind(("kl_ref",)),
     "sampling": _Kind(
-        ("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction"), ("max_difference_old_sampling",)
+        ("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction"),
+        ("max_difference_old_sampling",),
     ),
     "correction": _Kind(
         ("correction_factor", "correction_outside_fraction", "correction_clamped_fraction"),
@@ -66,21 +72,36 @@ _KINDS = _LEVELS | {
         "correction_effective_sample_size",
     ),
 }
-"""Of the levels, and what is measured where a reference's or the sampler's log-probs are known, or of a correction."""
+"""Of the levels, and what is measured where a reference's or the sampler's log-probs are known, or
+of a correction."""
 _OF_BOTH_LOG_PROBS = {
-    *("old_logprobs", "ratio_new_old", "kl_new_old", "clamped_log_ratio_fraction", "effective_sample_size"),
+    *(
+        "old_logprobs",
+        "ratio_new_old",
+        "kl_new_old",
+        "clamped_log_ratio_fraction",
+        "effective_sample_size",
+    ),
     *("max_ratio_new_old", "min_ratio_new_old", *_SUMS, *_CLIPPED),
-    *("kl_old_sampling", "difference_old_sampling", "clipped_sampling_fraction", "max_difference_old_sampling"),
+    *(
+        "kl_old_sampling",
+        "difference_old_sampling",
+        "clipped_sampling_fraction",
+        "max_difference_old_sampling",
+    ),
 }
 """Those that say nothing where the documents have no old log-probs."""
 
 
 @dataclass(frozen=True)
 class MetricSums:
-    """The additive part of a step's metrics: one vector to be summed and one to be maximised over pieces and ranks.
+    """The additive part of a step's metrics: one vector to be summed and one to be maximised over
+    pieces and ranks.
 
-    sums: (K,) float64, maxima: (M,) float64, those of the level first. A piece without a trained token holds -inf among
-    the maxima, so that no placeholder can win. more: the kinds that follow the level, the same in all pieces of a step.
+    sums: (K,) float64, maxima: (M,) float64, those of the level first. A piece without a trained
+        token holds -inf among
+    the maxima, so that no placeholder can win. more: the kinds that follow the level, the same in
+        all pieces of a step.
     """
 
     level: str
@@ -90,23 +111,31 @@ class MetricSums:
 
     def merge(self, other: MetricSums) -> MetricSums:
         if self.more != other.more:
-            raise ValueError(f"pieces of one step need the same metrics (got {self.more} and {other.more})")
-        return replace(self, sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima))
+            raise ValueError(
+                f"pieces of one step need the same metrics (got {self.more} and {other.more})"
+            )
+        return replace(
+            self, sums=self.sums + other.sums, maxima=torch.maximum(self.maxima, other.maxima)
+        )
 
     def all_reduce(self, loss: Tensor, group: ProcessGroup | None) -> tuple[Tensor, MetricSums]:
-        """(loss, sums) over the ranks of a group, each giving its share of a step: the same on every rank.
+        """(loss, sums) over the ranks of a group, each giving its share of a step: the same on
+        every rank.
 
-        Two collectives, a sum in which the loss (0-dim) travels along and a maximum; one at level none, which has no
-        extrema. Every rank takes part, also one without a trained token, and all with the same level.
+        Two collectives, a sum in which the loss (0-dim) travels along and a maximum; one at level
+        none, which has no extrema. Every rank takes part, also one without a trained token, and all
+        with the same level.
         """
         loss, *sums = all_sum(torch.cat([loss.detach().double().reshape(1), self.sums]), group)
         maxima = all_max(self.maxima, group if self.level != "none" else None)
         return loss, replace(self, sums=torch.stack(sums), maxima=maxima)
 
     def finalize(self, totals: StepTotals, with_old_log_probs: bool = True) -> dict[str, Tensor]:
-        """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the step's totals.
+        """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the
+        step's totals.
 
-        with_old_log_probs: whether the documents have any; else the metrics that need them are left out.
+        with_old_log_probs: whether the documents have any; else the metrics that need them are left
+            out.
 
         Extrema are infinite and effective_sample_size is NaN where no token is trained.
         """
@@ -114,9 +143,13 @@ class MetricSums:
         for name in (self.level, *self.more):
             metrics |= _KINDS[name].finalize(sums, maxima, totals.num_documents)
         if not with_old_log_probs:
-            metrics = {name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS}
+            metrics = {
+                name: value for name, value in metrics.items() if name not in _OF_BOTH_LOG_PROBS
+            }
         names = "num_tokens", "num_documents", "num_empty_documents", "num_groups"
         counts = {name: getattr(totals, name) for name in names}
         if totals.tokens_per_trajectory is not None:
             counts["num_trajectories"] = totals.num_trajectories
-        return metrics | {name: torch.as_tensor(count) for name, count in counts.items() if count is not None}
+        return metrics | {
+            name: torch.as_tensor(count) for name, count in counts.items() if count is not None
+        }

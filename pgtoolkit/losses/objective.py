@@ -1,4 +1,5 @@
-"""Loss and coefficients of a piece of a step from its log-probs, on vectors of one number per token."""
+"""Loss and coefficients of a piece of a step from its log-probs, on vectors of one number per
+token."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ from pgtoolkit.losses.metrics import LEVELS
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a step, the sum over its tokens of w_t l_t or, with a correction, of w_t rho_t l_t, and its metrics.
+    """The loss of a step, the sum over its tokens of w_t l_t or, with a correction, of w_t rho_t
+    l_t, and its metrics.
 
     temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
-    entropy_coefficient: of the entropy bonus, which adds -entropy_coefficient times the sum over tokens of w_t times
-        the entropy of the softmax.
-    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither penalty nor bonus.
+    entropy_coefficient: of the entropy bonus, which adds -entropy_coefficient times the sum over
+        tokens of w_t times the entropy of the softmax.
+    kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither penalty
+        nor bonus.
     masks_truncated: w_t is 0 in documents that were cut off, though the totals count their tokens.
     """
 
@@ -43,11 +46,15 @@ class Loss:
         check_name("metrics", self.metrics, LEVELS)
         check_positive("temperature", self.temperature)
         if not is_finite(self.entropy_coefficient) or self.entropy_coefficient < 0:
-            raise ValueError(f"entropy_coefficient needs a finite number >= 0 (got {shown(self.entropy_coefficient)})")
+            raise ValueError(
+                "entropy_coefficient needs a finite number >= 0 (got "
+                f"{shown(self.entropy_coefficient)})"
+            )
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """False if neither loss nor gradient depends on them, so that documents without any can be trained on."""
+        """False if neither loss nor gradient depends on them, so that documents without any can be
+        trained on."""
         if self.family.reads_old_log_probs or self.correction is not None:
             return True
         return self.kl is not None and self.kl.reads_old_log_probs
@@ -59,22 +66,28 @@ class Loss:
 
     @property
     def full_kl(self) -> bool:
-        """True if the penalty is over the whole vocabulary, and so needs the logits of a reference."""
+        """True if the penalty is over the whole vocabulary, and so needs the logits of a
+        reference."""
         return self.kl is not None and self.kl.full
 
     @property
     def level(self) -> str:
-        """The level of the metrics. The entropy is among them where the bonus computes it anyway."""
-        return "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics
+        """The level of the metrics. The entropy is among them where the bonus computes it
+        anyway."""
+        return (
+            "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics
+        )
 
 
 @dataclass(frozen=True)
 class TokenTerms:
     """The terms of each token, (T,) each; 0 (ratio: 1) where nothing is trained.
 
-    losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the derivative of `token`.
-        Both are multiplied by the factors of a correction that is `of_policy`.
-    ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the clamp acted.
+    losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the
+        derivative of `token`. Both are multiplied by the factors of a correction that is
+        `of_policy`.
+    ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the
+        clamp acted.
     token_log_ratio: of the token alone, before the family's `token` and the clamp.
     factors: of a correction that is `of_policy`.
     """
@@ -90,17 +103,20 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of one piece of a step, which turns its log-probs into loss, coefficients and metrics.
+    """The objective of one piece of a step, which turns its log-probs into loss, coefficients and
+    metrics.
 
     Vectors are (T,), in the dtype of the log-probs; mask is bool, True where a token is trained.
-    old_log_probs: None where they are the new ones; `at` then fills them in before anything else is computed.
+    old_log_probs: None where they are the new ones; `at` then fills them in before anything else is
+        computed.
     weights: w_t, times the factor of a correction that is known before the forward pass.
-    gradient_weights: the weight of a token's slope: w_t, or, where the family's slope is the document's, its mean or
-        sum over the document.
+    gradient_weights: the weight of a token's slope: w_t, or, where the family's slope is the
+        document's, its mean or sum over the document.
     documents: knows the group of ranks where documents are spread over several.
     known_scope_advantages: see `scope_advantages`.
-    off_policy: a correction that is `of_policy`. It compares the new log-probs with sampling_log_probs, or with the
-        old ones where those are not known. document_advantages: the mean advantages that it looks at.
+    off_policy: a correction that is `of_policy`. It compares the new log-probs with
+        sampling_log_probs, or with the old ones where those are not known. document_advantages: the
+        mean advantages that it looks at.
     sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained.
     factors: of any other correction.
     """
@@ -133,28 +149,41 @@ class Objective:
         if self.sampling_log_probs is not None:
             log_ratio = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
         penalties = replace(self.penalties, old_log_probs=log_probs)
-        return replace(self, old_log_probs=log_probs, penalties=penalties, sampling_log_ratio=log_ratio, _last_terms=[])
+        return replace(
+            self,
+            old_log_probs=log_probs,
+            penalties=penalties,
+            sampling_log_ratio=log_ratio,
+            _last_terms=[],
+        )
 
     @property
     def by_document(self) -> bool:
-        """True if a token's coefficient depends on the log-probs of the other tokens of its document."""
+        """True if a token's coefficient depends on the log-probs of the other tokens of its
+        document."""
         return self.family.by_document or self.off_policy is not None
 
     @cached_property
     def scope_advantages(self) -> Tensor:
-        """(T,) advantages of the tokens or of their documents, by the family's scope; 0 where nothing is trained."""
+        """(T,) advantages of the tokens or of their documents, by the family's scope; 0 where
+        nothing is trained."""
         if self.known_scope_advantages is not None:
             return self.known_scope_advantages
-        return scope_mean(self.family.scope, torch.where(self.mask, self.advantages, 0.0), self.documents)
+        return scope_mean(
+            self.family.scope, torch.where(self.mask, self.advantages, 0.0), self.documents
+        )
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses, coefficients), each (T,), 0 where nothing is trained.
 
-        losses: w_t times the surrogate, with the penalty of the token. coefficients: c_t, the derivative of their sum
+        losses: w_t times the surrogate, with the penalty of the token. coefficients: c_t, the
+            derivative of their sum
         by each log-prob. It is what autograd would give, but by formula, since no graph is kept.
         """
         terms = self.token_terms(log_probs)
-        return self.penalties.with_kl(log_probs, self.weights * terms.losses, self.gradient_weights * terms.slope)
+        return self.penalties.with_kl(
+            log_probs, self.weights * terms.losses, self.gradient_weights * terms.slope
+        )
 
     def coefficients(self, log_probs: Tensor) -> Tensor:
         """Return (T,) c_t alone."""
@@ -162,7 +191,8 @@ class Objective:
 
     @cached_property
     def shares(self) -> Tensor:
-        """(T,) float64: one over the number of trained tokens of the document, so that each document sums to one."""
+        """(T,) float64: one over the number of trained tokens of the document, so that each
+        document sums to one."""
         return self.documents.broadcast(self.documents.counts.clamp(min=1).double().reciprocal())
 
     @property
@@ -172,12 +202,15 @@ class Objective:
 
     def informative(self) -> Tensor:
         """Return (T,) bool, False where the gradient is 0 whatever the log-probs will be."""
-        return self.mask & (self.scope_advantages != 0) if self.silent_without_advantage else self.mask
+        return (
+            self.mask & (self.scope_advantages != 0) if self.silent_without_advantage else self.mask
+        )
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
         """Return the objective of some rows, in that order, without metrics.
 
-        documents: of the same rows; None only if the objective is not `by_document`. Otherwise each document must have
+        documents: of the same rows; None only if the objective is not `by_document`. Otherwise each
+            document must have
         all or none of its tokens among the rows.
         """
         names = ("mask", "advantages", "weights", "gradient_weights", "document_advantages")
@@ -195,12 +228,16 @@ class Objective:
         )
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
-        """Return (T,) bool, True at trained positions where the weight, the advantage or a log-prob is not finite."""
+        """Return (T,) bool, True at trained positions where the weight, the advantage or a log-prob
+        is not finite."""
         return self.mask & ~torch.isfinite(self._sum_of_data(log_probs) + self.weights)
 
     def refused(self, log_probs: Tensor | None = None) -> Tensor:
-        """Return (T,) bool, True where `check_finite` refuses the data; everywhere if the totals are too small."""
-        bad = self.not_finite(log_probs) | (self.documents.counts_here.sum() > self.totals.num_tokens)
+        """Return (T,) bool, True where `check_finite` refuses the data; everywhere if the totals
+        are too small."""
+        bad = self.not_finite(log_probs) | (
+            self.documents.counts_here.sum() > self.totals.num_tokens
+        )
         for values in self._log_probs_of_data().values():
             bad |= self.mask & (values > MAX_LOG_PROB)
         return bad
@@ -214,18 +251,26 @@ class Objective:
         return {name: values for name, values in vectors.items() if values is not None}
 
     def _sum_of_data(self, log_probs: Tensor | None) -> Tensor:
-        """Return the (T,) sum of all numbers from outside, NaN or infinite wherever one of them is."""
+        """Return the (T,) sum of all numbers from outside, NaN or infinite wherever one of them
+        is."""
         reference = (self.penalties.ref_log_probs, self.penalties.divergence)
-        vectors = (self.old_log_probs, self.advantages, self.sampling_log_ratio, *reference, log_probs)
+        vectors = (
+            self.old_log_probs,
+            self.advantages,
+            self.sampling_log_ratio,
+            *reference,
+            log_probs,
+        )
         first, *others = (vector for vector in vectors if vector is not None)
         return sum(others, first)
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
-        """Refuse data from which there is no loss. Reads one result on the host: one synchronisation on a GPU.
+        """Refuse data from which there is no loss. Reads one result on the host: one
+        synchronisation on a GPU.
 
-        Raises DataError, which names the first documents, for numbers that are not finite and log-probs above 0, both
-        at trained positions; ValueError for totals that count fewer tokens than there are here, a document_index out
-        of range, and weights that are not finite.
+        Raises DataError, which names the first documents, for numbers that are not finite and
+        log-probs above 0, both at trained positions; ValueError for totals that count fewer tokens
+        than there are here, a document_index out of range, and weights that are not finite.
         """
         if not self.refused(log_probs).any():
             return
@@ -233,8 +278,8 @@ class Objective:
         tokens_of_step = int(self.totals.num_tokens)
         if tokens_here > tokens_of_step:
             raise ValueError(
-                f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of this piece (got "
-                f"{tokens_of_step}). Totals are those of the whole step."
+                f"totals.num_tokens needs to count at least the {tokens_here} trained tokens of "
+                f"this piece (got {tokens_of_step}). Totals are those of the whole step."
             )
         bad = self.not_finite(log_probs)
         if not bad.any():
@@ -243,19 +288,27 @@ class Objective:
         if documents[-1] == self.documents.num_documents:
             reason = f"negative or not below num_documents={documents[-1]}"
             raise ValueError(f"document_index at a trained position is {reason}")
-        if not torch.isfinite(self.weights).all() and torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all():
+        if (
+            not torch.isfinite(self.weights).all()
+            and torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all()
+        ):
             raise ValueError(
-                "the weight of a trained token is not finite: it comes from a reducer, a factor, or totals that count "
-                "none"
+                "the weight of a trained token is not finite: it comes from a reducer, a factor, "
+                "or totals that count none"
             )
         listing = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
-        inputs = "old_log_probs" if self.sampling_log_ratio is None else "old_log_probs, sampling_log_probs"
+        inputs = (
+            "old_log_probs"
+            if self.sampling_log_ratio is None
+            else "old_log_probs, sampling_log_probs"
+        )
         inputs += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
         if self.penalties.divergence is not None:
             inputs += ", a full KL (where the reference rules out what the policy does not)"
         raise DataError(
-            f"non-finite logits, {inputs} or advantages at a trained position of document {listing}, or a label "
-            "outside the vocabulary; mask the position (label -1) or drop the document"
+            f"non-finite logits, {inputs} or advantages at a trained position of document "
+            f"{listing}, or a label outside the vocabulary; mask the position (label -1) or drop "
+            "the document"
         )
 
     def _refuse_positive_log_probs(self) -> None:
@@ -266,20 +319,22 @@ class Objective:
                 document = int(self.documents.index[wrong][0])
                 highest = float(values[wrong].max())
                 raise DataError(
-                    f"{name} needs log-probs, which are at most 0, at trained positions (got {highest:.6g} in "
-                    f"document {document}). Probabilities are given as their logarithms, and logits as their "
-                    "log_softmax."
+                    f"{name} needs log-probs, which are at most 0, at trained positions (got "
+                    f"{highest:.6g} in document {document}). Probabilities are given as their "
+                    "logarithms, and logits as their log_softmax."
                 )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
-        """Return the terms of each token; kept for the same log-probs, since loss and metrics both ask for them."""
+        """Return the terms of each token; kept for the same log-probs, since loss and metrics both
+        ask for them."""
         can_keep = not log_probs.requires_grad
         if can_keep and self._last_terms and self._last_terms[0] is log_probs:
             return self._last_terms[1]
         family = self.family
         advantages = self.scope_advantages
         assert self.old_log_probs is not None
-        # Select before any arithmetic, since positions that are not trained may hold NaN or infinity.
+        # Select before any arithmetic, since positions that are not trained may hold NaN or
+        # infinity.
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
         terms, derivative = family.token(token_log_ratio, advantages)
         if derivative is not None:
@@ -289,7 +344,9 @@ class Objective:
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
         finite = torch.isfinite(unclamped) & torch.isfinite(advantages)
         log_ratio = torch.where(finite, clamped(unclamped), torch.nan)
-        losses, slope = family.surrogate(log_ratio, advantages, torch.where(self.mask, log_probs, 0.0))
+        losses, slope = family.surrogate(
+            log_ratio, advantages, torch.where(self.mask, log_probs, 0.0)
+        )
         losses = torch.where(finite, losses, torch.nan)
         if family.slope_of == "log_ratio":
             slope = torch.where(was_clamped, 0.0, slope)
@@ -297,13 +354,20 @@ class Objective:
         factors = None
         if self.off_policy is not None:
             since_sampling = token_log_ratio.detach()
-            if self.sampling_log_probs is not None:  # without them the old log-probs stand for those of the sampler
-                since_sampling = torch.where(self.mask, log_probs.detach() - self.sampling_log_probs, 0.0)
+            # without them the old log-probs stand for those of the sampler
+            if self.sampling_log_probs is not None:
+                since_sampling = torch.where(
+                    self.mask, log_probs.detach() - self.sampling_log_probs, 0.0
+                )
             assert self.document_advantages is not None
-            factors = Factors.of(self.off_policy, since_sampling, self.document_advantages, self.documents)
+            factors = Factors.of(
+                self.off_policy, since_sampling, self.document_advantages, self.documents
+            )
             losses = factors.values * losses
             slope = factors.values * slope
-        terms = TokenTerms(losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors)
+        terms = TokenTerms(
+            losses, slope, log_ratio.exp(), log_ratio, was_clamped, token_log_ratio, factors
+        )
         if can_keep:
             self._last_terms[:] = log_probs, terms
         return terms

@@ -1,4 +1,5 @@
-"""Makes the objective of a piece of a step from its tokens: mask, documents, weights, corrections, penalties."""
+"""Makes the objective of a piece of a step from its tokens: mask, documents, weights, corrections,
+penalties."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ def make_objective(
 ) -> Objective:
     """Return the objective of a piece. dtype: the one that the log-probs will have.
 
-    Without totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors on the host only
-    where the caller left sizes open.
-    Raises ValueError for an aggregation without its groups, and a correction without its log-probs.
+    Without totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors
+    on the host only where the caller left sizes open. Raises ValueError for an aggregation without
+    its groups, and a correction without its log-probs.
     """
     family = loss.family
     aggregation = loss.aggregation
@@ -30,18 +31,24 @@ def make_objective(
     old_log_probs = _as_dtype(tokens.old_log_probs, dtype)
     sampling_log_probs = _as_dtype(tokens.sampling_log_probs, dtype)
     ref_log_probs = _as_dtype(tokens.ref_log_probs, dtype)
-    has_groups = tokens.group_index is not None and (totals is None or totals.tokens_per_group is not None)
+    has_groups = tokens.group_index is not None and (
+        totals is None or totals.tokens_per_group is not None
+    )
     if aggregation.needs_groups and not has_groups:
         raise ValueError(
-            "aggregation='prompt_mean' needs group_index, each document's group (and totals that count groups)"
+            "aggregation='prompt_mean' needs group_index, each document's group (and totals that "
+            "count groups)"
         )
     mask = tokens.labels >= 0
     index = tokens.document_index
     misplaced = mask & ((index < 0) | (index >= tokens.num_documents))
-    documents = DocumentSums.of_tokens(index, mask & ~misplaced, tokens.num_documents, ranks.sequence)
+    documents = DocumentSums.of_tokens(
+        index, mask & ~misplaced, tokens.num_documents, ranks.sequence
+    )
     scope_advantages = None
     if ranks.sequence is not None:
-        # Before all other sums, since the documents' lengths, which the rest needs, travel with this one.
+        # Before all other sums, since the documents' lengths, which the rest needs, travel with
+        # this one.
         scope_advantages = scope_mean(family.scope, torch.where(mask, advantages, 0.0), documents)
     of_documents = tokens.group_index, tokens.trajectory_index
     if totals is None:
@@ -56,30 +63,41 @@ def make_objective(
     sampling_log_ratio = None
     if sampling_log_probs is not None and old_log_probs is not None:
         sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
-    for measured in (sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio, ref_log_probs):
+    for measured in (
+        sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio,
+        ref_log_probs,
+    ):
         if measured is not None:  # also where the numbers only feed a metric
             weights = torch.where(mask & ~torch.isfinite(measured), torch.nan, weights)
     divergence = torch.zeros_like(weights) if loss.full_kl else None
-    penalties = Penalties(loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs, divergence)
+    penalties = Penalties(
+        loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs, divergence
+    )
 
     # Corrections and factors weight the surrogate alone, not the penalties.
     off_policy = None
     document_advantages = None
     factors = None
-    equal = aggregation.equal_within_documents  # whether the tokens of a document have the same weight
+    # whether the tokens of a document have the same weight
+    equal = aggregation.equal_within_documents
     if correction is not None and correction.of_policy:
         off_policy = correction
-        document_advantages = scope_mean(off_policy.scope, torch.where(mask, advantages, 0.0), documents)
+        document_advantages = scope_mean(
+            off_policy.scope, torch.where(mask, advantages, 0.0), documents
+        )
     elif correction is not None:
         if sampling_log_ratio is None:
-            raise ValueError(f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs")
+            raise ValueError(
+                f"correction={correction.name!r} needs sampling_log_probs beside old_log_probs"
+            )
         factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
         weights = weights * factors.values
         equal = equal and correction.equal_within_documents
     if tokens.factors is not None:
         weights = weights * torch.where(mask, tokens.factors.to(dtype), 0.0)
         equal = False
-    # The slope of a document's mean has the mean of the weights of its tokens, which equal weights are themselves.
+    # The slope of a document's mean has the mean of the weights of its tokens, which equal weights
+    # are themselves.
     by_token = family.slope_of != "log_ratio" or (equal and family.scope != "document_sum")
     return Objective(
         family=family,

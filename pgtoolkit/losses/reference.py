@@ -1,10 +1,14 @@
-"""The specification: the same loss, metrics and gradient in plain float64 loops that share no code with the rest.
+"""The specification: the same loss, metrics and gradient in plain float64 loops that share no code
+with the rest.
 
 Slow on purpose. Where an implementation disagrees with this file, the implementation is wrong.
 
-Names are those of the equations. Of a token t: z logits over temperature, y its label, p, o, b and f its log-probs
-under the new, the old, the sampling and the reference policy; lam the clamped log-ratio over the scope, rho its
-exponential, A the advantage. Of the step: D documents, N trained tokens, G groups; N_g and N_a trained tokens of a
+Names are those of the equations. Of a token t: z logits over temperature, y its label, p, o, b and
+    f its log-probs
+under the new, the old, the sampling and the reference policy; lam the clamped log-ratio over the
+scope, rho its
+exponential, A the advantage. Of the step: D documents, N trained tokens, G groups; N_g and N_a
+    trained tokens of a
 group g and of an attempt (trajectory) a.
 """
 
@@ -24,7 +28,8 @@ from pgtoolkit.losses.reference_terms import metrics as metrics_of_sampling
 class Reference:
     """A step's loss, metrics and gradient.
 
-    log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of the loss by the logits.
+    log_probs, entropy: T floats, 0 where not trained. gradient: (T, V) float64, of the loss by the
+        logits.
 
     divergence: T floats, the full KL of each row; 0 where not trained, and where the loss has none.
     """
@@ -62,7 +67,8 @@ def policy_loss(
     ref_logits: Tensor | None = None,
     **parameters: float | None,
 ) -> Reference:
-    """Compute a whole step by the equations: the sum over t of w_t rho_t l_t. Arguments as in `pgtoolkit.policy_loss`.
+    """Compute a whole step by the equations: the sum over t of w_t rho_t l_t. Arguments as in
+    `pgtoolkit.policy_loss`.
 
     kl: the kind of the penalty; ref_logits: (T, V), for one over the whole vocabulary.
     parameters, correction_settings: all those of the loss family, of the correction.
@@ -92,7 +98,9 @@ def policy_loss(
             log_z = largest + math.log(math.fsum(math.exp(x - largest) for x in z[t]))
             probs[t] = [math.exp(x - log_z) for x in z[t]]
             p[t] = z[t][y[t]] - log_z
-            entropy[t] = log_z - math.fsum(q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0)
+            entropy[t] = log_z - math.fsum(
+                q * x for q, x in zip(probs[t], z[t], strict=True) if q > 0
+            )
 
     total = []
     gradient = torch.zeros(logits.shape, dtype=torch.float64)
@@ -109,7 +117,10 @@ def policy_loss(
         if loss == "gmpo":
             own = {t: _one_sided(own[t], mean_advantage, **parameters) for t in tokens}
         over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / n
-        weight = {t: _weight(aggregation, len(N_a), N_a[attempts[d]], G, N_g[groups[d]], N, divisor) for t in tokens}
+        weight = {
+            t: _weight(aggregation, len(N_a), N_a[attempts[d]], G, N_g[groups[d]], N, divisor)
+            for t in tokens
+        }
         corrected |= factors(correction, correction_settings, tokens, p, o, b, advantage)
         plain = weight
         weight = {t: plain[t] * corrected.get(t, (1.0,))[0] for t in tokens}
@@ -140,23 +151,31 @@ def policy_loss(
             measured |= mismatch(tokens, o, b, beyond)
         for t in tokens:
             c = weight[t] * slopes[t]
-            if loss in ("gspo", "gmpo"):  # the derivative goes through the mean of the document's log-ratios
+            # the derivative goes through the mean of the document's log-ratios
+            if loss in ("gspo", "gmpo"):
                 c = math.fsum(weight[u] * slopes[u] for u in tokens) / n
             if loss == "gmpo" and own[t] != p[t] - o[t]:
                 c = 0.0
-            if was_clamped[t] and loss in ("grpo", "gspo", "sapo", "gmpo"):  # the others' log-ratio has no gradient
+            # the others' log-ratio has no gradient
+            if was_clamped[t] and loss in ("grpo", "gspo", "sapo", "gmpo"):
                 c = 0.0
             c += penalty[t]
             for v, q in enumerate(probs[t]):
                 gradient[t, v] = c / temperature * ((v == y[t]) - q)
                 if kl in OF_ROW:
                     gradient[t, v] += kl_coefficient * plain[t] * by_logit[t][v] / temperature
-                if q > 0:  # the derivative of the entropy by a logit is -q (log q + entropy) / temperature
+                # the derivative of the entropy by a logit is -q (log q + entropy) / temperature
+                if q > 0:
                     slope = q * (math.log(q) + entropy[t]) / temperature
                     gradient[t, v] += entropy_coefficient * plain[t] * slope
 
     def document_mean(value) -> float:
-        return math.fsum(math.fsum(value(t) for t in tokens) / len(tokens) for tokens in trained if tokens) / D
+        return (
+            math.fsum(
+                math.fsum(value(t) for t in tokens) / len(tokens) for tokens in trained if tokens
+            )
+            / D
+        )
 
     results = {
         "new_logprobs": document_mean(lambda t: p[t]),
@@ -169,8 +188,12 @@ def policy_loss(
     if trajectory_index is not None:
         results["num_trajectories"] = len(N_a)
     if metrics != "none":
-        results |= _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage)
-        results |= metrics_of_sampling(corrected, measured, document_mean, [t for tokens in trained for t in tokens])
+        results |= _basic_metrics(
+            trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage
+        )
+        results |= metrics_of_sampling(
+            corrected, measured, document_mean, [t for tokens in trained for t in tokens]
+        )
     if metrics != "none" and kl in OF_ROW:
         results["kl_ref"] = document_mean(lambda t: divergence[t])
     elif metrics != "none" and f is not None:
@@ -188,11 +211,21 @@ def names(family, aggregation) -> dict:
     loss = type(family).__name__.lower()
     mode = aggregation.name
     is_custom = not type(family).__module__.startswith("pgtoolkit.")
-    if is_custom or loss not in _SURROGATES or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant"):
+    if (
+        is_custom
+        or loss not in _SURROGATES
+        or mode not in ("sample_mean", "prompt_mean", "token_mean", "constant")
+    ):
         raise ValueError(
-            "impl='reference' computes whole steps under the four aggregations and the families of pgtoolkit, no others"
+            "impl='reference' computes whole steps under the four aggregations and the families of "
+            "pgtoolkit, no others"
         )
-    return {"loss": loss, "aggregation": mode, "divisor": getattr(aggregation, "divisor", None), **vars(family)}
+    return {
+        "loss": loss,
+        "aggregation": mode,
+        "divisor": getattr(aggregation, "divisor", None),
+        **vars(family),
+    }
 
 
 def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
@@ -208,8 +241,9 @@ def _weight(aggregation, D, N_d, G, N_g, N, divisor) -> float:
 
 BY_DOCUMENT = ("gspo", "gmpo", "vespo")  # families whose ratio and advantage are a document's
 
-# The families: (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor without gradient) of
-# a ratio r, log-ratio x, advantage A and new log-prob p. The bounds themselves pass.
+# The families: (l, its derivative by the log-ratio, or by the log-prob where the ratio is a factor
+#   without gradient) of a ratio r, log-ratio x, advantage A and new log-prob p. The bounds
+#   themselves pass.
 
 
 def _clip(r, x, A, p, epsilon_low, epsilon_high, dual_clip=None):
@@ -244,7 +278,8 @@ def _dppo(r, x, A, p, delta_low, delta_high, ratio_cap, divergence):
 
 
 def _moved(x, p, divergence):
-    """dppo: how far a token's probability has moved from exp(o) to exp(p), below 0 where it has fallen; x = p - o."""
+    """dppo: how far a token's probability has moved from exp(o) to exp(p), below 0 where it has
+    fallen; x = p - o."""
     new = math.exp(p)
     old = math.exp(p - x)
     if divergence == "total_variation":
@@ -292,7 +327,8 @@ def _clips(
     dual_clip=None,
     **_,
 ):
-    """(outside the bounds, the lower bound changes the coefficient, the upper one does); x: of the token alone."""
+    """(outside the bounds, the lower bound changes the coefficient, the upper one does); x: of the
+    token alone."""
     below = above = False
     if loss in ("grpo", "gspo", "cispo"):
         assert epsilon_high is not None
@@ -307,22 +343,36 @@ def _clips(
         moved = _moved(min(20.0, max(-20.0, x)), p, divergence)
         below, above = moved < -delta_low, moved > delta_high
     # The clip cuts the gradient on one side of A; the weight of cispo is clipped on both.
-    low, high = below and (A != 0 if loss == "cispo" else A < 0), above and (A != 0 if loss == "cispo" else A > 0)
+    low, high = (
+        below and (A != 0 if loss == "cispo" else A < 0),
+        above and (A != 0 if loss == "cispo" else A > 0),
+    )
     return below or above, low, high or (dual_clip is not None and A < 0 and r > dual_clip)
 
 
 def _outside(loss, x, o, A, parameters) -> dict[int, bool]:
-    """For each token whether log-ratios x, o being the upper log-prob, lie outside of the family's bounds."""
+    """For each token whether log-ratios x, o being the upper log-prob, lie outside of the family's
+    bounds."""
     own = {t: _one_sided(x[t], A, **parameters) for t in x} if loss == "gmpo" else x
-    over_document = math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / len(own)
+    over_document = (
+        math.fsum(own.values()) if loss == "vespo" else math.fsum(own.values()) / len(own)
+    )
     over = {t: over_document if loss in BY_DOCUMENT else own[t] for t in x}
     ratio = {t: math.exp(min(20.0, max(-20.0, over[t]))) for t in x}
-    return {t: _clips(loss, ratio[t], o[t], x[t], A, **parameters | {"dual_clip": None})[0] for t in x}
+    return {
+        t: _clips(loss, ratio[t], o[t], x[t], A, **parameters | {"dual_clip": None})[0] for t in x
+    }
 
 
-def _basic_metrics(trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage) -> dict[str, float]:
+def _basic_metrics(
+    trained, document_mean, loss, lam, rho, was_clamped, clips, o, advantage
+) -> dict[str, float]:
     tokens = [t for document in trained for t in document]
-    v = {t: 1 / len(document) if loss in BY_DOCUMENT else 1.0 for document in trained for t in document}
+    v = {
+        t: 1 / len(document) if loss in BY_DOCUMENT else 1.0
+        for document in trained
+        for t in document
+    }
     first = math.fsum(v[t] * rho[t] for t in tokens)
     second = math.fsum(v[t] * rho[t] ** 2 for t in tokens)
     return {

@@ -1,7 +1,9 @@
-"""The specification of corrections, of penalties against a reference, and of a critic, as plain as `reference.py`.
+"""The specification of corrections, of penalties against a reference, and of a critic, as plain as
+`reference.py`.
 
-Of a token a penalty is (value, its derivative by p) of log-probs p (new), o (old) and f (of the reference); of a whole
-row of the vocabulary (value, its derivatives by the log-probs' logits) of log-probs p_v and f_v.
+Of a token a penalty is (value, its derivative by p) of log-probs p (new), o (old) and f (of the
+reference); of a whole row of the vocabulary (value, its derivatives by the log-probs' logits) of
+log-probs p_v and f_v.
 """
 
 from __future__ import annotations
@@ -9,15 +11,21 @@ from __future__ import annotations
 import math
 
 
-def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple[float, bool, bool]]:
-    """Return {trained token of a document: (rho, whether it lies beyond the bounds, whether the clamp acted)}."""
+def factors(
+    correction, settings, tokens, p, o, b, advantage
+) -> dict[int, tuple[float, bool, bool]]:
+    """Return {trained token of a document: (rho, whether it lies beyond the bounds, whether the
+    clamp acted)}."""
     if correction is None:
         return {}
     n = len(tokens)
     if correction == "off_policy_mask":
         sampled = o if b is None else b
         behind = math.fsum(sampled[t] - p[t] for t in tokens) / n
-        masked = math.fsum(advantage[t] for t in tokens) / n < 0 and _clamp(behind) > settings["threshold"]
+        masked = (
+            math.fsum(advantage[t] for t in tokens) / n < 0
+            and _clamp(behind) > settings["threshold"]
+        )
         return {t: (0.0 if masked else 1.0, masked, abs(behind) > 20) for t in tokens}
     low = settings["low"] or 0.0
     high = settings["high"]
@@ -44,13 +52,17 @@ def factors(correction, settings, tokens, p, o, b, advantage) -> dict[int, tuple
 
 
 def mismatch(tokens, o, b, beyond) -> dict[int, tuple[float, float, bool]]:
-    """Return {trained token of a document: (k3 of o against b, |o - b|, whether the family's clip would act)}."""
+    """Return {trained token of a document: (k3 of o against b, |o - b|, whether the family's clip
+    would act)}."""
     differences = {t: o[t] - b[t] for t in tokens}
-    return {t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()}
+    return {
+        t: (math.exp(_clamp(x)) - _clamp(x) - 1, abs(x), beyond[t]) for t, x in differences.items()
+    }
 
 
 def metrics(corrected: dict, measured: dict, document_mean, tokens: list[int]) -> dict[str, float]:
-    """Return the metrics of all documents. corrected: of `factors`, measured: of `mismatch`; {} where there is none."""
+    """Return the metrics of all documents. corrected: of `factors`, measured: of `mismatch`; {}
+    where there is none."""
     results = {}
     if measured:
         results |= {
@@ -69,13 +81,16 @@ def metrics(corrected: dict, measured: dict, document_mean, tokens: list[int]) -
             "correction_clamped_fraction": document_mean(lambda t: corrected[t][2]),
             "max_correction_factor": max(rho.values()),
             "min_correction_factor": min(rho.values()),
-            "correction_effective_sample_size": first**2 / (len(tokens) * second) if second else math.nan,
+            "correction_effective_sample_size": first**2 / (len(tokens) * second)
+            if second
+            else math.nan,
         }
     return results
 
 
 def correction_names(correction) -> dict:
-    """Return the keywords `correction` and `correction_settings` of `reference.policy_loss` for a correction object."""
+    """Return the keywords `correction` and `correction_settings` of `reference.policy_loss` for a
+    correction object."""
     if correction is None:
         return {}
     return {"correction": correction.name, "correction_settings": vars(correction)}
@@ -108,7 +123,9 @@ OF_TOKEN = {"k1": _k1, "k2": _k2, "k3": k3, "k3_ratio": _k3_ratio}
 
 def _full_reverse(p, f):
     value = math.fsum(math.exp(x) * (x - y) for x, y in zip(p, f, strict=True) if x > -math.inf)
-    return value, [math.exp(x) * (x - y - value) if x > -math.inf else 0.0 for x, y in zip(p, f, strict=True)]
+    return value, [
+        math.exp(x) * (x - y - value) if x > -math.inf else 0.0 for x, y in zip(p, f, strict=True)
+    ]
 
 
 def _full_forward(p, f):
@@ -117,7 +134,8 @@ def _full_forward(p, f):
 
 
 def gae(rewards, values, trained, gamma, gae_lambda):
-    """(advantage, return) by place of each trained token of a document (arXiv 1506.02438, equations 12 and 16).
+    """(advantage, return) by place of each trained token of a document (arXiv 1506.02438, equations
+    12 and 16).
 
     rewards, values: one for each place; places that are not trained are passed over.
     """
@@ -135,7 +153,8 @@ def gae(rewards, values, trained, gamma, gae_lambda):
 
 
 def value_loss(value, old_value, target, clip):
-    """(loss, its derivative by the value), half the squared distance to the target, clipped as PPO's critic is."""
+    """(loss, its derivative by the value), half the squared distance to the target, clipped as
+    PPO's critic is."""
     free = (value - target) ** 2 / 2
     if clip is None or abs(value - old_value) <= clip:
         return free, value - target

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Layer = Any
-"""A layer of a transformer, or one of its parts, whose attributes no type says: `Architecture` does."""
+"""A layer of a transformer, or one of its parts, whose attributes no type says: `Architecture`
+does."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names inside of the base model (layers, embeddings, final norm) and inside of each layer (the rest).
+    """Names inside of the base model (layers, embeddings, final norm) and inside of each layer (the
+    rest).
 
-    column, row: the matrices whose outputs, and whose inputs, can be divided among ranks. fused: those that hold
+    column, row: the matrices whose outputs, and whose inputs, can be divided among ranks. fused:
+        those that hold
     query, key and value side by side. head_norms: norms of one head, the same for all heads.
     """
 
@@ -43,7 +46,13 @@ _LLAMA_LIKE = Architecture(
     final_norm="norm",
     attention="self_attn",
     norms=("input_layernorm", "post_attention_layernorm"),
-    column=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+    column=(
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    ),
     row=("self_attn.o_proj", "mlp.down_proj"),
     head_norms=("self_attn.q_norm", "self_attn.k_norm"),
 )
@@ -62,7 +71,8 @@ _ARCHITECTURES = {kind: _GPT2 if kind == "gpt2" else _LLAMA_LIKE for kind in MOD
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether the parts of a transformers model are known, and its attention is softmax of scaled products alone."""
+    """Whether the parts of a transformers model are known, and its attention is softmax of scaled
+    products alone."""
     return model.config.model_type in _ARCHITECTURES
 
 

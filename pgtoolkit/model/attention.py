@@ -1,7 +1,10 @@
-"""Causal attention over documents packed on one token axis, at the cost of each document's own length.
+"""Causal attention over documents packed on one token axis, at the cost of each document's own
+length.
 
-Sequence-data parallelism divides that axis: each rank holds a contiguous piece, documents cut or not. Only attention
-looks across the cut: its keys and values are gathered over the ranks, and a rank's queries see those of their own
+Sequence-data parallelism divides that axis: each rank holds a contiguous piece, documents cut or
+not. Only attention
+looks across the cut: its keys and values are gathered over the ranks, and a rank's queries see
+    those of their own
 document up to themselves. Backward adds up the ranks' gradients of each key and value.
 """
 
@@ -33,9 +36,11 @@ NAME = "pgtoolkit_packed"
 
 @dataclass(frozen=True)
 class Documents:
-    """Which keys the queries see: those of their own document, up to themselves, counted from the end of both.
+    """Which keys the queries see: those of their own document, up to themselves, counted from the
+    end of both.
 
-    queries, keys: of each document, how many lie here, in order. group: the ranks that hold a piece of the token axis
+    queries, keys: of each document, how many lie here, in order. group: the ranks that hold a piece
+        of the token axis
     each, where it is divided; the keys are then those from first_key to last_key of the whole axis.
     """
 
@@ -56,7 +61,10 @@ class Documents:
     @functools.cached_property
     def ends(self) -> list[Tensor]:
         """Of queries and keys the running sums from 0, (documents + 1,) int32 each."""
-        sums = [torch.tensor([0, *accumulate(counts)], dtype=torch.int32) for counts in (self.queries, self.keys)]
+        sums = [
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+            for counts in (self.queries, self.keys)
+        ]
         return [without_waiting(running, self.device) for running in sums]
 
 
@@ -71,7 +79,8 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> boo
 def switch_on(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
     """Make a transformers model use `attention`, if it runs as one kernel.
 
-    dtype: what attention is computed in. Afterwards the model's forward needs the keyword `documents`.
+    dtype: what attention is computed in. Afterwards the model's forward needs the keyword
+        `documents`.
     """
     if not is_known(model):
         return
@@ -92,39 +101,57 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options
 ) -> tuple[Tensor, None]:
-    """(1, T, heads, width) from query (1, heads, T, width), key and value (1, key-value heads, T, width).
+    """(1, T, heads, width) from query (1, heads, T, width), key and value (1, key-value heads, T,
+    width).
 
-    transformers calls this in each layer. options: `documents`, and its own `scaling` and `sliding_window`.
+    transformers calls this in each layer. options: `documents`, and its own `scaling` and
+        `sliding_window`.
     """
     documents: Documents = options["documents"]
     if torch.is_autocast_enabled(kind := query.device.type):
         # As scaled_dot_product_attention would cast them: rotary positions have left float32.
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    # Not x[0], in whose backward pass the gradient would be copied, and then copied back into the order of tokens.
+    # Not x[0], in whose backward pass the gradient would be copied, and then copied back into the
+    # order of tokens.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if documents.group is not None:
-        both = collectives.join(torch.cat([key, value], 1), documents.group, 0, True)  # one collective for the two
+        # one collective for the two
+        both = collectives.join(torch.cat([key, value], 1), documents.group, 0, True)
         key, value = both[documents.first_key : documents.last_key].chunk(2, 1)
-    return by_document(query, key, value, documents, options.get("scaling"), options.get("sliding_window"))[None], None
+    return by_document(
+        query, key, value, documents, options.get("scaling"), options.get("sliding_window")
+    )[None], None
 
 
 def by_document(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    """(queries, heads, width) from query (queries, heads, width), key and value (keys, key-value heads, width).
+    """(queries, heads, width) from query (queries, heads, width), key and value (keys, key-value
+    heads, width).
 
-    window: how many keys a query sees at most, itself among them; None: all of its document up to itself.
+    window: how many keys a query sees at most, itself among them; None: all of its document up to
+        itself.
     """
     if has_kernel(query.device, query.dtype, query.shape[2]):
         from torch.nn.attention.varlen import varlen_attn
 
-        how: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+        how: dict[str, Any] = {
+            "scale": scaling,
+            "window_size": (-1 if window is None else window - 1, 0),
+        }
         # PyTorch before 2.12 takes fewer key-value heads unasked.
         if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
             how["enable_gqa"] = True
         query_ends, key_ends = documents.ends
         longest_query, longest_key = max(documents.queries), max(documents.keys)
-        out = varlen_attn(query, key, value, query_ends, key_ends, longest_query, longest_key, **how)
+        out = varlen_attn(
+            query, key, value, query_ends, key_ends, longest_query, longest_key, **how
+        )
         assert isinstance(out, Tensor)
         return in_fixed_order(out)
     if (repeats := query.shape[1] // key.shape[1]) > 1:
@@ -134,21 +161,27 @@ def by_document(
     return torch.cat([_one_document(q, k, v, scaling, window) for q, k, v in parts])
 
 
-def _one_document(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+def _one_document(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+) -> Tensor:
     keys = torch.arange(len(key), device=key.device)
     queries = keys[len(key) - len(query) :, None]
     mask = keys <= queries
     if window is not None:
         mask &= keys > queries - window
     rows = (x.transpose(0, 1) for x in (query, key, value))
-    return functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling).transpose(0, 1)
+    return functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling).transpose(
+        0, 1
+    )
 
 
 def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
-    """This rank's piece of the packed axis; documents, their numbers and group_index stay those of the whole.
+    """This rank's piece of the packed axis; documents, their numbers and group_index stay those of
+    the whole.
 
-    The axis is padded at its end, so that all pieces have the same length, which tensor_parallel divides. Padding
-    belongs to the last document, is not trained, and comes after all that could attend to it.
+    The axis is padded at its end, so that all pieces have the same length, which tensor_parallel
+    divides. Padding belongs to the last document, is not trained, and comes after all that could
+    attend to it.
     """
     size, multiple = layout.size("sequence_data_parallel"), layout.size("tensor_parallel")
     if size == 1:
@@ -158,7 +191,10 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     fill = {"labels": -1, "document_index": max(0, micro_batch.num_documents - 1)}
     names = ("tokens", "position_ids", "labels", "document_index", "advantages")
     names += known_vectors(micro_batch)
-    return replace(micro_batch, **{n: _piece(getattr(micro_batch, n), start, length, fill.get(n, 0)) for n in names})
+    return replace(
+        micro_batch,
+        **{n: _piece(getattr(micro_batch, n), start, length, fill.get(n, 0)) for n in names},
+    )
 
 
 def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
@@ -166,8 +202,11 @@ def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
     return torch.cat([piece, piece.new_full((length - len(piece),), fill)])
 
 
-def documents_here(lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device) -> Documents:
-    """Those with queries here, and their keys up to the end of this rank's piece, wherever they lie.
+def documents_here(
+    lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device
+) -> Documents:
+    """Those with queries here, and their keys up to the end of this rank's piece, wherever they
+    lie.
 
     lengths: of the whole documents; num_here: positions of each rank. What is left over is padding.
     """

@@ -1,4 +1,5 @@
-"""What a layer computes between its products as compiled code: norms, gates, rotary positions, attention's sum.
+"""What a layer computes between its products as compiled code: norms, gates, rotary positions,
+attention's sum.
 
 Products, attention and what spreads them over ranks stay as they are.
 """
@@ -29,10 +30,11 @@ _LAYER_PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
 
 
 def unknown_code(model: PreTrainedModel) -> str | None:
-    """Return the name of the class whose code is not the one that `switch_on` replaces; None if there is no such class.
+    """Return the name of the class whose code is not the one that `switch_on` replaces; None if
+    there is no such class.
 
-    Another version of transformers may compute something else in a layer or turn queries and keys in another way. Then
-    the layer that is put in its place would silently be another model.
+    Another version of transformers may compute something else in a layer or turn queries and keys
+    in another way. Then the layer that is put in its place would silently be another model.
     """
     parts = architecture_of(model)
     if parts.positions is not None:  # GPT-2: its activation alone is replaced
@@ -47,7 +49,8 @@ def unknown_code(model: PreTrainedModel) -> str | None:
 
 
 def switch_on(model: PreTrainedModel) -> None:
-    """Make a transformers model compute so, in place. Its type is known, and `unknown_code` found nothing."""
+    """Make a transformers model compute so, in place. Its type is known, and `unknown_code` found
+    nothing."""
     parts = architecture_of(model)
     for layer in parts.layers_of(model):
         if parts.positions is not None:  # GPT-2, whose norms are one kernel each already
@@ -70,8 +73,9 @@ def switch_on(model: PreTrainedModel) -> None:
 def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer whose first sum is one piece of code with the norm behind it.
 
-    A class, since transformers checkpoints what the forward method of a layer's class computes. Where it would, and
-    where the layer is whole on this rank, `recomputed.layer` does the same with fewer calls.
+    A class, since transformers checkpoints what the forward method of a layer's class computes.
+    Where it would, and where the layer is whole on this rank, `recomputed.layer` does the same with
+    fewer calls.
     """
 
     def call(self: nn.Module, hidden_states: Tensor, **options) -> Tensor:
@@ -115,7 +119,8 @@ def _activated(name: str, x: Tensor, *factor: Tensor) -> Tensor:
 
 
 def gated(name: str, gate_and_up: Tensor) -> Tensor:
-    """(n, F): the first half of the columns of (n, 2 F) through the activation, times the second."""
+    """(n, F): the first half of the columns of (n, 2 F) through the activation, times the
+    second."""
     return gate(name)(gate_and_up)[0]
 
 
@@ -124,13 +129,16 @@ def _with_rotary(attention: type[nn.Module]) -> Callable:
     """The forward method of transformers, in which `apply_rotary_pos_emb` is that of this file."""
     forward = inspect.unwrap(attention.forward)
     names = forward.__globals__ | {"apply_rotary_pos_emb": turned}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made = types.FunctionType(
+        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 
 
 def turned(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key, (B, heads, S, width), in the type that attention takes; cosine, sine: (B or 1, S, width)."""
+    """Query and key, (B, heads, S, width), in the type that attention takes; cosine, sine: (B or 1,
+    S, width)."""
     size, _, length, width = query.shape
     heads = [x.transpose(1, 2).reshape(size * length, -1, width) for x in (query, key)]
     turns = [x.expand(size, length, width).reshape(size * length, width) for x in (cosine, sine)]

@@ -1,4 +1,5 @@
-"""Completions token by token over a cache of fixed size; on a GPU each token is a replay of one CUDA graph."""
+"""Completions token by token over a cache of fixed size; on a GPU each token is a replay of one
+CUDA graph."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _GRAPH_PAYS = 16
 def can_decode(model: PreTrainedModel) -> bool:
     """Whether `Decoding` computes what this transformers model does.
 
-    Its attention must be known to be ordinary, and its rotary positions may not depend on the length so far.
+    Its attention must be known to be ordinary, and its rotary positions may not depend on the
+    length so far.
     """
     rotary = getattr(model.config, "rope_parameters", None) or {}
     return is_known(model) and rotary.get("rope_type", "default") not in ("dynamic", "longrope")
@@ -55,10 +57,13 @@ def decoding(model: PreTrainedModel) -> Iterator[None]:
 
 
 class Cache:
-    """Keys and values of each layer for B rows of at most `room` tokens; a token's place is its position.
+    """Keys and values of each layer for B rows of at most `room` tokens; a token's place is its
+    position.
 
-    positions: (B,) int64, of the tokens that pass the model next. reading: while prompts are read, the rows that have
-    one of them, and which of them each has, both (R,) int64; None once each row goes on by a token at a time.
+    positions: (B,) int64, of the tokens that pass the model next. reading: while prompts are read,
+        the rows that have
+    one of them, and which of them each has, both (R,) int64; None once each row goes on by a token
+    at a time.
     """
 
     def __init__(self, positions: Tensor, room: int):
@@ -72,7 +77,8 @@ class Cache:
         return self._kept[layer]
 
     def read(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep key and value, (prompts, heads, P, width), from the first token on, for each row of a prompt."""
+        """Keep key and value, (prompts, heads, P, width), from the first token on, for each row of
+        a prompt."""
         if layer not in self._kept:
             shape = (len(self.positions), key.shape[1], self._room, key.shape[3])
             self._kept[layer] = (key.new_zeros(shape), value.new_zeros(shape))
@@ -89,12 +95,16 @@ class Cache:
             self._kept[layer] = (keys[rows], values[rows])
 
 
-def attention(module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options) -> tuple[Tensor, None]:
-    """(B, S, heads, width) from query (B, heads, S, width), key and value (B, key-value heads, S, width).
+def attention(
+    module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options
+) -> tuple[Tensor, None]:
+    """(B, S, heads, width) from query (B, heads, S, width), key and value (B, key-value heads, S,
+    width).
 
-    transformers calls this in each layer. options: `decoder_cache`, and its own `scaling` and `sliding_window` (how
-    many keys a query sees at most, itself among them); of a `MergedBody` also `turns`, the cosines and sines,
-    (B, S, width) each, by which query and key are still to be turned.
+    transformers calls this in each layer. options: `decoder_cache`, and its own `scaling` and
+        `sliding_window` (how
+    many keys a query sees at most, itself among them); of a `MergedBody` also `turns`, the cosines
+    and sines, (B, S, width) each, by which query and key are still to be turned.
     """
     cache: Cache = options["decoder_cache"]
     turns = options.get("turns")
@@ -109,7 +119,9 @@ def attention(module: Layer, query: Tensor, key: Tensor, value: Tensor, _mask: N
         key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
         causal = window is None or window >= length
         mask = None if causal else _seen(torch.arange(length, device=query.device), length, window)
-        out = functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, scale=scaling)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scaling
+        )
         return out.transpose(1, 2).contiguous(), None
     keys, values = cache.of(module.layer_idx)
     given = (query, key, value, keys, values, cache.positions, scaling, window)
@@ -135,11 +147,14 @@ def _attend(
     """What `triton_attention.attend` does, in PyTorch; waits for the device."""
     rows, length = torch.arange(len(positions), device=positions.device), int(positions.max()) + 1
     keys[rows, :, positions], values[rows, :, positions] = key[:, :, 0], value[:, :, 0]
-    # The queries that share a key stand side by side as if they were tokens: no copy of a key for each.
+    # The queries that share a key stand side by side as if they were tokens: no copy of a key for
+    # each.
     grouped = query.reshape(len(rows), keys.shape[1], -1, query.shape[3])
     keys, values = keys[:, :, :length], values[:, :, :length]
     mask = _seen(positions, length, window)[:, None, None]
-    return functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scaling).reshape(query.shape)
+    return functional.scaled_dot_product_attention(
+        grouped, keys, values, mask, scale=scaling
+    ).reshape(query.shape)
 
 
 def _seen(positions: Tensor, length: int, window: int | None) -> Tensor:
@@ -156,7 +171,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """As `torch.cuda.graph` does, but that the allocator keeps its free memory, which is needed again at once."""
+    """As `torch.cuda.graph` does, but that the allocator keeps its free memory, which is needed
+    again at once."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
     with torch.cuda.stream(_capture_stream(device)):
@@ -172,16 +188,22 @@ def _captured(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDA
 class Decoding:
     """One completion of each prompt by a model that `decoding` has prepared.
 
-    model: its body gives hidden states, unless `body` does, given tokens, positions and the cache (`MergedBody`).
+    model: its body gives hidden states, unless `body` does, given tokens, positions and the cache
+        (`MergedBody`).
     logits: of hidden states (B, H). draw: tokens (B,) int64 and their log-probs,
-    (B,) float32, of logits and numbers (B,) of `uniform`, for which on a GPU it may not wait; or the temperature by
-    which the Triton kernel draws. uniform: (prompts, max_tokens), for each token that may be drawn. check: may raise
-    between tokens. ends: (E,) int64, the tokens that end a completion. stopped: which rows have ended otherwise, (B,)
-    bool, given the tokens of all rows so far, (B, C), and how many of them are new since it was last asked. Rows that
+    (B,) float32, of logits and numbers (B,) of `uniform`, for which on a GPU it may not wait; or
+    the temperature by
+    which the Triton kernel draws. uniform: (prompts, max_tokens), for each token that may be drawn.
+        check: may raise
+    between tokens. ends: (E,) int64, the tokens that end a completion. stopped: which rows have
+        ended otherwise, (B,)
+    bool, given the tokens of all rows so far, (B, C), and how many of them are new since it was
+    last asked. Rows that
     have ended are computed on until half of all have: then they are dropped.
 
-    Equal prompts pass the model once. A row's keys, values and first logits are those of its prompt, so that equal
-    prompts differ by what is drawn for them alone; which others are read or go on beside a row changes its rounding.
+    Equal prompts pass the model once. A row's keys, values and first logits are those of its
+    prompt, so that equal prompts differ by what is drawn for them alone; which others are read or
+    go on beside a row changes its rounding.
     """
 
     model: PreTrainedModel
@@ -195,7 +217,8 @@ class Decoding:
 
     @torch.no_grad()
     def complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, (B, max_tokens); what follows a completion's end, or 0, is to be left out."""
+        """Tokens and log-probs, (B, max_tokens); what follows a completion's end, or 0, is to be
+        left out."""
         self._begin(prompts, max_tokens)
         while self._done < max_tokens and len(self._rows):
             self._go_on(max_tokens)
@@ -216,7 +239,9 @@ class Decoding:
             rows = ((prompt_of >= start) & (prompt_of < start + size)).nonzero()[:, 0]
             self._cache.reading = (rows, prompt_of[rows] - start)
             hidden = self._hidden(tokens, torch.arange(longest, device=device).expand_as(tokens))
-            last.append(hidden[torch.arange(len(tokens), device=device), ends[start : start + size]])
+            last.append(
+                hidden[torch.arange(len(tokens), device=device), ends[start : start + size]]
+            )
         self._cache.reading = None
         self.tokens = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(len(prompts), max_tokens, device=device)
@@ -262,8 +287,11 @@ class Decoding:
         return self._finished
 
     def _step(self) -> None:
-        """One token of each row: what the graph holds, so that nothing in it waits for the device."""
-        self._take(self.logits(self._hidden(self._next[:, None], self._cache.positions[:, None])[:, 0]))
+        """One token of each row: what the graph holds, so that nothing in it waits for the
+        device."""
+        self._take(
+            self.logits(self._hidden(self._next[:, None], self._cache.positions[:, None])[:, 0])
+        )
 
     def _take(self, logits: Tensor) -> None:
         """Draw a token of each row, by one kernel where that can be."""
@@ -285,7 +313,8 @@ class Decoding:
     def _hidden(self, tokens: Tensor, positions: Tensor) -> Tensor:
         if self.body is not None:
             return self.body(tokens, positions, self._cache)
-        # transformers hands an argument that it does not know on to `attention`; its own `cache` it would update.
+        # transformers hands an argument that it does not know on to `attention`; its own `cache` it
+        # would update.
         outputs = self.model.base_model(
             input_ids=tokens, position_ids=positions, use_cache=False, decoder_cache=self._cache
         )

@@ -1,4 +1,5 @@
-"""Backward passes of PyTorch's that would add up in another order each time on a GPU, in the same order each time."""
+"""Backward passes of PyTorch's that would add up in another order each time on a GPU, in the same
+order each time."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ def switch(on: bool) -> None:
 
 
 def in_fixed_order(out: Tensor, operation: str = "") -> Tensor:
-    """`out` of attention or of an embedding, whose backward pass will add up in the same order each time.
+    """`out` of attention or of an embedding, whose backward pass will add up in the same order each
+    time.
 
-    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums, PyTorch 2.11 also those
-    of an embedding of few rows and more than 3072 tokens (https://github.com/pytorch/pytorch/pull/172454). PyTorch's
-    strict mode has a fixed order for both. It is on for these operations alone: others, such as a floating-point cumsum
-    in a loss of the user's, raise in it.
+    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums,
+    PyTorch 2.11 also those of an embedding of few rows and more than 3072 tokens
+    (https://github.com/pytorch/pytorch/pull/172454). PyTorch's strict mode has a fixed order for
+    both. It is on for these operations alone: others, such as a floating-point cumsum in a loss of
+    the user's, raise in it.
 
-    operation: part of the name of its node, where that may lie behind others which made `out` of its result.
+    operation: part of the name of its node, where that may lie behind others which made `out` of
+        its result.
     """
     node = out.grad_fn if _on else None
     while node is not None and operation not in node.name():
@@ -47,7 +51,9 @@ def switch_on(model: nn.Module) -> None:
             module.register_forward_hook(_embedding_in_fixed_order)
 
 
-def _embedding_in_fixed_order(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+def _embedding_in_fixed_order(
+    _module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor
+) -> Tensor:
     return in_fixed_order(out, "EmbeddingBackward")
 
 
@@ -56,7 +62,8 @@ def _begin(_gradients) -> None:
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     _before.append((strict, only_warns, deterministic.fill_uninitialized_memory))
     torch.use_deterministic_algorithms(True)
-    deterministic.fill_uninitialized_memory = False  # which costs time, and finds mistakes in kernels only
+    # which costs time, and finds mistakes in kernels only
+    deterministic.fill_uninitialized_memory = False
 
 
 def _end(_inputs, _outputs) -> None:

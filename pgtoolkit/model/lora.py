@@ -1,7 +1,9 @@
-"""LoRA: a model's matrices W are frozen, and beside each stands the product of two small ones, which is trained.
+"""LoRA: a model's matrices W are frozen, and beside each stands the product of two small ones,
+which is trained.
 
-A layer computes W x + (alpha / rank) B (A x) (arXiv 2106.09685); B begins as 0, so that training begins at the model
-itself. peft puts the layers in place; its own dropout, of which old and new log-probs would differ, stays 0.
+A layer computes W x + (alpha / rank) B (A x) (arXiv 2106.09685); B begins as 0, so that training
+begins at the model itself. peft puts the layers in place; its own dropout, of which old and new
+log-probs would differ, stays 0.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ _NAME = "default"
 
 
 def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
-    """Freeze a transformers causal LM and give it adapters in float32, in place, drawn from torch's random state.
+    """Freeze a transformers causal LM and give it adapters in float32, in place, drawn from torch's
+    random state.
 
-    Returns a digest of the frozen weights, by which stored adapters know them. Raises ConfigError for targets that
-    name no linear layer.
+    Returns a digest of the frozen weights, by which stored adapters know them. Raises ConfigError
+    for targets that name no linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
@@ -58,19 +61,27 @@ def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
     for layer in adapted_layers(model).values():
         for part in (layer.lora_A, layer.lora_B):
             part.float()  # peft makes them of the frozen weights' type
-        layer.cast_input_dtype_enabled = False  # autocast sees to it, without a float32 copy of every input
-    trained, all_of_them = (sum(p.numel() for p in x) for x in (adapter_weights(model).values(), model.parameters()))
-    log.info(f"LoRA: adapters at {len(layers)} layers; {trained:,} of {all_of_them:,} weights are trained")
+        # autocast sees to it, without a float32 copy of every input
+        layer.cast_input_dtype_enabled = False
+    trained, all_of_them = (
+        sum(p.numel() for p in x) for x in (adapter_weights(model).values(), model.parameters())
+    )
+    log.info(
+        f"LoRA: adapters at {len(layers)} layers; {trained:,} of {all_of_them:,} weights are "
+        "trained"
+    )
     return digest
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Layer]:
-    """peft's layers in a model, by the names of those that they stand for; empty without adapters."""
+    """peft's layers in a model, by the names of those that they stand for; empty without
+    adapters."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters themselves, by their names in a folder that peft and transformers load."""
+    """The trained parameters themselves, by their names in a folder that peft and transformers
+    load."""
     return {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
         for name, layer in adapted_layers(model).items()
@@ -82,7 +93,8 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def merged_weights(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of the model without adapters that computes the same, by its own names for them.
 
-    named: those of the model as it is. New tensors, in the number type of the frozen ones, where there is an adapter.
+    named: those of the model as it is. New tensors, in the number type of the frozen ones, where
+        there is an adapter.
     """
     layers, weights = adapted_layers(model), {}
     for name, tensor in named.items():
@@ -105,10 +117,12 @@ def merge(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within, the model computes as its frozen weights alone do; one without adapters computes as ever."""
+    """Within, the model computes as its frozen weights alone do; one without adapters computes as
+    ever."""
     layers = adapted_layers(model).values()
     for layer in layers:
-        # Not layer.enable_adapters(False): for a while it would take requires_grad off, which FSDP2 reads only once.
+        # Not layer.enable_adapters(False): for a while it would take requires_grad off, which FSDP2
+        # reads only once.
         layer._disable_adapters = True
     try:
         yield
@@ -118,7 +132,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def settings(model: PreTrainedModel, path: str) -> LoraConfig:
-    """What adapter_config.json says; it names the model of model.path, so that it is found from anywhere."""
+    """What adapter_config.json says; it names the model of model.path, so that it is found from
+    anywhere."""
     config = cast("LoraConfig", copy.copy(model.peft_config[_NAME]))
     place = os.path.expanduser(path)
     config.base_model_name_or_path = os.path.abspath(place) if os.path.isdir(place) else path
@@ -134,14 +149,17 @@ def _merged(layer: Layer) -> Tensor:
     change = (b @ a) * layer.scaling[_NAME]
     change = change.T if layer.fan_in_fan_out else change
     if isinstance(weight, DTensor):
-        change = distribute_tensor(change, weight.device_mesh, weight.placements, src_data_rank=None)
+        change = distribute_tensor(
+            change, weight.device_mesh, weight.placements, src_data_rank=None
+        )
     return (weight.to(wide) + change).to(weight.dtype)
 
 
 def _targets(
     model: PreTrainedModel, config: HuggingFaceModelConfig, kinds: tuple[type[nn.Module], ...]
 ) -> dict[str, nn.Module]:
-    """The layers to be adapted, by name: all linear ones but the head, or those that end in one of the names."""
+    """The layers to be adapted, by name: all linear ones but the head, or those that end in one of
+    the names."""
     head = model.get_output_embeddings()
     linear: dict[str, nn.Module] = {
         name: x for name, x in model.named_modules() if isinstance(x, kinds) and x is not head
@@ -153,10 +171,15 @@ def _targets(
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(
-                f"model.lora_targets={text(wanted)} needs names of the model's linear layers, or ends of them (got "
-                f"{target}). It has {known}; its head is not adapted. Use model.lora_targets=[all-linear]."
+                f"model.lora_targets={text(wanted)} needs names of the model's linear layers, or "
+                f"ends of them (got {target}). It has {known}; its head is not adapted. Use "
+                "model.lora_targets=[all-linear]."
             )
-    return {name: x for name, x in linear.items() if any(f".{name}".endswith(f".{target}") for target in wanted)}
+    return {
+        name: x
+        for name, x in linear.items()
+        if any(f".{name}".endswith(f".{target}") for target in wanted)
+    }
 
 
 def _digest(model: nn.Module) -> str:

@@ -1,7 +1,9 @@
-"""Pipeline parallelism: each rank holds some consecutive layers, and micro-batches follow one another through them.
+"""Pipeline parallelism: each rank holds some consecutive layers, and micro-batches follow one
+another through them.
 
-A stage is the whole transformer with the other stages' parts taken out, so that parameters keep their names. The
-schedule is one forward, one backward (1F1B) of torch.distributed.pipelining; the loss is computed on the last stage.
+A stage is the whole transformer with the other stages' parts taken out, so that parameters keep
+their names. The schedule is one forward, one backward (1F1B) of torch.distributed.pipelining; the
+loss is computed on the last stage.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def keep_stage(model: PreTrainedModel, stage: int, num_stages: int) -> None:
 
 @dataclass(frozen=True)
 class OfStage:
-    """A weight that one stage of a pipeline holds, and the others get from it. part: None on those."""
+    """A weight that one stage of a pipeline holds, and the others get from it. part: None on
+    those."""
 
     part: Tensor | None
     shape: torch.Size
@@ -67,9 +70,13 @@ class OfStage:
         return weight
 
 
-def weights_of_all_stages(own: dict[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, OfStage]:
+def weights_of_all_stages(
+    own: dict[str, Tensor], group: ProcessGroup, device: torch.device
+) -> dict[str, OfStage]:
     """The whole model's weights; called by every stage with its own."""
-    kinds = gather_objects({name: (weight.shape, weight.dtype) for name, weight in own.items()}, group)
+    kinds = gather_objects(
+        {name: (weight.shape, weight.dtype) for name, weight in own.items()}, group
+    )
     return {
         name: OfStage(own.get(name), shape, dtype, device, stage, group)
         for stage, kind_of in enumerate(kinds)
@@ -80,22 +87,32 @@ def weights_of_all_stages(own: dict[str, Tensor], group: ProcessGroup, device: t
 class Pipeline:
     """Runs a step's micro-batches through the stages.
 
-    states(**inputs): this stage's hidden states (1, max_tokens, H), from input_ids or, after the first stage, from
-    inputs_embeds, position_ids, and the lengths of the documents. Every micro-batch is padded to max_tokens: what is
-    sent has one shape.
+    states(**inputs): this stage's hidden states (1, max_tokens, H), from input_ids or, after the
+    first stage, from inputs_embeds, position_ids, and the lengths of the documents. Every
+    micro-batch is padded to max_tokens: what is sent has one shape.
     """
 
     def __init__(self, states: Callable, model: PreTrainedModel, layout: Layout, max_tokens: int):
         self.states, self.model, self.max_tokens = states, model, max_tokens
-        self.number, self.count = layout.rank_in("pipeline_parallel"), layout.size("pipeline_parallel")
+        self.number, self.count = (
+            layout.rank_in("pipeline_parallel"),
+            layout.size("pipeline_parallel"),
+        )
         self.group = layout.group("pipeline_parallel")
         self._schedules: dict[int, Schedule1F1B] = {}
 
-    def run(self, micro_batches: list[MicroBatch], loss_function: Callable, scaled: Callable[[Tensor], Tensor]) -> list:
-        """Forward and backward of all micro-batches, on every stage at once; gradients add up in the parameters.
+    def run(
+        self,
+        micro_batches: list[MicroBatch],
+        loss_function: Callable,
+        scaled: Callable[[Tensor], Tensor],
+    ) -> list:
+        """Forward and backward of all micro-batches, on every stage at once; gradients add up in
+        the parameters.
 
-        loss_function(micro_batch, hidden): what the last stage makes of the hidden states (T, H) of a micro-batch's
-        tokens. scaled(loss): what the backward pass starts from. The last stage gets the results in order, others [].
+        loss_function(micro_batch, hidden): what the last stage makes of the hidden states (T, H) of
+        a micro-batch's tokens. scaled(loss): what the backward pass starts from. The last stage
+        gets the results in order, others [].
         """
         count = max(len(micro_batches), self.count)  # 1F1B needs one for each stage
         self.lengths = [micro_batch.document_lengths for micro_batch in micro_batches]
@@ -112,31 +129,44 @@ class Pipeline:
 
         schedule, self._loss_of = self._schedule(count), loss_of
         # Padding has position 0 throughout: each of its tokens begins a document of its own.
-        tokens, positions = torch.zeros(2, count, self.max_tokens, dtype=torch.int64, device=self._device)
+        tokens, positions = torch.zeros(
+            2, count, self.max_tokens, dtype=torch.int64, device=self._device
+        )
         for row, micro_batch in enumerate(micro_batches):
             tokens[row, : len(micro_batch.tokens)] = micro_batch.tokens
             positions[row, : len(micro_batch.tokens)] = micro_batch.position_ids
         inputs = (tokens,) if self.number == 0 else ()
         numbers = torch.arange(count)
         target = numbers if self.number == self.count - 1 else None
-        schedule.step(*inputs, position_ids=positions, number=numbers, target=target, return_outputs=False)
+        schedule.step(
+            *inputs, position_ids=positions, number=numbers, target=target, return_outputs=False
+        )
         return [outputs[index] for index in sorted(outputs)]
 
     @torch.no_grad()
-    def on_last_stage(self, micro_batch: MicroBatch, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """(T,) float32 of the hidden states (T, H) of a micro-batch's tokens, on every stage; all call this.
+    def on_last_stage(
+        self, micro_batch: MicroBatch, function: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """(T,) float32 of the hidden states (T, H) of a micro-batch's tokens, on every stage; all
+        call this.
 
         function: computes it on the last stage; it has one number for each token.
         """
         count, dtype = len(micro_batch.tokens), next(self.model.parameters()).dtype
-        tokens, positions = torch.zeros(2, 1, self.max_tokens, dtype=torch.int64, device=self._device)
+        tokens, positions = torch.zeros(
+            2, 1, self.max_tokens, dtype=torch.int64, device=self._device
+        )
         tokens[0, :count], positions[0, :count] = micro_batch.tokens, micro_batch.position_ids
         key, x = "input_ids", tokens
         if self.number > 0:
             key = "inputs_embeds"
-            x = torch.empty(1, self.max_tokens, self.model.config.hidden_size, dtype=dtype, device=self._device)
+            x = torch.empty(
+                1, self.max_tokens, self.model.config.hidden_size, dtype=dtype, device=self._device
+            )
             dist.recv(x, group_src=self.number - 1, group=self.group)
-        hidden = self.states(**{key: x}, position_ids=positions, lengths=micro_batch.document_lengths)
+        hidden = self.states(
+            **{key: x}, position_ids=positions, lengths=micro_batch.document_lengths
+        )
         if self.number < self.count - 1:
             dist.send(hidden.to(dtype).contiguous(), group_dst=self.number + 1, group=self.group)
             found = torch.empty(count, device=self._device)
@@ -150,12 +180,21 @@ class Pipeline:
         return next(self.model.parameters()).device
 
     def _schedule(self, count: int) -> Schedule1F1B:
-        """One for each number of micro-batches, with a stage of its own: a stage belongs to one schedule."""
+        """One for each number of micro-batches, with a stage of its own: a stage belongs to one
+        schedule."""
         if count not in self._schedules:
             dtype, config = next(self.model.parameters()).dtype, self.model.config
             tokens = torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")
-            hidden = torch.empty(1, self.max_tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-            # With the shapes given nothing is tried out first, which would compute a loss that nobody asked for.
+            hidden = torch.empty(
+                1,
+                self.max_tokens,
+                config.hidden_size,
+                dtype=dtype,
+                device="meta",
+                requires_grad=True,
+            )
+            # With the shapes given nothing is tried out first, which would compute a loss that
+            # nobody asked for.
             stage = PipelineStage(
                 _Stage(self),
                 self.number,
@@ -166,13 +205,17 @@ class Pipeline:
                 group=self.group,
             )
             self._schedules[count] = Schedule1F1B(
-                stage, count, loss_fn=lambda hidden, number: self._loss_of(hidden, number), scale_grads=False
+                stage,
+                count,
+                loss_fn=lambda hidden, number: self._loss_of(hidden, number),
+                scale_grads=False,
             )
         return self._schedules[count]
 
 
 class _Stage(nn.Module):
-    """What torch.distributed.pipelining calls: hidden states from the tokens, or from the stage before."""
+    """What torch.distributed.pipelining calls: hidden states from the tokens, or from the stage
+    before."""
 
     def __init__(self, pipeline: Pipeline):
         super().__init__()

@@ -1,8 +1,9 @@
 """A layer as one node of autograd's graph, whose backward pass computes the layer again.
 
-Gradient checkpointing does the same by autograd, which takes the host three times as many calls: with micro-batches of
-some ten thousand tokens the host is what a GPU waits for. Products with a common input are one here, and so are those
-that make the gradients of their weights, which are added to `weight.grad` at once.
+Gradient checkpointing does the same by autograd, which takes the host three times as many calls:
+with micro-batches of some ten thousand tokens the host is what a GPU waits for. Products with a
+common input are one here, and so are those that make the gradients of their weights, which are
+added to `weight.grad` at once.
 """
 
 from __future__ import annotations
@@ -27,16 +28,27 @@ _PRODUCTS = (_QUERY_KEY_VALUE, ("self_attn.o_proj",), _GATE_AND_UP, ("mlp.down_p
 def can_recompute(layer: Layer, hidden: Tensor, options: dict) -> bool:
     """Whether `layer` below stands for a layer of a known type with these inputs.
 
-    It must be checkpointed, whole on this rank and without adapters or hooks, its attention by document, and all of
-    its weights be trained.
+    It must be checkpointed, whole on this rank and without adapters or hooks, its attention by
+    document, and all of its weights be trained.
     """
     documents = options.get("documents")
-    if documents is None or documents.group is not None or not (layer.gradient_checkpointing and layer.training):
+    if (
+        documents is None
+        or documents.group is not None
+        or not (layer.gradient_checkpointing and layer.training)
+    ):
         return False
-    if layer._forward_pre_hooks or layer._forward_hooks or hidden.shape[0] != 1 or hidden.shape[1] == 1:
+    if (
+        layer._forward_pre_hooks
+        or layer._forward_hooks
+        or hidden.shape[0] != 1
+        or hidden.shape[1] == 1
+    ):
         return False
     modules = [layer.get_submodule(name) for group in _PRODUCTS for name in group]
-    if not all(type(module) is nn.Linear and type(module.weight) is nn.Parameter for module in modules):
+    if not all(
+        type(module) is nn.Linear and type(module.weight) is nn.Parameter for module in modules
+    ):
         return False
     if not all(parameter.requires_grad for parameter in layer.parameters()):
         return False
@@ -44,14 +56,16 @@ def can_recompute(layer: Layer, hidden: Tensor, options: dict) -> bool:
 
 
 def layer(module: Layer, hidden: Tensor, **options) -> Tensor:
-    """The layer's hidden states (1, T, H), as transformers' layer returns them of those before it."""
+    """The layer's hidden states (1, T, H), as transformers' layer returns them of those before
+    it."""
     cosine, sine = (x[0] for x in options["position_embeddings"])
     dtype = type_of_products(hidden, module.input_layernorm.weight)
     return _Recomputed.apply(hidden, _Given(module, dtype, cosine, sine, options["documents"]))
 
 
 class _Product(NamedTuple):
-    """Linear modules with a common input, and their weights and biases side by side, in the type of the product."""
+    """Linear modules with a common input, and their weights and biases side by side, in the type of
+    the product."""
 
     modules: list[nn.Linear]
     weight: Tensor
@@ -61,10 +75,11 @@ class _Product(NamedTuple):
         return functional.linear(x, self.weight, self.bias)
 
     def backward(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient by x, (n, in), from that by the product, (n, out); the weights' are added to theirs."""
+        """The gradient by x, (n, in), from that by the product, (n, out); the weights' are added to
+        theirs."""
         rows = [module.out_features for module in self.modules]
-        # Rounded before it is added, as by autograd: only then does cuBLAS divide the many tokens of a product with
-        # few results among all processors.
+        # Rounded before it is added, as by autograd: only then does cuBLAS divide the many tokens
+        #   of a product with few results among all processors.
         _add([module.weight for module in self.modules], (gradient.T @ x).split(rows))
         if self.bias is not None:
             total = gradient.sum(0, dtype=self.modules[0].bias.dtype)
@@ -74,7 +89,8 @@ class _Product(NamedTuple):
 
 @dataclass(frozen=True)
 class _Given:
-    """What a layer computes with beside hidden states: dtype is that of its products, cosine and sine (T, width)."""
+    """What a layer computes with beside hidden states: dtype is that of its products, cosine and
+    sine (T, width)."""
 
     module: Layer
     dtype: torch.dtype
@@ -85,7 +101,12 @@ class _Given:
     def products(self) -> list[_Product]:
         """Of query, key and value; of attention's output; of gate and up; of the MLP's output."""
         groups = [[self.module.get_submodule(name) for name in group] for group in _PRODUCTS]
-        parameters = [getattr(module, kind) for group in groups for kind in ("weight", "bias") for module in group]
+        parameters = [
+            getattr(module, kind)
+            for group in groups
+            for kind in ("weight", "bias")
+            for module in group
+        ]
         parameters = [parameter for parameter in parameters if parameter is not None]
         sizes = [parameter.numel() for parameter in parameters]
         memory = torch.empty(sum(sizes), dtype=self.dtype, device=parameters[0].device)
@@ -136,7 +157,8 @@ class _Run:
         self.query_key_value, self.out, self.gate_and_up, self.down = given.products()
 
     def attend(self, with_graph: bool) -> None:
-        """Up to attention; with_graph: so that autograd gives the derivative of attention itself."""
+        """Up to attention; with_graph: so that autograd gives the derivative of attention
+        itself."""
         given, config = self.given, self.attention.config
         self.attention_input = self._norm(self.module.input_layernorm, self.before)[0]
         self.heads = (config.num_attention_heads, config.num_key_value_heads)
@@ -146,21 +168,28 @@ class _Run:
         parts = self._turned_heads().values(self.projected, *self.turns)
         self.parts = [part.requires_grad_(with_graph) for part in parts]
         is_mistral = config.model_type == "mistral"  # as transformers hands it over for these types
-        window = config.sliding_window if is_mistral else getattr(self.attention, "sliding_window", None)
+        window = (
+            config.sliding_window if is_mistral else getattr(self.attention, "sliding_window", None)
+        )
         with torch.set_grad_enabled(with_graph):
             query, key, value = self.parts
-            self.attended = by_document(query, key, value, given.documents, self.attention.scaling, window)
+            self.attended = by_document(
+                query, key, value, given.documents, self.attention.scaling, window
+            )
 
     def to_gate(self) -> None:
         """From attention to what the last product takes."""
         self.flat = self.attended.detach().flatten(start_dim=1)
         self.added = self.out(self.flat)
-        self.mlp_input, self.hidden = self._norm(self.module.post_attention_layernorm, self.before, self.added)
+        self.mlp_input, self.hidden = self._norm(
+            self.module.post_attention_layernorm, self.before, self.added
+        )
         self.both = self.gate_and_up(self.mlp_input)
         (self.gated,) = self._gate().values(self.both)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient by the hidden states that came in, from that by those that go out; frees what it has used."""
+        """The gradient by the hidden states that came in, from that by those that go out; frees
+        what it has used."""
         del self.hidden
         by_gated = self.down.backward(self.gated, gradient.to(self.given.dtype))
         del self.gated
@@ -169,25 +198,36 @@ class _Run:
         by_mlp_input = self.gate_and_up.backward(self.mlp_input, by_both)
         del self.mlp_input, by_both
         norm = self.module.post_attention_layernorm
-        by_before, by_added = self._norm_backward(norm, [self.before, self.added], [by_mlp_input, gradient])
+        by_before, by_added = self._norm_backward(
+            norm, [self.before, self.added], [by_mlp_input, gradient]
+        )
         by_attended = self.out.backward(self.flat, by_added).view_as(self.attended)
         by_parts = torch.autograd.grad(self.attended, self.parts, by_attended)
         del self.attended, self.flat, self.added, by_attended
         by_projected, *by_head_weights = self._turned_heads().derivative(
-            [self.projected, *self.turns], by_parts, (True, False, False, *[True] * (len(self.turns) - 2))
+            [self.projected, *self.turns],
+            by_parts,
+            (True, False, False, *[True] * (len(self.turns) - 2)),
         )
         for head_norm, rows in zip(self._head_norms(), by_head_weights, strict=True):
             _add([head_norm.weight], [rows.sum(0)])
-        by_input = self.query_key_value.backward(self.attention_input, by_projected.flatten(start_dim=1))
-        # Its second result is what comes in, as it is: so both gradients of that are added in one kernel.
-        (by_before,) = self._norm_backward(self.module.input_layernorm, [self.before], [by_input, by_before])
+        by_input = self.query_key_value.backward(
+            self.attention_input, by_projected.flatten(start_dim=1)
+        )
+        # Its second result is what comes in, as it is: so both gradients of that are added in one
+        #   kernel.
+        (by_before,) = self._norm_backward(
+            self.module.input_layernorm, [self.before], [by_input, by_before]
+        )
         return by_before
 
     def _norm(self, norm: Layer, *added: Tensor) -> tuple[Tensor, ...]:
         function = rms_norm(norm.variance_epsilon, self.given.dtype, len(added) > 1)
         return function.values(*added, norm.weight.detach().expand_as(added[0]))
 
-    def _norm_backward(self, norm: Layer, added: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    def _norm_backward(
+        self, norm: Layer, added: list[Tensor], gradients: list[Tensor]
+    ) -> tuple[Tensor, ...]:
         inputs = [*added, norm.weight.detach().expand_as(added[0])]
         function = rms_norm(norm.variance_epsilon, self.given.dtype, True)
         *of_added, by_weight = function.derivative(inputs, gradients, (True,) * len(inputs))
@@ -207,7 +247,9 @@ class _Run:
 
     def _turned_heads(self) -> Rowwise:
         norms = self._head_norms()
-        return turned_heads(*self.heads, norms[0].variance_epsilon if norms else None, self.given.dtype)
+        return turned_heads(
+            *self.heads, norms[0].variance_epsilon if norms else None, self.given.dtype
+        )
 
 
 def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Functions of rows as compiled code: norms, gates, rotary positions.
 
-Each is compiled by torch.compile once for any number of rows, and shared by all layers, and all models, of equal sizes
-and number types.
+Each is compiled by torch.compile once for any number of rows, and shared by all layers, and all
+models, of equal sizes and number types.
 """
 
 from __future__ import annotations
@@ -39,15 +39,19 @@ _seconds = [0.0]
 def tell() -> None:
     """Log what compiling took since this was called last, if anything was compiled."""
     if _seconds[0]:
-        log.info(f"compiling the body took {_seconds[0]:.1f} s; what was compiled is kept for later runs")
+        log.info(
+            f"compiling the body took {_seconds[0]:.1f} s; what was compiled is kept for later runs"
+        )
         _seconds[0] = 0.0
 
 
 class Rowwise:
-    """A function of tensors (n, ...), each row of whose results depends on that row of each tensor, and on a weight.
+    """A function of tensors (n, ...), each row of whose results depends on that row of each tensor,
+    and on a weight.
 
-    The results do not depend on whether a gradient is wanted. The backward pass computes the function again from its
-    inputs, of which alone it keeps something, in one piece of code with the derivative.
+    The results do not depend on whether a gradient is wanted. The backward pass computes the
+    function again from its inputs, of which alone it keeps something, in one piece of code with the
+    derivative.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
@@ -55,10 +59,12 @@ class Rowwise:
         self._compiled: dict[tuple, _Code] = {}
 
     def __call__(self, *rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What the function gives of the rows and, last, of the weight (...), of which it sees (n, ...)."""
+        """What the function gives of the rows and, last, of the weight (...), of which it sees (n,
+        ...)."""
         if len(rows[0]) == 1:  # for which other code would be compiled
             return tuple(x[:1] for x in self(*(torch.cat([x, x]) for x in rows), weight=weight))
-        if weight is not None:  # its gradient is then a sum of PyTorch's own, whatever was compiled for how many rows
+        # its gradient is then a sum of PyTorch's own, whatever was compiled for how many rows
+        if weight is not None:
             rows = *rows, weight.expand(len(rows[0]), *weight.shape)
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(rows[0].device.type):
             return self.values(*rows)  # as one by one while completions are sampled
@@ -66,13 +72,18 @@ class Rowwise:
             return _Call.apply(self, *rows)
 
     def values(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The same of two rows or more, without a derivative of autograd's; a weight is given as rows."""
-        return self.run(self.function, [x.detach() if x.stride(0) == 0 else x.detach().contiguous() for x in inputs])
+        """The same of two rows or more, without a derivative of autograd's; a weight is given as
+        rows."""
+        return self.run(
+            self.function,
+            [x.detach() if x.stride(0) == 0 else x.detach().contiguous() for x in inputs],
+        )
 
     def derivative(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], needed: tuple[bool, ...]
     ) -> tuple[Tensor, ...]:
-        """The gradients of those inputs that are needed, in their order, from those of all results."""
+        """The gradients of those inputs that are needed, in their order, from those of all
+        results."""
         function = self.function
 
         def derivative(*given: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +91,12 @@ class Rowwise:
 
             def of_needed(*chosen: Tensor) -> tuple[Tensor, ...]:
                 rest = list(chosen)
-                return function(*(rest.pop(0) if wanted else x for x, wanted in zip(inputs, needed, strict=True)))
+                return function(
+                    *(
+                        rest.pop(0) if wanted else x
+                        for x, wanted in zip(inputs, needed, strict=True)
+                    )
+                )
 
             chosen = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
             return torch.func.vjp(of_needed, *chosen)[1](given[len(needed) :])
@@ -88,7 +104,9 @@ class Rowwise:
         inputs = [x if x.stride(0) == 0 else x.contiguous() for x in inputs]
         return self.run(derivative, [*inputs, *(x.contiguous() for x in gradients)], needed)
 
-    def run(self, function: Callable, inputs: list[Tensor], needed: tuple[bool, ...] = ()) -> tuple[Tensor, ...]:
+    def run(
+        self, function: Callable, inputs: list[Tensor], needed: tuple[bool, ...] = ()
+    ) -> tuple[Tensor, ...]:
         """The function, or its derivative by those inputs that are needed, by compiled code.
 
         That is made by the first call with inputs of this kind.
@@ -103,7 +121,8 @@ class Rowwise:
             except TorchDynamoException as error:
                 raise ConfigError(
                     "model.compile=auto or true needs a machine on which torch.compile works (got "
-                    f"{first_line(error)}). Norms, gates and rotary positions are compiled. Use model.compile=false."
+                    f"{first_line(error)}). Norms, gates and rotary positions are compiled. Use "
+                    "model.compile=false."
                 ) from error
             _seconds[0] += time.perf_counter() - start
         return self._compiled[key](*inputs)
@@ -119,7 +138,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Compiled here and not ahead: checkpointing's hooks, which torch.func does not take, are at work in forward.
+        # Compiled here and not ahead: checkpointing's hooks, which torch.func does not take, are at
+        #   work in forward.
         found = iter(ctx.rowwise.derivative(ctx.saved_tensors, gradients, ctx.needed))
         return None, *(next(found) if wanted else None for wanted in ctx.needed)
 
@@ -128,9 +148,10 @@ class _Call(torch.autograd.Function):
 class _Code:
     """Compiled code of tensors with any number of rows.
 
-    checked: by torch.compile, whose checks take the host ten times as long as launching what they lead to. direct: the
-    same code, given the number of rows and the tensors in this order, for inputs of a kind that has been checked; None
-    where it is not known how it is called.
+    checked: by torch.compile, whose checks take the host ten times as long as launching what they
+        lead to. direct: the
+    same code, given the number of rows and the tensors in this order, for inputs of a kind that has
+    been checked; None where it is not known how it is called.
     """
 
     checked: Callable
@@ -162,7 +183,8 @@ def _compile(function: Callable, like: list[Tensor]) -> _Code:
         how = {"deterministic": True, "compile_threads": 1}
         return compile_fx(graph, inputs, inner_compile=keep, config_patches=how)
 
-    # A code object of its own: torch.compile would take what it compiles for other sizes for the same function.
+    # A code object of its own: torch.compile would take what it compiles for other sizes for the
+    #   same function.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
     checked = torch.compile(call, fullgraph=True, dynamic=False, backend=backend)
     # AOTAutograd's cache would give code that `keep` does not see; Inductor's, behind it, is on.
@@ -175,8 +197,12 @@ def _compile(function: Callable, like: list[Tensor]) -> _Code:
 
 
 def _computes_the_same(code: _Code, like: list[Tensor]) -> bool:
-    """Whether a direct call gives what a checked one does, of inputs none of which can stand for another unnoticed."""
-    rows = [torch.linspace(-1, 1 + i, x[:1].numel(), device=x.device).view_as(x[:1]) for i, x in enumerate(like)]
+    """Whether a direct call gives what a checked one does, of inputs none of which can stand for
+    another unnoticed."""
+    rows = [
+        torch.linspace(-1, 1 + i, x[:1].numel(), device=x.device).view_as(x[:1])
+        for i, x in enumerate(like)
+    ]
     inputs = [_with_rows(row.to(x.dtype), x, 5) for row, x in zip(rows, like, strict=True)]
     expected = code.checked(*map(_of_any_number, inputs))
     found = code(*inputs)
@@ -194,14 +220,16 @@ def _with_rows(row: Tensor, x: Tensor, count: int) -> Tensor:
 
 
 def _of_any_number(rows: Tensor) -> Tensor:
-    """All other sizes are fixed. Also at later calls, of which one with 2^31 numbers has other code compiled."""
+    """All other sizes are fixed. Also at later calls, of which one with 2^31 numbers has other code
+    compiled."""
     torch._dynamo.maybe_mark_dynamic(rows, 0)
     return rows
 
 
 @functools.cache
 def rms_norm(epsilon: float, dtype: torch.dtype, with_sum: bool) -> Rowwise:
-    """Of one or several (n, H) and the weight: the norm of their sum in `dtype`, and with_sum also the sum."""
+    """Of one or several (n, H) and the weight: the norm of their sum in `dtype`, and with_sum also
+    the sum."""
 
     def norm(x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         *added, weight = more
@@ -251,10 +279,11 @@ def rotary(dtype: torch.dtype) -> Rowwise:
 
 @functools.cache
 def turned_heads(queries: int, keys: int, epsilon: float | None, dtype: torch.dtype) -> Rowwise:
-    """Query, key and value, (n, heads, width) each, from all of them side by side, as attention takes them in `dtype`.
+    """Query, key and value, (n, heads, width) each, from all of them side by side, as attention
+    takes them in `dtype`.
 
-    Of (n, queries + 2 keys, width), cosines and sines (n, width), and where each head of queries and keys has a norm
-    by epsilon, the weights of both, (n, width).
+    Of (n, queries + 2 keys, width), cosines and sines (n, width), and where each head of queries
+    and keys has a norm by epsilon, the weights of both, (n, width).
     """
 
     def turned(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None) -> Tensor:
@@ -268,7 +297,11 @@ def turned_heads(queries: int, keys: int, epsilon: float | None, dtype: torch.dt
     def heads(x: Tensor, cosine: Tensor, sine: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         query, key, value = x.split((queries, keys, keys), 1)
         of_query, of_key = weights or (None, None)
-        return turned(query, cosine, sine, of_query), turned(key, cosine, sine, of_key), value.to(dtype).contiguous()
+        return (
+            turned(query, cosine, sine, of_query),
+            turned(key, cosine, sine, of_key),
+            value.to(dtype).contiguous(),
+        )
 
     return Rowwise(heads)
 

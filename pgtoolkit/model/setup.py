@@ -1,4 +1,5 @@
-"""Builds the policy: the tiny model, or one of the transformers library, checked to be what the loss computes."""
+"""Builds the policy: the tiny model, or one of the transformers library, checked to be what the
+loss computes."""
 
 from __future__ import annotations
 
@@ -34,8 +35,9 @@ def prepare_torch(num_threads: int | None) -> None:
     """Choose what PyTorch computes with in this process. num_threads: None for its own number."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of its own: a quarter
-    # of a GPU's time in a small model's step. The other kernels of PyTorch need no plan.
+    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of
+    # its own: a quarter of a GPU's time in a small model's step. The other kernels of PyTorch need
+    # no plan.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -44,19 +46,27 @@ def build_policy(
 ) -> Policy:
     """The model of `config.model` with its tokenizer.
 
-    Of the ranks of a node one reads it, or draws its numbers; to the others `parallelize` gives them.
+    Of the ranks of a node one reads it, or draws its numbers; to the others `parallelize` gives
+    them.
 
     alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
     on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
-    compiles: whether what lies between the matrices of a model that is known is compiled, see `compiled`.
+    compiles: whether what lies between the matrices of a model that is known is compiled, see
+        `compiled`.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
     tiny = isinstance(config, TinyModelConfig)
-    read = functools.partial(_tiny, config, alphabet) if tiny else functools.partial(_hugging_face, config, on_gpu)
+    read = (
+        functools.partial(_tiny, config, alphabet)
+        if tiny
+        else functools.partial(_hugging_face, config, on_gpu)
+    )
     policy = read_once(layout, read, Policy.outline)
     # What each process sets in its own transformers, or as hooks, which are not sent.
     if getattr(config, "gradient_checkpointing", False):
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     fixed_order.switch_on(policy.model)
     if on_gpu and not tiny:
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
@@ -67,8 +77,13 @@ def build_policy(
         reason = f"Its {name} computes something else than the code that is compiled in its place."
         if config.compile is True:
             needs = f"a version of transformers that it knows ({compiled.TRANSFORMERS})"
-            raise ConfigError(refusal("model.compile=true", needs, version, reason, "model.compile=auto"))
-        log.warning(f"model.compile=auto: off with transformers {version}. {reason} Known: {compiled.TRANSFORMERS}.")
+            raise ConfigError(
+                refusal("model.compile=true", needs, version, reason, "model.compile=auto")
+            )
+        log.warning(
+            f"model.compile=auto: off with transformers {version}. {reason} Known: "
+            f"{compiled.TRANSFORMERS}."
+        )
         return policy
     compiled.switch_on(policy.model)
     return replace(policy, compiled=True)
@@ -101,7 +116,8 @@ def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
 def character_tokenizer(alphabet: str | None):
     """`tiny_tokenizer` for transformers; the end also pads.
 
-    A padding token of its own could be sampled, and would leave no trace in the decoded text that is scored.
+    A padding token of its own could be sampled, and would leave no trace in the decoded text that
+    is scored.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -116,10 +132,16 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         needs, got = "a language model that only decodes", f"{kind}, an encoder and a decoder"
         reason = "A document is one row of tokens to it."
     elif kind == "phimoe":
-        needs, got = "a model that computes the same in training", f"{kind}, which then draws its experts at random"
+        needs, got = (
+            "a model that computes the same in training",
+            f"{kind}, which then draws its experts at random",
+        )
         reason = "The old and new log-probs of one policy would differ."
     elif kind == "reformer":
-        needs, got = "a model for documents of every length", f"{kind}, whose training takes multiples of its chunks"
+        needs, got = (
+            "a model for documents of every length",
+            f"{kind}, whose training takes multiples of its chunks",
+        )
         reason = "Completions end where they end."
     if got is not None:
         raise ConfigError(model_folder.refusal(config.path, needs, got, reason))
@@ -129,7 +151,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     if config.random_weights:
         from transformers import AutoModelForCausalLM
 
-        with model_folder.refused(config.path, "a config.json of a causal language model", "It says what to make."):
+        with model_folder.refused(
+            config.path, "a config.json of a causal language model", "It says what to make."
+        ):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 model_config, dtype=torch.float32, trust_remote_code=False
             )
@@ -138,7 +162,9 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
         model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
     if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
         got, reason = f"NaN or infinity in {listed(broken, 3)}", "Nothing can be learned from it."
-        raise ConfigError(model_folder.refusal(config.path, "weights that are numbers", got, reason))
+        raise ConfigError(
+            model_folder.refusal(config.path, "weights that are numbers", got, reason)
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
@@ -153,7 +179,10 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> PreTrainedModel:
     """The model with exactly the weights in its files; ConfigError where they are not all there."""
     from transformers import AutoModelForCausalLM
 
-    needs, reason = "weights of the model that config.json describes", "transformers would fill in random numbers."
+    needs, reason = (
+        "weights of the model that config.json describes",
+        "transformers would fill in random numbers.",
+    )
     with model_folder.refused(path, needs, "They and config.json must be of one model."):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             os.path.expanduser(path),
@@ -173,25 +202,28 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> PreTrainedModel:
         raise ConfigError(model_folder.refusal(path, needs, listed(lacks, 3), reason))
     if more := sorted(report["unexpected_keys"]):
         log.warning(
-            f"note: the weights of model.path={path} hold {listed(more, 3)}, which its config.json does not use."
+            f"note: the weights of model.path={path} hold {listed(more, 3)}, which its config.json "
+            "does not use."
         )
     _untie(model, path)
     return model
 
 
 def _untie(model: PreTrainedModel, path: str) -> None:
-    """Make the configuration say what was loaded, where it says tied and the files have two different matrices.
+    """Make the configuration say what was loaded, where it says tied and the files have two
+    different matrices.
 
-    transformers then loads both. Saved with a configuration of tied ones, the model would be another wherever the head
-    is taken from the embeddings, as a sampler's copy and vLLM do.
+    transformers then loads both. Saved with a configuration of tied ones, the model would be
+    another wherever the head is taken from the embeddings, as a sampler's copy and vLLM do.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     is_tied = head is None or head.weight is model.get_input_embeddings().weight
     if is_tied or not config.tie_word_embeddings or not model._tied_weights_keys:
         return
     log.warning(
-        f"note: config.json of model.path={path} says tie_word_embeddings=true, but the weights of its embeddings and "
-        "of its LM head differ. Both are used as they are, and saved with tie_word_embeddings=false."
+        f"note: config.json of model.path={path} says tie_word_embeddings=true, but the weights of "
+        "its embeddings and of its LM head differ. Both are used as they are, and saved with "
+        "tie_word_embeddings=false."
     )
     config.tie_word_embeddings = False
     model.config.tie_word_embeddings = False
@@ -202,7 +234,8 @@ def _is_finite(weight: Tensor) -> bool:
 
 
 def _switch_noise_off(model_config) -> None:
-    """Dropout, layers left out, and jitter of experts' inputs would make old and new log-probs of one policy differ."""
+    """Dropout, layers left out, and jitter of experts' inputs would make old and new log-probs of
+    one policy differ."""
     from transformers import PreTrainedConfig
 
     for key, value in [*vars(model_config).items()]:

@@ -1,9 +1,11 @@
-"""The policy spread over processes: what each kind of parallelism does to the model, put together, and FSDP2.
+"""The policy spread over processes: what each kind of parallelism does to the model, put together,
+and FSDP2.
 
-With FSDP2 weights, gradients and optimizer states are divided among the ranks that see different data. A layer's
-weights are brought together while it computes. The gradient is the sum over the ranks, as everywhere here; FSDP2 would
-average. The embedding, the last norm and the head are one unit, which stays together from the model's forward until
-its backward, so that the loss can use the head in between.
+With FSDP2 weights, gradients and optimizer states are divided among the ranks that see different
+data. A layer's weights are brought together while it computes. The gradient is the sum over the
+ranks, as everywhere here; FSDP2 would average. The embedding, the last norm and the head are one
+unit, which stays together from the model's forward until its backward, so that the loss can use the
+head in between.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ class ParallelPolicy(Policy):
     """A policy of which this process holds its part, and which sees its part of the tokens.
 
     sharded: by FSDP2. multiple: what the number of positions must divide by (sequence parallelism).
-    partial: names of the parameters whose gradients the tensor ranks must add up after the backward passes.
-    max_tokens: the most tokens of a micro-batch. vocabulary: tokens of the whole head, which other ranks may hold.
+    partial: names of the parameters whose gradients the tensor ranks must add up after the backward
+        passes.
+    max_tokens: the most tokens of a micro-batch. vocabulary: tokens of the whole head, which other
+        ranks may hold.
     """
 
     layout: Layout
@@ -65,7 +69,10 @@ class ParallelPolicy(Policy):
 
     @property
     def is_whole(self) -> bool:
-        return not self.sharded and self.layout.size("tensor_parallel") * self.layout.size("pipeline_parallel") == 1
+        return (
+            not self.sharded
+            and self.layout.size("tensor_parallel") * self.layout.size("pipeline_parallel") == 1
+        )
 
     def weights(self) -> dict[str, Tensor]:
         if not self.is_whole:
@@ -79,31 +86,45 @@ class ParallelPolicy(Policy):
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The stages that the layers are cut into, or None; then micro-batches go through its `run`."""
+        """The stages that the layers are cut into, or None; then micro-batches go through its
+        `run`."""
         if self.layout.size("pipeline_parallel") == 1:
             return None
         return Pipeline(self._stage_states, self.model, self.layout, self.max_tokens)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in the exchanges."""
-        tokens, positions, lengths = micro_batch.tokens, micro_batch.position_ids, micro_batch.document_lengths
+        """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in
+        the exchanges."""
+        tokens, positions, lengths = (
+            micro_batch.tokens,
+            micro_batch.position_ids,
+            micro_batch.document_lengths,
+        )
         group = self.layout.group("sequence_data_parallel")
         if len(micro_batch.tokens) == 0:
             tokens = positions = tokens.new_zeros(self.multiple)
             lengths = ()
         elif group is None:
             return super().hidden_states(micro_batch)
-        more = {} if group is None else {"documents": documents_here(lengths, len(tokens), group, tokens.device)}
-        return self._body(tokens[None], positions[None], lengths, **more)[0, : len(micro_batch.tokens)]
+        more = (
+            {}
+            if group is None
+            else {"documents": documents_here(lengths, len(tokens), group, tokens.device)}
+        )
+        return self._body(tokens[None], positions[None], lengths, **more)[
+            0, : len(micro_batch.tokens)
+        ]
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         return self.with_head(self.hidden_states(micro_batch))
 
     def with_head(self, hidden: Tensor) -> tuple[Tensor, LMHead, Ranks]:
-        """What the loss needs, from the hidden states just computed; with FSDP2, not from older ones."""
+        """What the loss needs, from the hidden states just computed; with FSDP2, not from older
+        ones."""
         layout = self.layout
         if self.compute_dtype != torch.float32:
-            hidden = hidden.to(self.compute_dtype)  # a pipeline's stages hand over what the residual stream has
+            # a pipeline's stages hand over what the residual stream has
+            hidden = hidden.to(self.compute_dtype)
         weight, bias = self.head.weight, self.head.bias
         head = LMHead(local(weight), None if bias is None else local(bias))
         group, start = layout.group("tensor_parallel"), None
@@ -114,7 +135,8 @@ class ParallelPolicy(Policy):
 
     def put_away(self) -> None:
         if self.sharded:
-            cast("FSDPModule", self.model).reshard()  # FSDP2 keeps the head's unit together for the backward
+            # FSDP2 keeps the head's unit together for the backward
+            cast("FSDPModule", self.model).reshard()
 
     def all_tokens(self, values: Tensor) -> Tensor:
         group = self.layout.group("sequence_data_parallel")
@@ -125,14 +147,20 @@ class ParallelPolicy(Policy):
         if self.partial:
             partial = [p for name, p in self.model.named_parameters() if name in self.partial]
             groups.append((self.layout.group("tensor_parallel"), partial))
-        if self.layout.loss_group is not None and not self.sharded:  # else FSDP2 has summed them already
-            groups.append((self.layout.loss_group, [p for p in self.model.parameters() if p.requires_grad]))
+        # else FSDP2 has summed them already
+        if self.layout.loss_group is not None and not self.sharded:
+            groups.append(
+                (self.layout.loss_group, [p for p in self.model.parameters() if p.requires_grad])
+            )
         return groups
 
-    def _body(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more) -> Tensor:
+    def _body(
+        self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more
+    ) -> Tensor:
         length = tokens.shape[1]
         if missing := -length % self.multiple:
-            # As if each row went on: a position that does not follow the one before would begin a document.
+            # As if each row went on: a position that does not follow the one before would begin a
+            #   document.
             following = position_ids[:, -1:] + torch.arange(1, missing + 1, device=tokens.device)
             position_ids = torch.cat([position_ids, following.clamp(max=self.max_positions - 1)], 1)
             tokens = functional.pad(tokens, (0, missing))
@@ -153,32 +181,43 @@ class ParallelPolicy(Policy):
 
 
 def refuse_misfit(model: PreTrainedModel, sizes: dict[str, int], shard: bool) -> None:
-    """ConfigError where a transformers causal LM cannot be spread so, which `check` may not have known."""
+    """ConfigError where a transformers causal LM cannot be spread so, which `check` may not have
+    known."""
     config = model.config
     head = cast("nn.Linear", model.get_output_embeddings()).weight
     names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
     heads, key_value_heads, layers = (getattr(config, name, None) for name in names)
-    known = {"type": config.model_type, "attention heads": heads, "key-value heads": key_value_heads, "layers": layers}
+    known = {
+        "type": config.model_type,
+        "attention heads": heads,
+        "key-value heads": key_value_heads,
+        "layers": layers,
+    }
     known["tied"] = head is cast("nn.Embedding", model.get_input_embeddings()).weight
     for problem in misfits(sizes, shard, known, len(head)):
         raise ConfigError(problem)
 
 
 def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
-    """The policy with its model spread over the ranks of `layout`: each gets its part from the reader of its node.
+    """The policy with its model spread over the ranks of `layout`: each gets its part from the
+    reader of its node.
 
-    Raises ConfigError where the model cannot be spread so, RankLost where the nodes have read other weights.
+    Raises ConfigError where the model cannot be spread so, RankLost where the nodes have read other
+    weights.
     """
     if layout.world_size == 1:
         return policy
-    # An outline is divided, and then filled one tensor after the other: no rank but the reader holds the whole model.
+    # An outline is divided, and then filled one tensor after the other: no rank but the reader
+    # holds the whole model.
     model, parallelism, partial = policy.outline().model, config.parallelism, set()
     with failing_together(layout):
         refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
     vocabulary = policy.vocabulary_size
     assert layout.mesh is not None
     if layout.size("tensor_parallel") > 1:
-        partial = shard_tensors(model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel)
+        partial = shard_tensors(
+            model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel
+        )
     if layout.size("sequence_data_parallel") > 1:
         use_packed_attention(model)
     if (size := layout.size("pipeline_parallel")) > 1:
@@ -209,13 +248,16 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, source: PreTrainedModel, layout: Layout) -> int:
-    """Put the numbers of `source`, which the reader of the node has, in the place of this rank's part, on the device.
+    """Put the numbers of `source`, which the reader of the node has, in the place of this rank's
+    part, on the device.
 
     Returns a digest of a few numbers of each tensor.
     """
     assert layout.mesh is not None
     kind, parts, digest = layout.mesh.device_type, all_tensors(model), 0
-    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    device = (
+        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    )
     for name, tensor in all_tensors(source).items():
         if layout.rank == layout.reader:
             whole = tensor.detach().to(device).contiguous()
@@ -227,14 +269,23 @@ def _fill(model: PreTrainedModel, source: PreTrainedModel, layout: Layout) -> in
         digest = zlib.crc32(numbers.double().cpu().numpy().tobytes(), digest)
         if (part := parts.get(name)) is not None:  # else it is another stage's
             if isinstance(part, DTensor):
-                whole = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)  # its part
-            made = nn.Parameter(whole, part.requires_grad) if isinstance(part, nn.Parameter) else whole.detach()
-            torch.utils.swap_tensors(part, made)  # whoever knows the parameter, as FSDP2 does, knows it still
+                # its part
+                whole = distribute_tensor(
+                    whole, part.device_mesh, part.placements, src_data_rank=None
+                )
+            made = (
+                nn.Parameter(whole, part.requires_grad)
+                if isinstance(part, nn.Parameter)
+                else whole.detach()
+            )
+            # whoever knows the parameter, as FSDP2 does, knows it still
+            torch.utils.swap_tensors(part, made)
     return digest
 
 
 def shard_fully(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place; parameters become DTensors.
+    """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place; parameters
+    become DTensors.
 
     Afterwards the hidden states come from `model.transformer_states(**inputs)`.
     """

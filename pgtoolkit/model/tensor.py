@@ -1,9 +1,11 @@
-"""Tensor parallelism: the matrices of each layer, the embedding and the LM head are divided among ranks.
+"""Tensor parallelism: the matrices of each layer, the embedding and the LM head are divided among
+ranks.
 
-Parameters are DTensors, so that sharding on top, checkpoints and the gradient norm know their global shapes; the
-forward pass computes with the local parts and names its collectives itself: one where a block (attention, MLP) begins
-and one where it ends, whatever the number of its matrices. Between the blocks every rank holds all tokens, or, with
-sequence parallelism, its share of them, along the axis of positions.
+Parameters are DTensors, so that sharding on top, checkpoints and the gradient norm know their
+global shapes; the forward pass computes with the local parts and names its collectives itself: one
+where a block (attention, MLP) begins and one where it ends, whatever the number of its matrices.
+Between the blocks every rank holds all tokens, or, with sequence parallelism, its share of them,
+along the axis of positions.
 """
 
 from __future__ import annotations
@@ -26,12 +28,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def shard_tensors(model: PreTrainedModel, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+def shard_tensors(
+    model: PreTrainedModel, mesh: DeviceMesh, sequence_parallel: bool
+) -> set[nn.Parameter]:
     """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place.
 
-    Returns the parameters whose gradients are partial: each rank's backward gives its tokens' or its heads' part.
-    The model's output is complete on each rank, and so must be the gradient that it gets. With sequence_parallel the
-    number of positions must divide by the number of ranks, and the model's heads always.
+    Returns the parameters whose gradients are partial: each rank's backward gives its tokens' or
+        its heads' part.
+    The model's output is complete on each rank, and so must be the gradient that it gets. With
+    sequence_parallel the number of positions must divide by the number of ranks, and the model's
+    heads always.
     """
     group, parts = mesh.get_group(), architecture_of(model)
     layers, base = parts.layers_of(model), model.base_model
@@ -42,18 +48,25 @@ def shard_tensors(model: PreTrainedModel, mesh: DeviceMesh, sequence_parallel: b
     if sequence_parallel:
         norm = getattr(base, parts.final_norm)
         partial |= set(norm.parameters())
-        layers[0].register_forward_pre_hook(_on_hidden(lambda x: collectives.piece(x, group, 1)), with_kwargs=True)
+        layers[0].register_forward_pre_hook(
+            _on_hidden(lambda x: collectives.piece(x, group, 1)), with_kwargs=True
+        )
         # The gradient that comes from the loss is complete on each rank.
-        norm.register_forward_hook(lambda _module, _arguments, x: collectives.join(x, group, 1, False))
+        norm.register_forward_hook(
+            lambda _module, _arguments, x: collectives.join(x, group, 1, False)
+        )
     return partial
 
 
 def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
-    """The first token id of this rank's shard of the embedding and the head, which are cut as torch.chunk cuts."""
+    """The first token id of this rank's shard of the embedding and the head, which are cut as
+    torch.chunk cuts."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
-def _shard_layer(layer: Layer, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool) -> set[nn.Parameter]:
+def _shard_layer(
+    layer: Layer, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool
+) -> set[nn.Parameter]:
     group, attention, partial = mesh.get_group(), layer.get_submodule(parts.attention), set()
     for name in parts.column:
         layer.set_submodule(name, ColumnParallel(layer.get_submodule(name), mesh))
@@ -92,7 +105,8 @@ def _shard_vocabulary(model: PreTrainedModel, parts: Architecture, mesh: DeviceM
 def _block_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
     """The input of a block, all tokens of it, for each rank's own heads or columns."""
     if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # as the matrices would, but before it is sent
+        # as the matrices would, but before it is sent
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     return collectives.join(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
 
 
@@ -113,9 +127,11 @@ def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Paramet
 
 
 class DividedMatrix(nn.Module):
-    """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's Conv1D.
+    """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's
+    Conv1D.
 
-    resharded: FSDP2 divides them further, and holds this rank's part together only while it is used.
+    resharded: FSDP2 divides them further, and holds this rank's part together only while it is
+        used.
     """
 
     resharded = False
@@ -144,10 +160,11 @@ class DividedMatrix(nn.Module):
 
 
 class _Part:
-    """A rank's part of a sharded parameter as a plain leaf, in the same memory, that hands its gradient over.
+    """A rank's part of a sharded parameter as a plain leaf, in the same memory, that hands its
+    gradient over.
 
-    DTensor.to_local does so too, at the price of three operations on DTensors for each parameter and micro-batch: as
-    long as all that a GPU does for one matrix of a small model.
+    DTensor.to_local does so too, at the price of three operations on DTensors for each parameter
+    and micro-batch: as long as all that a GPU does for one matrix of a small model.
     """
 
     def __init__(self, parameter: DTensor):
@@ -158,14 +175,19 @@ class _Part:
 
     def is_of(self, parameter: DTensor) -> bool:
         with torch.no_grad():
-            return self.parameter is parameter and self.leaf.data_ptr() == parameter.to_local().data_ptr()
+            return (
+                self.parameter is parameter
+                and self.leaf.data_ptr() == parameter.to_local().data_ptr()
+            )
 
     def _hand_over(self, leaf: Tensor) -> None:
         whole = self.parameter
         assert leaf.grad is not None
         if whole.grad is None:
             options = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            whole.grad = DTensor.from_local(leaf.grad, whole.device_mesh, whole.placements, **options)
+            whole.grad = DTensor.from_local(
+                leaf.grad, whole.device_mesh, whole.placements, **options
+            )
         else:
             local(whole.grad).add_(leaf.grad)
         leaf.grad = None
@@ -185,7 +207,8 @@ class ColumnParallel(DividedMatrix):
 
 
 class RowParallel(DividedMatrix):
-    """Each rank computes the part of all outputs that its share of the inputs gives; the sum is what comes out.
+    """Each rank computes the part of all outputs that its share of the inputs gives; the sum is
+    what comes out.
 
     by_tokens: a rank gets the sum for its share of the tokens only.
     """
@@ -197,14 +220,20 @@ class RowParallel(DividedMatrix):
 
     def forward(self, x: Tensor) -> Tensor:
         part = functional.linear(x, self.matrix())
-        out = collectives.sum_piece(part, self.group, 1) if self.by_tokens else collectives.sum_over(part, self.group)
+        out = (
+            collectives.sum_piece(part, self.group, 1)
+            if self.by_tokens
+            else collectives.sum_over(part, self.group)
+        )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class FusedHeads(DividedMatrix):
-    """Query, key and value of this rank's heads, by a matrix (in, 3 * heads * width) that all ranks hold whole.
+    """Query, key and value of this rank's heads, by a matrix (in, 3 * heads * width) that all ranks
+    hold whole.
 
-    A shard of it would be no shard of one tensor, but of three; so it is the work that is divided, not the memory.
+    A shard of it would be no shard of one tensor, but of three; so it is the work that is divided,
+    not the memory.
     """
 
     def __init__(self, layer: Layer, group: ProcessGroup, num_heads: int):
@@ -222,7 +251,8 @@ class FusedHeads(DividedMatrix):
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank holds the rows of its share of the vocabulary; the output is complete."""
+    """An embedding of which each rank holds the rows of its share of the vocabulary; the output is
+    complete."""
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
         super().__init__()

@@ -17,7 +17,15 @@ from torch.distributed import ProcessGroup
 from pgtoolkit.errors import PgtoolkitError, RankLost, first_line, unusable
 from pgtoolkit.ranks.layout import Layout
 
-_LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "timeout", "gloo", "nccl")
+_LOST = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "gloo",
+    "nccl",
+)
 
 
 def gather_objects(value: Any, group: ProcessGroup | None) -> list:
@@ -30,14 +38,16 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list:
 
 
 def pickled(value: object) -> bytes:
-    """Return a value for `pickle.loads` of another process, small tensors in it faster than by PyTorch's own way."""
+    """Return a value for `pickle.loads` of another process, small tensors in it faster than by
+    PyTorch's own way."""
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Takes small tensors ten times as fast as PyTorch's own way, and of a view no more than what it shows."""
+    """Takes small tensors ten times as fast as PyTorch's own way, and of a view no more than what
+    it shows."""
 
     def reducer_override(self, value: object) -> object:
         if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
@@ -60,7 +70,9 @@ def largest(value: int, layout: Layout) -> int:
     return max(_of_all(layout, value))
 
 
-def read_once(layout: Layout, read: Callable[[], Any], outline: Callable[[Any], Any] = lambda value: value) -> Any:
+def read_once(
+    layout: Layout, read: Callable[[], Any], outline: Callable[[Any], Any] = lambda value: value
+) -> Any:
     """What `read` returns, which one rank of each node calls; what it raises, all ranks raise.
 
     outline: what the other ranks of the node get of it, pickled.
@@ -80,8 +92,10 @@ def read_once(layout: Layout, read: Callable[[], Any], outline: Callable[[Any], 
 def failing_together(layout: Layout, busy: tuple[int, ...] | None = None) -> Iterator[None]:
     """An error that a user can mend, raised in the block by any rank, is raised by all of them.
 
-    busy: the ranks that have something to do there; None: all. The message says which rank failed unless all of these
-    did alike. Blocks may stand inside each other: what an inner one has raised on all ranks needs no second agreement.
+    busy: the ranks that have something to do there; None: all. The message says which rank failed
+        unless all of these
+    did alike. Blocks may stand inside each other: what an inner one has raised on all ranks needs
+        no second agreement.
     """
     error = None
     try:
@@ -94,29 +108,36 @@ def failing_together(layout: Layout, busy: tuple[int, ...] | None = None) -> Ite
     if any(_of_all(layout, error is not None)):
         errors = gather_objects(error, layout.world_group)
         rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
-        everywhere = all(str(errors[rank]) == str(first) for rank in busy or range(layout.world_size))
+        everywhere = all(
+            str(errors[rank]) == str(first) for rank in busy or range(layout.world_size)
+        )
         shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
         shared.on_all_ranks = shared.agreed = True
         raise shared from error
 
 
 def check_same(layout: Layout, what: str, digest: int) -> None:
-    """RankLost if the ranks do not hold the same, as their digests (non-negative, below 2^63) tell."""
+    """RankLost if the ranks do not hold the same, as their digests (non-negative, below 2^63)
+    tell."""
     digests = _of_all(layout, digest)
     if odd := [rank for rank, found in enumerate(digests) if found != digests[0]]:
         raise RankLost(
-            f"{what} on rank {', '.join(map(str, odd))} differ from those on rank 0. Every process must read the same "
-            "files with the same version of pgtoolkit; what they computed together so far is right."
+            f"{what} on rank {', '.join(map(str, odd))} differ from those on rank 0. Every process "
+            "must read the same files with the same version of pgtoolkit; what they computed "
+            "together so far is right."
         )
 
 
 @contextlib.contextmanager
 def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
-    """Turns what torch raises when another process is gone, or silent for too long, into RankLost."""
+    """Turns what torch raises when another process is gone, or silent for too long, into
+    RankLost."""
     try:
         yield
     except RuntimeError as error:  # gloo has no type for a lost connection
-        is_lost = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _LOST)
+        is_lost = isinstance(error, dist.DistError) or any(
+            word in str(error).lower() for word in _LOST
+        )
         if layout.world_size == 1 or not is_lost:
             raise
         # Without the line of gloo's source before it and its advice after it.

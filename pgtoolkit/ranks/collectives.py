@@ -1,7 +1,9 @@
-"""Collectives with a derivative: each is named by what it does forward; the docstring says what its backward does.
+"""Collectives with a derivative: each is named by what it does forward; the docstring says what its
+backward does.
 
-All take the ranks of `group`, of equal shapes, and are called by all of them in the same order. A tensor is called
-*partial* where the sum over the ranks is meant, *complete* where each rank holds that sum already.
+All take the ranks of `group`, of equal shapes, and are called by all of them in the same order. A
+tensor is called *partial* where the sum over the ranks is meant, *complete* where each rank holds
+that sum already.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Any, dtype: torch.dtype) -> Tensor:
-    """All of a tensor that may be sharded, floating-point numbers in `dtype`; every rank calls this with its part.
+    """All of a tensor that may be sharded, floating-point numbers in `dtype`; every rank calls this
+    with its part.
 
     What is no tensor knows how it becomes one (`model.pipeline.OfStage`).
     """
@@ -46,7 +49,8 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def join(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
-    """The ranks' x one after the other along `axis`; backward takes this rank's piece of the gradient.
+    """The ranks' x one after the other along `axis`; backward takes this rank's piece of the
+    gradient.
 
     partial_gradient: the ranks hold different gradients of the whole, which are summed first.
     """
@@ -56,14 +60,20 @@ def join(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> T
 
 
 def piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
-    """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the pieces' gradients."""
-    return LinearMap.apply(x, partial(_piece, group=group, axis=axis), partial(_gathered, group=group, axis=axis))
+    """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the
+    pieces' gradients."""
+    return LinearMap.apply(
+        x, partial(_piece, group=group, axis=axis), partial(_gathered, group=group, axis=axis)
+    )
 
 
 def sum_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
-    """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the pieces' gradients."""
+    """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the
+    pieces' gradients."""
     return LinearMap.apply(
-        x, partial(_summed_piece, group=group, axis=axis), partial(_gathered, group=group, axis=axis)
+        x,
+        partial(_summed_piece, group=group, axis=axis),
+        partial(_gathered, group=group, axis=axis),
     )
 
 

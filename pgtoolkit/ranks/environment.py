@@ -1,4 +1,5 @@
-"""Which process this is among those that a launcher (torchrun, srun) started, from the environment it set."""
+"""Which process this is among those that a launcher (torchrun, srun) started, from the environment
+it set."""
 
 from __future__ import annotations
 
@@ -12,17 +13,20 @@ from typing import Any
 from pgtoolkit.errors import ConfigError
 
 AXES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
-"""What work is spread over, as the keys of the configuration; neighbouring ranks are neighbours in the last."""
+"""What work is spread over, as the keys of the configuration; neighbouring ranks are neighbours in
+the last."""
 
 
 def world_size(sizes: Any) -> int:
-    """How many processes share a step; sizes: has the axes as attributes, as the group `parallelism` does."""
+    """How many processes share a step; sizes: has the axes as attributes, as the group
+    `parallelism` does."""
     return math.prod(getattr(sizes, axis) for axis in AXES)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """number: this process's among world_size; local: among those of this machine. address, port: where rank 0 is."""
+    """number: this process's among world_size; local: among those of this machine. address, port:
+    where rank 0 is."""
 
     number: int
     world_size: int
@@ -32,7 +36,8 @@ class Rank:
 
 
 def joined() -> Rank | None:
-    """The place a launcher gave this process; None where it was started alone. ConfigError if it makes no sense."""
+    """The place a launcher gave this process; None where it was started alone. ConfigError if it
+    makes no sense."""
     found = os.environ
     if _number("WORLD_SIZE", 1) > 1 and "RANK" in found:
         number, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
@@ -40,7 +45,8 @@ def joined() -> Rank | None:
             raise _refusal("RANK", number, f"a rank below WORLD_SIZE={size}")
         address, port = found.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 29500)
         return Rank(number, size, _number("LOCAL_RANK", number), address, port)
-    # srun alone sets the number of tasks of a step; the script that sbatch runs has SLURM_PROCID too.
+    # srun alone sets the number of tasks of a step; the script that sbatch runs has SLURM_PROCID
+    # too.
     if _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in found:
         hosts = found.get("SLURM_STEP_NODELIST", found.get("SLURM_JOB_NODELIST", "127.0.0.1"))
         return Rank(
@@ -49,7 +55,10 @@ def joined() -> Rank | None:
             local=_number("SLURM_LOCALID", 0),
             address=found.get("MASTER_ADDR", first_host(hosts)),
             # The same on all nodes, and another for each job and step.
-            port=_number("MASTER_PORT", 20000 + _digits("SLURM_JOB_ID") * 7 % 10000 + _digits("SLURM_STEP_ID")),
+            port=_number(
+                "MASTER_PORT",
+                20000 + _digits("SLURM_JOB_ID") * 7 % 10000 + _digits("SLURM_STEP_ID"),
+            ),
         )
     return None
 
@@ -83,7 +92,10 @@ def _number(variable: str, default: int) -> int:
 
 def _refusal(variable: str, value: object, needs: str) -> ConfigError:
     reason = "A launcher such as torchrun sets it for each process."
-    use = f"the launcher's value, or unset {variable} and WORLD_SIZE, and pgtk starts the processes itself"
+    use = (
+        f"the launcher's value, or unset {variable} and WORLD_SIZE, and pgtk starts the "
+        "processes itself"
+    )
     return ConfigError(f"{variable}={value} needs {needs} (got {value}). {reason} Use {use}.")
 
 

@@ -1,4 +1,5 @@
-"""Which ranks share which part of a step: one device mesh over all processes, with a group for each axis."""
+"""Which ranks share which part of a step: one device mesh over all processes, with a group for each
+axis."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ class Layout:
     """A process's place among all of them.
 
     mesh: of the four AXES, None for one process, which has no group at all.
-    loss_group: the ranks over data_parallel and sequence_data_parallel, whose losses, metrics and gradients add up to
-        the step's; None where that is one rank. loss_mesh: the same as a mesh of one axis.
+    loss_group: the ranks over data_parallel and sequence_data_parallel, whose losses, metrics and
+        gradients add up to the step's; None where that is one rank. loss_mesh: the same as a mesh
+        of one axis.
     world_group: all ranks; takes CPU tensors also where the work is on GPUs.
-    node_group: the ranks of this node, None where that is this one alone. readers: the first rank of each node, which
-        reads files for the others of it; reader: this node's.
+    node_group: the ranks of this node, None where that is this one alone. readers: the first rank
+        of each node, which reads files for the others of it; reader: this node's.
     """
 
     mesh: DeviceMesh | None = None
@@ -41,21 +43,30 @@ class Layout:
 
     @staticmethod
     def of_world(device_type: str = "cpu", timeout_seconds: float = 300, **sizes: int) -> Layout:
-        """The layout of the default process group, which must exist; sizes: of AXES, 1 where not given.
+        """The layout of the default process group, which must exist; sizes: of AXES, 1 where not
+        given.
 
-        Every process calls this at the same time. Raises ValueError where the sizes do not multiply to the ranks.
+        Every process calls this at the same time. Raises ValueError where the sizes do not multiply
+        to the ranks.
         """
         shape = tuple(sizes.get(axis, 1) for axis in AXES)
         if math.prod(shape) != dist.get_world_size():
-            raise ValueError(f"{shape} needs {math.prod(shape)} processes (got {dist.get_world_size()})")
+            raise ValueError(
+                f"{shape} needs {math.prod(shape)} processes (got {dist.get_world_size()})"
+            )
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
         loss_mesh = mesh[_LOSS_AXES]._flatten("loss")
         names = [""] * dist.get_world_size()
         dist.all_gather_object(names, node())
-        nodes = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+        nodes = {
+            name: [rank for rank, other in enumerate(names) if other == name] for name in names
+        }
         timeout = timedelta(seconds=timeout_seconds)
         whole = len(nodes) == 1
-        groups = {name: dist.group.WORLD if whole else dist.new_group(nodes[name], timeout) for name in nodes}
+        groups = {
+            name: dist.group.WORLD if whole else dist.new_group(nodes[name], timeout)
+            for name in nodes
+        }
         here = nodes[names[dist.get_rank()]]
         node_group = groups[node()] if len(here) > 1 else None
         assert not isinstance(node_group, int)  # as it is of a process outside of it
@@ -83,7 +94,8 @@ class Layout:
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """The ranks that differ from this one in nothing but `axis`; None where that is this one alone."""
+        """The ranks that differ from this one in nothing but `axis`; None where that is this one
+        alone."""
         if self.mesh is None or self.size(axis) == 1:
             return None
         return self.mesh.get_group(axis)

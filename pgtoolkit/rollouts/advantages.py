@@ -29,8 +29,8 @@ ESTIMATORS += ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Those that are made of rewards and lengths alone."""
 
 MAX_REWARD = 1e12
-"""The largest absolute value of a reward or a given advantage. With it advantages, gradients, and the squares of these
-in a norm stay far from the end of float32 at 3e38."""
+"""The largest absolute value of a reward or a given advantage. With it advantages, gradients, and
+the squares of these in a norm stay far from the end of float32 at 3e38."""
 
 
 def reward_problem(reward: float) -> str | None:
@@ -43,40 +43,53 @@ def reward_problem(reward: float) -> str | None:
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Return whether rewards are equal within EQUAL_REWARDS, so that nothing is learned from comparing them."""
+    """Return whether rewards are equal within EQUAL_REWARDS, so that nothing is learned from
+    comparing them."""
     rewards = [*rewards]
     return not rewards or max(rewards) - min(rewards) <= EQUAL_REWARDS
 
 
-def group_advantages(estimator: str, rewards: list[float], lengths: Sequence[int] = ()) -> list[float]:
-    """One advantage per completion of a group, in float64; `over_batch` makes of some what they are in their batch.
+def group_advantages(
+    estimator: str, rewards: list[float], lengths: Sequence[int] = ()
+) -> list[float]:
+    """One advantage per completion of a group, in float64; `over_batch` makes of some what they are
+    in their batch.
 
-    lengths: trained tokens of each, for opo. With r the rewards of the n completions and m their mean:
-        grpo     (r - m) / (s + 1e-6), s the sample standard deviation, with n - 1 (arXiv 2402.03300)
+    lengths: trained tokens of each, for opo. With r the rewards of the n completions and m their
+        mean:
+        grpo     (r - m) / (s + 1e-6), s the sample standard deviation, n - 1 (arXiv 2402.03300)
         dr_grpo  r - m (2503.20783)
         rloo     r - mean of the others = n / (n - 1) (r - m) (2402.14740)
         max_rl   (r - m) / m, for rewards that are not negative (2602.02710)
         batch_std  r - m, over the standard deviation of the batch (2508.08221)
-        pass_at_k  the largest reward less the largest of the others: 0 but for a single best (2503.19595)
+        pass_at_k the largest reward less the largest of the others: 0 but for a single best
+            (2503.19595)
         opo      r - (the mean of r, weighted by the lengths) (2505.23585)
         reinforce_plus_plus           r, whitened over the batch (2501.03262)
         reinforce_plus_plus_baseline  r - m, whitened over the batch
         none     0: for penalties that train alone, as in distillation
-    A group of equal rewards (`are_equal`) gives exactly 0 for each; so does a group of one, but under rloo and
-    pass_at_k. Not so under reinforce_plus_plus. `given` advantages come from the data.
+    A group of equal rewards (`are_equal`) gives exactly 0 for each; so does a group of one, but
+    under rloo and pass_at_k. Not so under reinforce_plus_plus. `given` advantages come from the
+    data.
 
-    Raises DataError for a reward that `reward_problem` names, for rloo and pass_at_k with one completion and for max_rl
-    with a negative reward, ValueError for another estimator.
+    Raises DataError for a reward that `reward_problem` names, for rloo and pass_at_k with one
+    completion and for max_rl with a negative reward, ValueError for another estimator.
     """
     if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator={estimator!r} is unknown here; choose one of {', '.join(ESTIMATORS)}")
+        raise ValueError(
+            f"estimator={estimator!r} is unknown here; choose one of {', '.join(ESTIMATORS)}"
+        )
     check_rewards(rewards)
     if estimator in ("rloo", "pass_at_k") and len(rewards) == 1:
-        raise DataError(f"{estimator} compares a completion with the others of its group; a group of one has no others")
+        raise DataError(
+            f"{estimator} compares a completion with the others of its group; a group of one has "
+            "no others"
+        )
     if estimator == "max_rl" and min(rewards, default=0) < 0:
         raise DataError(
-            f"max_rl divides by the group's mean reward, which needs rewards >= 0 (got {min(rewards):g}); with a "
-            "negative mean the better completions would get the negative advantages"
+            "max_rl divides by the group's mean reward, which needs rewards >= 0 (got "
+            f"{min(rewards):g}); with a negative mean the better completions would get the "
+            "negative advantages"
         )
     if estimator == "reinforce_plus_plus":
         return [*rewards]
@@ -87,9 +100,12 @@ def group_advantages(estimator: str, rewards: list[float], lengths: Sequence[int
         return [best - second if reward == best else 0.0 for reward in rewards]
     total = math.fsum(rewards)
     if estimator == "max_rl":
-        return [reward / total * len(rewards) - 1 for reward in rewards]  # the mean itself may be too small for a float
+        # the mean itself may be too small for a float
+        return [reward / total * len(rewards) - 1 for reward in rewards]
     if estimator == "opo":
-        weighted = math.fsum(reward * length for reward, length in zip(rewards, lengths, strict=True))
+        weighted = math.fsum(
+            reward * length for reward, length in zip(rewards, lengths, strict=True)
+        )
         return [reward - weighted / max(1, sum(lengths)) for reward in rewards]
     centred = [reward - total / len(rewards) for reward in rewards]
     if estimator in ("dr_grpo", "batch_std", "reinforce_plus_plus_baseline"):
@@ -109,20 +125,27 @@ def check_rewards(rewards: list[float]) -> None:
 
 
 def gdpo(scores: Sequence[list[float]], weights: Sequence[float]) -> list[float]:
-    """Of a group, before `over_batch`: each verifier's scores as grpo has them, times its weight, summed (2601.05242).
+    """Of a group, before `over_batch`: each verifier's scores as grpo has them, times its weight,
+    summed (2601.05242).
 
     scores: of each verifier, those of the completions.
     """
-    parts = [[weight * one for one in group_advantages("grpo", x)] for x, weight in zip(scores, weights, strict=True)]
+    parts = [
+        [weight * one for one in group_advantages("grpo", x)]
+        for x, weight in zip(scores, weights, strict=True)
+    ]
     return [math.fsum(of_completion) for of_completion in zip(*parts, strict=True)]
 
 
-def over_batch(estimator: str, groups: list[list[float]], rewards: list[list[float]]) -> list[list[float]]:
+def over_batch(
+    estimator: str, groups: list[list[float]], rewards: list[list[float]]
+) -> list[list[float]]:
     """The advantages of a batch, made of those of its groups.
 
-    batch_std divides by the standard deviation of all rewards, as `group_advantages` has it, plus 1e-6. The estimators
-    of REINFORCE++ and gdpo are whitened: less their mean, over their standard deviation plus 1e-6. Each completion
-    counts once, whatever its length; equal ones (`are_equal`) give exactly 0.
+    batch_std divides by the standard deviation of all rewards, as `group_advantages` has it, plus
+    1e-6. The estimators of REINFORCE++ and gdpo are whitened: less their mean, over their standard
+    deviation plus 1e-6. Each completion counts once, whatever its length; equal ones (`are_equal`)
+    give exactly 0.
     """
     if estimator == "batch_std":
         deviation = _deviation([*itertools.chain.from_iterable(rewards)]) + EPSILON
@@ -140,11 +163,14 @@ def over_batch(estimator: str, groups: list[list[float]], rewards: list[list[flo
 def _deviation(rewards: list[float]) -> float:
     """With n - 1; 0 for one reward."""
     mean = math.fsum(rewards) / max(1, len(rewards))
-    return math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
+    return math.sqrt(
+        math.fsum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1)
+    )
 
 
 class Attempt(NamedTuple):
-    """What an advantage is made of. reward: None where nobody could score it. length: trained tokens.
+    """What an advantage is made of. reward: None where nobody could score it. length: trained
+    tokens.
 
     measures: as of a document.
     """
@@ -158,9 +184,10 @@ class Attempt(NamedTuple):
 class Estimator:
     """`advantage=` of a configuration.
 
-    name: one of ESTIMATORS, gdpo, custom, or given, which computes none. weights: of gdpo, by the measure that holds
-    the verifier's score. path, function: of custom: function(rewards, lengths=, measures=), each a list with a list for
-    each group, returns such a list of advantages.
+    name: one of ESTIMATORS, gdpo, custom, or given, which computes none. weights: of gdpo, by the
+        measure that holds
+    the verifier's score. path, function: of custom: function(rewards, lengths=, measures=), each a
+    list with a list for each group, returns such a list of advantages.
     """
 
     name: str
@@ -170,8 +197,13 @@ class Estimator:
 
     @classmethod
     def of(cls, c: Config) -> Estimator:
-        """Raises ConfigError for a function that cannot be imported, or does not make advantages of a few numbers."""
-        name, path, verifiers = c.advantage.estimator.value, c.advantage.path, getattr(c.task, "verifiers", {})
+        """Raises ConfigError for a function that cannot be imported, or does not make advantages of
+        a few numbers."""
+        name, path, verifiers = (
+            c.advantage.estimator.value,
+            c.advantage.path,
+            getattr(c.task, "verifiers", {}),
+        )
         weights = {f"reward/{name}": float(one.get("weight", 1)) for name, one in verifiers.items()}
         if name != "custom":
             return cls(name, weights if name == "gdpo" else {})
@@ -181,7 +213,9 @@ class Estimator:
         estimator._try(min(c.rollout.group_size or 4, 64), weights)
         return estimator
 
-    def advantages(self, groups: Iterable[Sequence[Attempt]], refuse: Callable[[int, str], None]) -> list[list[float]]:
+    def advantages(
+        self, groups: Iterable[Sequence[Attempt]], refuse: Callable[[int, str], None]
+    ) -> list[list[float]]:
         """Return the advantage of each attempt of a batch, in float64.
 
         An attempt without a reward has the advantage 0, and no part in those of the others.
@@ -205,7 +239,9 @@ class Estimator:
             parts = over_batch(self.name, parts, [_rewards(group) for group in scored])
         return [_with_zeros(group, part) for group, part in zip(groups, parts, strict=True)]
 
-    def _usable(self, groups: list[list[Attempt]], refuse: Callable[[int, str], None]) -> list[list[Attempt]]:
+    def _usable(
+        self, groups: list[list[Attempt]], refuse: Callable[[int, str], None]
+    ) -> list[list[Attempt]]:
         """The groups, none left in that whose rewards cannot be used."""
         usable = []
         for number, group in enumerate(groups):
@@ -228,9 +264,14 @@ class Estimator:
         scores = [[one.measures[name] for one in group] for name in self.weights]
         return gdpo(scores, [*self.weights.values()]) if self.name == "gdpo" else rewards
 
-    def _called(self, groups: Sequence[Sequence[Attempt]], kind: type[PgtoolkitError]) -> list[list[float]]:
-        """What the function makes of a batch; an error of it, or what are no advantages, becomes one of this kind."""
-        rewards, lengths, measures = ([[one[i] for one in group] for group in groups] for i in range(3))
+    def _called(
+        self, groups: Sequence[Sequence[Attempt]], kind: type[PgtoolkitError]
+    ) -> list[list[float]]:
+        """What the function makes of a batch; an error of it, or what are no advantages, becomes
+        one of this kind."""
+        rewards, lengths, measures = (
+            [[one[i] for one in group] for group in groups] for i in range(3)
+        )
         setting = f"advantage={self.path}"
         on = f"{len(groups)} groups, the first with the rewards {rewards[0]}"
         assert self.function is not None
@@ -244,11 +285,16 @@ class Estimator:
             wrong = [*filter(reward_problem, itertools.chain.from_iterable(numbers))]
             if sizes == wanted and not wrong:
                 return numbers
-            got = str(wrong[:1]) if sizes == wanted else f"{sizes} numbers where there are {wanted} completions"
+            got = (
+                str(wrong[:1])
+                if sizes == wanted
+                else f"{sizes} numbers where there are {wanted} completions"
+            )
         raise kind(
             refusal(
                 setting=setting,
-                needs=f"a finite number within -{MAX_REWARD:g} and {MAX_REWARD:g} for each completion of each group",
+                needs=f"a finite number within -{MAX_REWARD:g} and {MAX_REWARD:g} for each "
+                "completion of each group",
                 got=got,
                 reason=f"It was called on {on}.",
                 use="return [[... for one in group] for group in rewards]",
@@ -260,12 +306,17 @@ class Estimator:
         groups = []
         for factor in (1, 0, 2):
             rewards = [factor * (i % 3) / 4 for i in range(size)]
-            measures = [defaultdict(lambda: 0.5, dict.fromkeys(names, reward)) for reward in rewards]
+            measures = [
+                defaultdict(lambda: 0.5, dict.fromkeys(names, reward)) for reward in rewards
+            ]
             lengths = [3 + i + i % 2 for i in range(size)]
             groups.append([Attempt(*one) for one in zip(rewards, lengths, measures, strict=True)])
         found, other = (self._called(x, ConfigError) for x in (groups, groups[::-1]))
         for one, two in zip(found, other[::-1], strict=True):
-            if not all(math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9) for x, y in zip(one, two, strict=True)):
+            if not all(
+                math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9)
+                for x, y in zip(one, two, strict=True)
+            ):
                 raise ConfigError(
                     refusal(
                         setting=f"advantage={self.path}",
@@ -283,7 +334,8 @@ def _rewards(group: Sequence[Attempt]) -> list[float]:
 
 
 def _with_zeros(group: Sequence[Attempt], advantages: list[float]) -> list[float]:
-    """The advantages of the scored attempts of a group at their places, and 0 at those of the others."""
+    """The advantages of the scored attempts of a group at their places, and 0 at those of the
+    others."""
     if len(advantages) == len(group):
         return advantages
     following = iter(advantages)
@@ -293,15 +345,21 @@ def _with_zeros(group: Sequence[Attempt], advantages: list[float]) -> list[float
 def with_advantages(
     groups: list[list[Document]], estimator: Estimator, prompt_of: Callable[[Document], Prompt]
 ) -> list[Document]:
-    """The documents of a batch, an attempt each, with advantages. Raises DataError with the prompt that has none."""
+    """The documents of a batch, an attempt each, with advantages. Raises DataError with the prompt
+    that has none."""
 
     def refuse(place: int, problem: str) -> None:
         prompt = prompt_of(groups[place][0])
         raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {problem}")
 
-    attempts = ([Attempt(d.reward_for_advantage, d.num_trained, d.measures) for d in group] for group in groups)
+    attempts = (
+        [Attempt(d.reward_for_advantage, d.num_trained, d.measures) for d in group]
+        for group in groups
+    )
     advantages = itertools.chain.from_iterable(estimator.advantages(attempts, refuse))
     return [
         replace(document, advantages=torch.full((document.num_trained,), advantage))
-        for document, advantage in zip(itertools.chain.from_iterable(groups), advantages, strict=True)
+        for document, advantage in zip(
+            itertools.chain.from_iterable(groups), advantages, strict=True
+        )
     ]

@@ -1,4 +1,5 @@
-"""Rows of texts for supervised fine-tuning as tokens, of which exactly the turns of the assistant are trained."""
+"""Rows of texts for supervised fine-tuning as tokens, of which exactly the turns of the assistant
+are trained."""
 
 from __future__ import annotations
 
@@ -17,11 +18,14 @@ from pgtoolkit.tasks.chat_template import ANSWER, QUESTION, ChatTemplate
 from pgtoolkit.tasks.prompt_rows import UNUSED_TOOLS, has_tools, messages_of
 
 TEXTS = ("messages", "prompt", "completion")
-"""Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of messages."""
+"""Fields of such a row: a conversation, or a prompt and its completion, both texts or both lists of
+messages."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _END = "Add the id of the token that ends an answer to eos_token_id in generation_config.json."
-_ENDLESS = "Completions may never end. Use a chat template that writes an end-of-sequence token there."
+_ENDLESS = (
+    "Completions may never end. Use a chat template that writes an end-of-sequence token there."
+)
 _MARKS = "Use a template that marks the turns by {% generation %}"
 
 
@@ -30,8 +34,10 @@ class Conversations:
     """How a row of texts becomes tokens.
 
     load: gives the tokenizer and the end-of-sequence tokens, once they are needed.
-    trained: which turns of the assistant are; of a prompt with its completion only those of the completion.
-    read: how many rows there were. doubled: how many of them hold what the chat template, or the tokenizer, adds to
+    trained: which turns of the assistant are; of a prompt with its completion only those of the
+        completion.
+    read: how many rows there were. doubled: how many of them hold what the chat template, or the
+        tokenizer, adds to
     them once more; first_doubled: what that is, and the text of the first.
     """
 
@@ -45,8 +51,8 @@ class Conversations:
     def tokens(self, raw: dict[str, Any]) -> dict[str, list]:
         """token_ids and loss_mask of a row. ValueError says what is wrong with it.
 
-        Through the chat template these are the tokens of `apply_chat_template`. A text alone gets what the tokenizer
-        adds by default before it, and the completion the end of the sequence.
+        Through the chat template these are the tokens of `apply_chat_template`. A text alone gets
+        what the tokenizer adds by default before it, and the completion the end of the sequence.
         """
         self.read += 1
         if has_tools(raw):
@@ -54,7 +60,9 @@ class Conversations:
         messages, prompt, completion = (raw.get(name) for name in TEXTS)
         if messages is not None:
             if completion is not None:
-                raise ValueError("needs to stand alone, without a completion, whose tokens it would have too")
+                raise ValueError(
+                    "needs to stand alone, without a completion, whose tokens it would have too"
+                )
             return self._of_chat(messages_of(messages), 0)
         if prompt is None or completion is None:
             raise ValueError("needs a prompt and its completion")
@@ -78,7 +86,10 @@ class Conversations:
         after = tokenizer(completion, add_special_tokens=False)["input_ids"]
         if not after or after[-1] not in ends:
             after = [*after, *ends[:1]]
-        return {"token_ids": before + after, "loss_mask": [False] * len(before) + [True] * len(after)}
+        return {
+            "token_ids": before + after,
+            "loss_mask": [False] * len(before) + [True] * len(after),
+        }
 
     def notes(self) -> list[str]:
         """Return what may surprise of the template, and of the rows that were read."""
@@ -89,39 +100,59 @@ class Conversations:
             if self._template is not None:
                 writer, use = "chat template", f"rollout.chat=never, or texts without {mark}"
             notes.append(
-                f"{self.doubled} of the first {self.read} rows hold {mark!r}, which the {writer} adds itself, so that "
-                f"they have it twice, first {text[:60]!r}. Use {use}."
+                f"{self.doubled} of the first {self.read} rows hold {mark!r}, which the {writer} "
+                f"adds itself, so that they have it twice, first {text[:60]!r}. Use {use}."
             )
         return notes
 
     def _notes_on_ends(self) -> list[str]:
-        """Return a note where no token that ends a completion is trained at the end of an answer."""
+        """Return a note where no token that ends a completion is trained at the end of an
+        answer."""
         tokenizer, ends = self._loaded
         if self._template is None:
-            nothing = "the model has no end-of-sequence token: completions are trained without an end. " + _END
+            nothing = (
+                "the model has no end-of-sequence token: completions are trained without an end. "
+                + _END
+            )
             return [] if ends else [nothing]
         try:
             row = self._of_chat([QUESTION, ANSWER], 0)
-        except ValueError:  # a template for other conversations, of which each row is seen by itself
+        except (
+            ValueError
+        ):  # a template for other conversations, of which each row is seen by itself
             return []
         trained = {token for token, is_trained in zip(*row.values(), strict=True) if is_trained}
         if trained & {*ends}:
             return []
         after = self._written([QUESTION, ANSWER])[0].rpartition(ANSWER["content"])[2]
         if not after.strip():
-            return [f"the chat template writes no end after an answer, so that none is trained. {_ENDLESS}"]
+            return [
+                (
+                    "the chat template writes no end after an answer, so that none is trained. "
+                    f"{_ENDLESS}"
+                )
+            ]
         if {*tokenizer(after, add_special_tokens=False)["input_ids"]} & {*ends}:
-            return [f"the chat template marks an answer without its end, so that none is trained. {_ENDLESS}"]
+            return [
+                (
+                    "the chat template marks an answer without its end, so that none is trained. "
+                    f"{_ENDLESS}"
+                )
+            ]
         return [
-            f"the chat template ends an answer with {after[:40]!r}, which holds no end-of-sequence token of the model: "
-            f"all of it is trained, and completions may go on after it. {_END}"
+            f"the chat template ends an answer with {after[:40]!r}, which holds no end-of-sequence "
+            f"token of the model: all of it is trained, and completions may go on after it. {_END}"
         ]
 
     def fingerprint(self) -> int:
         """Of the template and of what it writes today."""
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
-            written = self.tokens({"messages": said}) if self._template else self._loaded[0]("?")["input_ids"]
+            written = (
+                self.tokens({"messages": said})
+                if self._template
+                else self._loaded[0]("?")["input_ids"]
+            )
         except Exception as error:  # what the tokenizer has no token for, or the template no place
             written = str(error)
         return zlib.crc32(repr((self._template, self.chat, self.trained, written)).encode())
@@ -133,7 +164,11 @@ class Conversations:
     @functools.cached_property
     def _template(self) -> str | None:
         tokenizer, _ = self._loaded
-        return tokenizer.get_chat_template() if self.chat == Chat.auto and tokenizer.chat_template else None
+        return (
+            tokenizer.get_chat_template()
+            if self.chat == Chat.auto and tokenizer.chat_template
+            else None
+        )
 
     def _count_doubled(self, mark: str, text: str) -> None:
         self.doubled += 1
@@ -151,9 +186,13 @@ class Conversations:
     def _of_chat(self, messages: list[Message], first: int) -> dict[str, list]:
         """first: the message from which on turns are trained."""
         if self._template is None:
-            raise ValueError("is a list of chat messages, and there is no chat template, or rollout.chat=never")
+            raise ValueError(
+                "is a list of chat messages, and there is no chat template, or rollout.chat=never"
+            )
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [place for place in turns if place >= first][-1 if self.trained == TrainedTurns.last else 0 :]
+        wanted = [place for place in turns if place >= first][
+            -1 if self.trained == TrainedTurns.last else 0 :
+        ]
         if not wanted:
             raise ValueError("has no message of the assistant to be trained")
         text, marked = self._written(messages)
@@ -166,8 +205,13 @@ class Conversations:
             marked = [self._difference(messages, place, text) for place in wanted]
         elif wanted != turns:
             if len(marked) != len(turns):
-                found = f"has {len(turns)} turns of the assistant, of which the chat template marks {len(marked)}"
-                raise ValueError(f"{found}: which are trained cannot be told. Use rollout.trained_turns=all")
+                found = (
+                    f"has {len(turns)} turns of the assistant, of which the chat template "
+                    f"marks {len(marked)}"
+                )
+                raise ValueError(
+                    f"{found}: which are trained cannot be told. Use rollout.trained_turns=all"
+                )
             marked = [marked[turns.index(place)] for place in wanted]
         tokenizer, ends = self._loaded
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -179,30 +223,38 @@ class Conversations:
                 raise ValueError(f"has a token, {name}, that is in part the assistant's. {_MARKS}")
             inside = [i for i, (a, b) in enumerate(places) if start <= a < b <= end]
             if not self._is_marked:  # a template writes a line break after the end of a turn
-                inside = inside[: max((n for n, i in enumerate(inside, 1) if tokens[i] in ends), default=None)]
+                inside = inside[
+                    : max((n for n, i in enumerate(inside, 1) if tokens[i] in ends), default=None)
+                ]
             if inside:
                 mask[inside[0] : inside[-1] + 1] = [True] * (inside[-1] + 1 - inside[0])
         if not any(mask):
-            raise ValueError("has no token that is trained: the chat template leaves the assistant's messages out")
+            raise ValueError(
+                "has no token that is trained: the chat template leaves the assistant's "
+                "messages out"
+            )
         return {"token_ids": tokens, "loss_mask": mask}
 
     def _difference(self, messages: list[Message], place: int, text: str) -> tuple[int, int]:
-        """Where a turn stands in the text: what its message adds to those before it and the beginning of an answer."""
+        """Where a turn stands in the text: what its message adds to those before it and the
+        beginning of an answer."""
         before, _ = self._written(messages[:place], add_generation_prompt=True)
         after, _ = self._written(messages[: place + 1])
         if not (text.startswith(after) and after.startswith(before)):
             several = self.trained == TrainedTurns.all and place + 1 < len(messages)
             way_out = _MARKS + (", or rollout.trained_turns=last" if several else "")
             raise ValueError(
-                f"has at place {place + 1} an answer that the chat template writes in another way where the "
-                f"conversation ends with it, so that it cannot be told which tokens are the assistant's. {way_out}"
+                f"has at place {place + 1} an answer that the chat template writes in another way "
+                "where the conversation ends with it, so that it cannot be told which tokens are "
+                f"the assistant's. {way_out}"
             )
         return len(before), len(after)
 
     def _written(
         self, messages: list[Message], add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """What the template makes of messages, and where in it are the parts that it marks as the assistant's."""
+        """What the template makes of messages, and where in it are the parts that it marks as the
+        assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special_tokens: dict[str, Any] = self._loaded[0].special_tokens_map

@@ -1,4 +1,5 @@
-"""From prompts to completions, of several turns in lockstep, to scored documents; which prompts teach."""
+"""From prompts to completions, of several turns in lockstep, to scored documents; which prompts
+teach."""
 
 from __future__ import annotations
 
@@ -21,18 +22,24 @@ from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
 
 
-def requests_of(task: TokenizedTask, prompts: Sequence[Prompt], count: int, seeds: Iterable[int]) -> list[Request]:
+def requests_of(
+    task: TokenizedTask, prompts: Sequence[Prompt], count: int, seeds: Iterable[int]
+) -> list[Request]:
     """So many completions of each prompt, each by its seed."""
     asked = zip(task.encode(prompts), seeds, prompts, strict=True)
     return [Request(tokens, count, seed, prompt=prompt) for tokens, seed, prompt in asked]
 
 
-def completed(task: TokenizedTask, sampler: Sampler, requests: list[Request], layout: Layout) -> list[Completion]:
+def completed(
+    task: TokenizedTask, sampler: Sampler, requests: list[Request], layout: Layout
+) -> list[Completion]:
     """The completions of each request; of a task of several turns a whole conversation is one.
 
-    The next request of a conversation is all of its tokens, as they were drawn and said, under a seed that depends on
-    that of its prompt, its place among the prompt's completions, and the turn alone. A message that leaves no room for
-    an answer is no part of it. layout: of the ranks that call this at the same time, and sample as often as each other.
+    The next request of a conversation is all of its tokens, as they were drawn and said, under a
+    seed that depends on that of its prompt, its place among the prompt's completions, and the turn
+    alone. A message that leaves no room for
+    an answer is no part of it. layout: of the ranks that call this at the same time, and sample as
+        often as each other.
     """
     if not isinstance(task.task, ConversationTask):
         return sampler.complete(requests)
@@ -46,7 +53,9 @@ def completed(task: TokenizedTask, sampler: Sampler, requests: list[Request], la
                 one.add_turn(written, task.answer(written)[0])
             going = [pair for pair in going if pair[0].end is None]
             requests = []
-            for (one, (first, place)), message in zip(going, task.task.reply([one for one, _ in going]), strict=True):
+            for (one, (first, place)), message in zip(
+                going, task.task.reply([one for one, _ in going]), strict=True
+            ):
                 between = [] if message is None else task.between.tokens(message, one.tokens[-1])
                 room = task.longest - len(one.tokens) - len(between)
                 if message is not None and room > 0:
@@ -67,9 +76,11 @@ def whole(one: Conversation) -> Completion:
 
 
 def overlong_penalty(length: int, longest: int, buffer: int | None, most: float) -> float:
-    """What DAPO adds to the reward of a completion of `length` tokens, its end included (2503.14476, eq. 13).
+    """What DAPO adds to the reward of a completion of `length` tokens, its end included
+    (2503.14476, eq. 13).
 
-    0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`; buffer: None for none.
+    0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`;
+    buffer: None for none.
     """
     if buffer is None:
         return 0.0
@@ -84,7 +95,8 @@ def scored_groups(
     rollout: PolicyRolloutConfig,
     answers: Sequence[Answer] | None = None,
 ) -> list[list[Document]]:
-    """The documents of each request, with what it was completed to, and the scores; advantages are 0.
+    """The documents of each request, with what it was completed to, and the scores; advantages are
+    0.
 
     answers: those of the completions (`TokenizedTask.answers`), where they are known.
     """
@@ -93,7 +105,11 @@ def scored_groups(
     instead: list[Tensor | None] = [None] * len(requests)
     if task.reference_prompt is not None:
         instead = [torch.tensor(tokens) for tokens in task.encode_for_reference(prompts)]
-    asked = [(*both, i) for both in zip(requests, instead, strict=True) for i in range(rollout.group_size)]
+    asked = [
+        (*both, i)
+        for both in zip(requests, instead, strict=True)
+        for i in range(rollout.group_size)
+    ]
     scores = task.scores([_prompt_of(request) for request, *_ in asked], completions, answers)
     penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
     documents = []
@@ -101,7 +117,11 @@ def scored_groups(
         written = completion.tokens
         start = torch.tensor(request.tokens)
         prompt = _prompt_of(request)
-        drawn = torch.ones_like(written, dtype=torch.bool) if completion.drawn is None else completion.drawn
+        drawn = (
+            torch.ones_like(written, dtype=torch.bool)
+            if completion.drawn is None
+            else completion.drawn
+        )
         documents.append(
             Document(
                 tokens=torch.cat([start, written]),
@@ -110,7 +130,9 @@ def scored_groups(
                 advantages=torch.zeros(len(completion.log_probs)),
                 group=prompt.index,
                 name=f"prompt {prompt.index}, completion {i}",
-                reward=None if score.reward is None else score.reward + overlong_penalty(len(written), *penalty),
+                reward=None
+                if score.reward is None
+                else score.reward + overlong_penalty(len(written), *penalty),
                 exact_match=score.exact_match,
                 truncated=completion.finish_reason == "length",
                 model_version=completion.model_version,
@@ -135,13 +157,14 @@ def in_groups(documents: list[Document], size: int) -> list[list[Document]]:
 
 
 def check_scores(groups: list[list[Document]]) -> None:
-    """Raise DataError where every score of a batch failed: nothing is left to learn from, and nobody would notice."""
+    """Raise DataError where every score of a batch failed: nothing is left to learn from, and
+    nobody would notice."""
     documents = [document for group in groups for document in group]
     if all(document.score_failed for document in documents):
         raise DataError(
-            f"the score of each of {len(documents)} completions of a batch failed, so nothing can be learned from "
-            "them; the notes above say why. Mend what scores them, or give it more time: task.verifier_seconds, or "
-            "task.environment_seconds."
+            f"the score of each of {len(documents)} completions of a batch failed, so nothing can "
+            "be learned from them; the notes above say why. Mend what scores them, or give it more "
+            "time: task.verifier_seconds, or task.environment_seconds."
         )
 
 
@@ -151,13 +174,18 @@ def fill(
     rounds: int,
     mixed: Mixed = Mixed.reward,
 ) -> list[list[Document]]:
-    """DAPO's dynamic sampling (2503.14476, eq. 11): groups that teach nothing replaced as long as the rounds last.
+    """DAPO's dynamic sampling (2503.14476, eq. 11): groups that teach nothing replaced as long as
+    the rounds last.
 
-    groups: of the first round, in the order of their prompts, as is what is returned. sample: (number) -> the groups
-    of so many further prompts. rounds: how often is sampled at most, the first time included; with 1 nothing is
-    dropped. mixed: by what a group teaches. Where they do not suffice, the earliest groups that teach nothing stay.
+    groups: of the first round, in the order of their prompts, as is what is returned. sample:
+        (number) -> the groups
+    of so many further prompts. rounds: how often is sampled at most, the first time included; with
+        1 nothing is
+    dropped. mixed: by what a group teaches. Where they do not suffice, the earliest groups that
+        teach nothing stay.
 
-    Every decision follows from the groups alone, so that ranks that hold the same groups take the same.
+    Every decision follows from the groups alone, so that ranks that hold the same groups take the
+    same.
     """
     if rounds == 1:
         return groups
@@ -169,7 +197,9 @@ def fill(
     dropped = set(without[max(0, missing) :])
     share = len(dropped) / len(groups)
     kept = [group for place, group in enumerate(groups) if place not in dropped]
-    return [[replace(document, dropped_prompt_fraction=share) for document in group] for group in kept]
+    return [
+        [replace(document, dropped_prompt_fraction=share) for document in group] for group in kept
+    ]
 
 
 def without_uninformative(groups: list[list[Document]]) -> list[Document]:
@@ -191,7 +221,8 @@ def is_solved(group: list[Document], least: float) -> bool:
 
 
 def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
-    """Whether the task scores the completions differently, or finds only some right; without what lengths take off.
+    """Whether the task scores the completions differently, or finds only some right; without what
+    lengths take off.
 
     Completions that are left out, since nobody could score them, tell nothing.
     """

@@ -1,4 +1,5 @@
-"""What rows of recorded rollouts say about one another, beyond what is right or wrong in a single row."""
+"""What rows of recorded rollouts say about one another, beyond what is right or wrong in a single
+row."""
 
 from __future__ import annotations
 
@@ -17,15 +18,19 @@ _ENOUGH_TOKENS = 64
 """Tokens without which nothing is concluded about their places."""
 _MIN_CORRELATION = 0.5
 _MIN_LEAD = 0.1
-"""Another place fits better where its correlation exceeds the former, and every other place's by the latter."""
+"""Another place fits better where its correlation exceeds the former, and every other place's by
+the latter."""
 _PLACES = {-1: "of the token before", 0: "of the token itself", 1: "of the next token"}
 
 
 class Plausibility:
-    """Collects what three checks need while rows are read: 32 bytes of each, and the first log-probs.
+    """Collects what three checks need while rows are read: 32 bytes of each, and the first
+    log-probs.
 
-    Of every row with a trained token: digests of its prompt and of all its tokens, its group (below 0: unknown, or a
-    later part of a trajectory, which has another context before it), and the log-prob of its completion (NaN: unknown).
+    Of every row with a trained token: digests of its prompt and of all its tokens, its group (below
+        0: unknown, or a
+    later part of a trajectory, which has another context before it), and the log-prob of its
+    completion (NaN: unknown).
     """
 
     def __init__(self) -> None:
@@ -52,22 +57,32 @@ class Plausibility:
             self._num_compared += int(mask.sum())
 
     def misplaced(self) -> str | None:
-        """Return whose log-probs sampling_log_probs are, and what tells it; None where they are the tokens' own."""
+        """Return whose log-probs sampling_log_probs are, and what tells it; None where they are the
+        tokens' own."""
         if self._num_compared < _ENOUGH_TOKENS:
             return None
         correlations = {place: self._correlation(place) for place in _PLACES}
         best = max(correlations, key=lambda place: correlations[place])
         second = max(correlation for place, correlation in correlations.items() if place != best)
-        if best == 0 or correlations[best] <= _MIN_CORRELATION or correlations[best] <= second + _MIN_LEAD:
+        if (
+            best == 0
+            or correlations[best] <= _MIN_CORRELATION
+            or correlations[best] <= second + _MIN_LEAD
+        ):
             return None
         known = ", ".join(f"{correlation:.3f}" for correlation in correlations.values())
-        return f"that {_PLACES[best]}: correlations with old_log_probs at places -1, 0, +1 are {known}"
+        return (
+            f"that {_PLACES[best]}: correlations with old_log_probs at places -1, 0, +1 are {known}"
+        )
 
     def _correlation(self, place: int) -> float:
-        """Return that of each sampling log-prob with the old one so many places on; -1 where nothing varies."""
+        """Return that of each sampling log-prob with the old one so many places on; -1 where
+        nothing varies."""
         ahead = max(0, place)
         behind = max(0, -place)
-        sampling = np.concatenate([values[behind : len(values) - ahead] for values, _ in self._pairs])
+        sampling = np.concatenate(
+            [values[behind : len(values) - ahead] for values, _ in self._pairs]
+        )
         old = np.concatenate([values[ahead : len(values) - behind] for _, values in self._pairs])
         if len(old) < 2 or not sampling.std() or not old.std():
             return -1.0
@@ -85,12 +100,14 @@ class Plausibility:
         if not mixed:
             return ""
         return (
-            f"{mixed} of {plural(len(numbers), 'group')} hold different prompts: a completion is judged by the rewards "
-            "of other prompts. Either the numbers in group_id begin anew somewhere, or loss_mask begins too late."
+            f"{mixed} of {plural(len(numbers), 'group')} hold different prompts: a completion is "
+            "judged by the rewards of other prompts. Either the numbers in group_id begin anew "
+            "somewhere, or loss_mask begins too late."
         )
 
     def _of_copies(self) -> str:
-        """Count pairs of equal rows against those of chance: a row's probability, once for each other of its prompt."""
+        """Count pairs of equal rows against those of chance: a row's probability, once for each
+        other of its prompt."""
         known = ~np.isnan(self._log_probs)
         prompts, texts = np.array(self._prompts)[known], np.array(self._texts)[known]
         if not len(texts):
@@ -104,9 +121,10 @@ class Plausibility:
             return ""
         repeated = len(texts) - len(copies)
         return (
-            f"{plural(repeated, 'row')} repeat another one: {plural(pairs, 'pair')} are equal, where the recorded "
-            f"log-probs let {expected:.3g} be expected. They count twice in the baselines of their groups. Was a file "
-            "read twice, or written by a run that was resumed?"
+            f"{plural(repeated, 'row')} repeat another one: {plural(pairs, 'pair')} are equal, "
+            f"where the recorded log-probs let {expected:.3g} be expected. They count twice in the "
+            "baselines of their groups. Was a file read twice, or written by a run that was "
+            "resumed?"
         )
 
 

@@ -19,7 +19,14 @@ FILE_NAME = "recorded_index.npz"
 
 ROW = np.dtype(
     [
-        *[("file", "i4"), ("number", "i8"), ("place", "i8"), ("checksum", "u4"), ("tokens", "i4"), ("trained", "i4")],
+        *[
+            ("file", "i4"),
+            ("number", "i8"),
+            ("place", "i8"),
+            ("checksum", "u4"),
+            ("tokens", "i4"),
+            ("trained", "i4"),
+        ],
         *[
             ("group", "i8"),
             ("trajectory", "i8"),
@@ -29,25 +36,36 @@ ROW = np.dtype(
             ("has_signal", "?"),
             ("score_failed", "?"),
         ],
-        *[("old_log_prob", "f8"), ("model_version", "f8"), ("truncated", "i1"), ("exact_match", "i1")],
+        *[
+            ("old_log_prob", "f8"),
+            ("model_version", "f8"),
+            ("truncated", "i1"),
+            ("exact_match", "i1"),
+        ],
         *[(name, "?") for name in OPTIONAL_VECTORS],
     ]
 )
 """What is known of a row; NaN, and -1 of what is true or false, is not recorded.
 
-file: its place among the files. number: in its file, from 1. place: where `RowFile.row` finds it. checksum:
-`Row.digest`. tokens, trained: how many. trajectory: the place among all rows of its first document. advantage: of the
-estimator. has_signal: whether an advantage is not 0. score_failed: whether nobody could score it. old_log_prob: the
+file: its place among the files. number: in its file, from 1. place: where `RowFile.row` finds it.
+    checksum:
+`Row.digest`. tokens, trained: how many. trajectory: the place among all rows of its first document.
+    advantage: of the
+estimator. has_signal: whether an advantage is not 0. score_failed: whether nobody could score it.
+    old_log_prob: the
 mean over its trained tokens. OPTIONAL_VECTORS: whether it has them.
 """
 
 
 @dataclass
 class RecordedIndex:
-    """rows: (documents,) of dtype ROW, in the order of the files, of which none has to be read for it again.
+    """rows: (documents,) of dtype ROW, in the order of the files, of which none has to be read for
+    it again.
 
-    files: name, bytes, time of the last change in ns, and SHA-256 of each. rules: what the rows were checked for.
-    has_groups: whether it is known which documents share a prompt. notes: what a user is told. texts: the fingerprint
+    files: name, bytes, time of the last change in ns, and SHA-256 of each. rules: what the rows
+        were checked for.
+    has_groups: whether it is known which documents share a prompt. notes: what a user is told.
+        texts: the fingerprint
     of what made tokens of texts; None where rows have tokens.
     """
 
@@ -60,11 +78,16 @@ class RecordedIndex:
 
     def digests(self) -> dict[str, dict]:
         """Of each file, as data.json of a run keeps them."""
-        return {file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in self.files}
+        return {
+            file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in self.files
+        }
 
     def knows(self, name: str, path: Path) -> bool:
-        """Whether a file has the size and the time of its last change that it had when it was indexed."""
-        return any(file["name"] == name and stamp_of(path).items() <= file.items() for file in self.files)
+        """Whether a file has the size and the time of its last change that it had when it was
+        indexed."""
+        return any(
+            file["name"] == name and stamp_of(path).items() <= file.items() for file in self.files
+        )
 
     def write(self, folder: Path) -> None:
         about = {name: value for name, value in vars(self).items() if name != "rows"}
@@ -73,12 +96,14 @@ class RecordedIndex:
 
 
 def first_parts(rows: np.ndarray) -> np.ndarray:
-    """(documents,) the place of the first document of each one's trajectory: its own place where it names none."""
+    """(documents,) the place of the first document of each one's trajectory: its own place where it
+    names none."""
     return np.where(rows["trajectory"] < 0, np.arange(len(rows)), rows["trajectory"])
 
 
 def read_index(folder: Path) -> RecordedIndex | None:
-    """The index that was kept in a run directory; None where there is none, or no whole one of this version."""
+    """The index that was kept in a run directory; None where there is none, or no whole one of this
+    version."""
     try:
         with np.load(folder / FILE_NAME) as kept:
             index = RecordedIndex(kept["rows"], **json.loads(str(kept["about"])))
@@ -88,7 +113,8 @@ def read_index(folder: Path) -> RecordedIndex | None:
 
 
 def stamp_of(path: Path) -> dict[str, int]:
-    """What tells of a change of a file: its size and time. Raises DataError where it cannot be read."""
+    """What tells of a change of a file: its size and time. Raises DataError where it cannot be
+    read."""
     try:
         status = path.stat()
     except OSError as error:

@@ -24,7 +24,8 @@ ROW_GROUP_TOKENS = 2**20
 
 
 def recording_folder(path: str, resume: bool = False) -> Path:
-    """The folder of a run's batches, made. Raises ConfigError where it has some and the run is not resumed."""
+    """The folder of a run's batches, made. Raises ConfigError where it has some and the run is not
+    resumed."""
     folder = Path(path).expanduser()
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +35,11 @@ def recording_folder(path: str, resume: bool = False) -> Path:
 
 
 def write_batch(folder: Path, number: int, documents: list[Document]) -> Path:
-    """Record the documents of a batch; returns the file, which has its name once it is complete and on the disk.
+    """Record the documents of a batch; returns the file, which has its name once it is complete and
+    on the disk.
 
-    A resumed run writes the batches after its checkpoint again, each over itself, so no row is lost or doubled.
+    A resumed run writes the batches after its checkpoint again, each over itself, so no row is lost
+    or doubled.
     """
     path = batch_file(folder, number)
     rows = map(row_of, documents)
@@ -88,7 +91,8 @@ def row_of(document: Document) -> Row:
 def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] = ()) -> None:
     """Parquet with page checksums, a row group at a time in memory.
 
-    The columns are what the rows of the first group know, and further ones of their measures, which training ignores.
+    The columns are what the rows of the first group know, and further ones of their measures, which
+    training ignores.
     columns: fields that the file has also where the first group does not know them.
     """
     groups = _row_groups(rows)
@@ -98,7 +102,10 @@ def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] 
         for name, (kind, _) in FIELDS.items()
         if name in columns or any(getattr(row, name) is not None for row in first)
     ]
-    measures = [(name, pa.float64()) for name in dict.fromkeys(name for row in first for name in row.measures)]
+    measures = [
+        (name, pa.float64())
+        for name in dict.fromkeys(name for row in first for name in row.measures)
+    ]
     schema = pa.schema([*known, *measures])
     with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
         for group in itertools.chain([first], groups):

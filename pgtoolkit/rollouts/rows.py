@@ -1,4 +1,5 @@
-"""One recorded rollout (docs/data.md): its fields, and how they are checked and turned into a document."""
+"""One recorded rollout (docs/data.md): its fields, and how they are checked and turned into a
+document."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ OF_THE_DOCUMENT = ("reward", "model_version", "truncated", "exact_match")
 class Rules:
     """What this run asks of a row. required: fields that it needs besides token_ids and loss_mask.
 
-    max_tokens: the longest document that fits; None: any length. too_long: what happens to a longer one.
+    max_tokens: the longest document that fits; None: any length. too_long: what happens to a longer
+        one.
     texts: makes tokens of texts; None: rows have tokens.
     """
 
@@ -48,7 +50,8 @@ class Rules:
 class Row(SimpleNamespace):
     """A checked row: each of FIELDS, None if it is not recorded. Arrays have one entry per token.
 
-    token_ids: (S,) int64. loss_mask: (S,) bool. Log-probs and advantage: (S,) float32, 0 where nothing is trained.
+    token_ids: (S,) int64. loss_mask: (S,) bool. Log-probs and advantage: (S,) float32, 0 where
+        nothing is trained.
     measures: further numbers of the document that it records.
     """
 
@@ -63,10 +66,17 @@ class Row(SimpleNamespace):
             others.append(len(value) if is_vector else value)
         return zlib.crc32(repr(others).encode(), checksum)
 
-    def document(self, advantage: float | None, group: int, name: str, trajectory: int | None = None) -> Document:
-        """The row as a document; advantage: that of all its trained tokens, or None for the recorded ones."""
+    def document(
+        self, advantage: float | None, group: int, name: str, trajectory: int | None = None
+    ) -> Document:
+        """The row as a document; advantage: that of all its trained tokens, or None for the
+        recorded ones."""
         mask = self.loss_mask
-        advantages = self.advantage[mask] if advantage is None else np.full(mask.sum(), advantage, np.float32)
+        advantages = (
+            self.advantage[mask]
+            if advantage is None
+            else np.full(mask.sum(), advantage, np.float32)
+        )
         vectors = {name: getattr(self, name) for name in OPTIONAL_VECTORS}
         return Document(
             tokens=torch.from_numpy(self.token_ids),
@@ -75,14 +85,18 @@ class Row(SimpleNamespace):
             group=group,
             name=name,
             trajectory=trajectory,
-            **{name: None if x is None else torch.from_numpy(x[mask]) for name, x in vectors.items()},
+            **{
+                name: None if x is None else torch.from_numpy(x[mask])
+                for name, x in vectors.items()
+            },
             **{name: getattr(self, name) for name in OF_THE_DOCUMENT},
             score_failed=bool(self.score_failed),
         )
 
 
 def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple[str, str]] | None]:
-    """What `parse_row` makes of each row of a batch; where all of the lists are right, these are checked at once."""
+    """What `parse_row` makes of each row of a batch; where all of the lists are right, these are
+    checked at once."""
     vectors = _checked_vectors(batch, rules)
     rows = zip(*vectors.values(), strict=True) if vectors else itertools.repeat(())
     for raw, checked in zip(rows_of(batch.drop_columns([*vectors])), rows, strict=False):
@@ -90,21 +104,37 @@ def parse_rows(batch: pa.RecordBatch, rules: Rules) -> Iterator[Row | list[tuple
 
 
 def parse_row(
-    raw: dict[str, Any] | str, rules: Rules, checked: Mapping[str, np.ndarray] = MappingProxyType({})
+    raw: dict[str, Any] | str,
+    rules: Rules,
+    checked: Mapping[str, np.ndarray] = MappingProxyType({}),
 ) -> Row | list[tuple[str, str]] | None:
     """The checked row, or its problems as (field, reason). Lists are Python lists or NumPy arrays.
 
-    None: it is too long, and left out. raw: fields by name, or why a line is no row, which is the problem of the field
+    None: it is too long, and left out. raw: fields by name, or why a line is no row, which is the
+        problem of the field
     "". checked: fields that are right.
     """
     if isinstance(raw, str):
         return [("", raw)]
     if rules.texts is not None and raw.get("token_ids") is None and "token_ids" not in checked:
         try:
-            raw = raw | (rules.texts.tokens(raw) if has_texts({x for x in TEXTS if raw.get(x) is not None}) else {})
-        except Exception as error:  # what the tokenizers library raises for a character it has no token for
+            raw = raw | (
+                rules.texts.tokens(raw)
+                if has_texts({x for x in TEXTS if raw.get(x) is not None})
+                else {}
+            )
+        except (
+            Exception
+        ) as error:  # what the tokenizers library raises for a character it has no token for
             name = "messages" if raw.get("messages") is not None else "completion"
-            return [(name, str(error) if isinstance(error, ValueError) else f"cannot be encoded: {first_line(error)}")]
+            return [
+                (
+                    name,
+                    str(error)
+                    if isinstance(error, ValueError)
+                    else f"cannot be encoded: {first_line(error)}",
+                )
+            ]
     row = Row(**{**_NOTHING, **checked})
     problems = []
     for name, (_, read) in FIELDS.items():
@@ -122,15 +152,25 @@ def parse_row(
         elif name == "reward" and row.score_failed:
             continue  # nobody could score it: it has weight 0
         elif name in ("token_ids", "loss_mask") or name in rules.required:
-            problems.append((name, f"is missing; the row has {', '.join([*checked, *raw]) or 'no fields'}"))
+            problems.append(
+                (name, f"is missing; the row has {', '.join([*checked, *raw]) or 'no fields'}")
+            )
     return problems or row
 
 
 def _checked_vectors(batch: pa.RecordBatch, rules: Rules) -> dict[str, list[np.ndarray]]:
-    """By field, the lists of all rows as `parse_row` gives them; none where one of them needs a look of its own."""
+    """By field, the lists of all rows as `parse_row` gives them; none where one of them needs a
+    look of its own."""
     names = [name for name in ("token_ids", "loss_mask", *_PER_TOKEN) if name in batch.schema.names]
-    lists = {x: batch.column(x) for x in names if isinstance(batch.column(x), (pa.ListArray, pa.LargeListArray))}
-    if any(x.null_count or x.values.null_count for x in lists.values()) or not {"token_ids", "loss_mask"} <= set(lists):
+    lists = {
+        x: batch.column(x)
+        for x in names
+        if isinstance(batch.column(x), (pa.ListArray, pa.LargeListArray))
+    }
+    if any(x.null_count or x.values.null_count for x in lists.values()) or not {
+        "token_ids",
+        "loss_mask",
+    } <= set(lists):
         return {}
     ends, *others = [x.offsets.to_numpy() - x.offsets[0].as_py() for x in lists.values()]
     lengths = np.diff(ends)
@@ -139,7 +179,11 @@ def _checked_vectors(batch: pa.RecordBatch, rules: Rules) -> dict[str, list[np.n
     # All lists as one: right, if each is and none of what is asked of a list as a whole is broken.
     flat = {name: x.flatten().to_numpy(zero_copy_only=False) for name, x in lists.items()}
     row = parse_row(flat, Rules(rules.vocabulary_size))
-    if not isinstance(row, Row) or row.loss_mask[ends[:-1]].any() or lengths.max() > (rules.max_tokens or math.inf):
+    if (
+        not isinstance(row, Row)
+        or row.loss_mask[ends[:-1]].any()
+        or lengths.max() > (rules.max_tokens or math.inf)
+    ):
         return {}
     trained = np.add.reduceat(row.loss_mask, ends[:-1], dtype=np.int64)
     if trained.max() > (rules.max_completion_length or math.inf):
@@ -157,7 +201,8 @@ class _TooLong(_Unusable):
 
 
 def has_texts(names: Collection[str]) -> bool:
-    """Whether a row with these fields, or a file with these columns, has texts in the place of tokens."""
+    """Whether a row with these fields, or a file with these columns, has texts in the place of
+    tokens."""
     return "messages" in names or {"prompt", "completion"} <= {*names}
 
 
@@ -166,7 +211,10 @@ def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
     if len(tokens) == 0:
         raise _Unusable("is empty; a document has at least one token")
     if (place := _first((tokens < 0) | (tokens >= rules.vocabulary_size))) is not None:
-        raise _Unusable(f"is {tokens[place]} at position {place}; the vocabulary is 0 to {rules.vocabulary_size - 1}")
+        raise _Unusable(
+            f"is {tokens[place]} at position {place}; the vocabulary is 0 to "
+            f"{rules.vocabulary_size - 1}"
+        )
     if rules.max_tokens is not None and len(tokens) > rules.max_tokens:
         raise _TooLong(
             f"has {len(tokens)} tokens and at most {rules.max_tokens} fit "
@@ -178,9 +226,14 @@ def _token_ids(value: Any, _row: Row, rules: Rules) -> np.ndarray:
 def _loss_mask(value: Any, row: Row, rules: Rules) -> np.ndarray:
     mask = _vector(value, "biu", "true and false, or 1 and 0,", row)
     if (place := _first((mask != 0) & (mask != 1))) is not None:
-        raise _Unusable(f"is {mask[place]} at position {place}; a token is trained or not: true or false, or 1 or 0")
+        raise _Unusable(
+            f"is {mask[place]} at position {place}; a token is trained or not: true or false, or 1 "
+            "or 0"
+        )
     if len(mask) and mask[0]:
-        raise _Unusable("is true for the first token, which has nothing before it to be predicted from")
+        raise _Unusable(
+            "is true for the first token, which has nothing before it to be predicted from"
+        )
     trained, limit = int(mask.sum()), rules.max_completion_length
     if limit is not None and trained > limit:
         raise _Unusable(f"trains {trained} tokens, more than rollout.max_completion_length={limit}")
@@ -213,7 +266,8 @@ def _numbers_per_token(value: Any, row: Row) -> np.ndarray:
         return values
     if (place := _first(mask & ~np.isfinite(values))) is not None:
         raise _Unusable(
-            f"is {values[place]} at position {place}, which is trained; it must be a finite number in float32"
+            f"is {values[place]} at position {place}, which is trained; it must be a finite number "
+            "in float32"
         )
     return np.where(mask, values, np.float32(0))
 
@@ -224,20 +278,29 @@ def _first(bad: np.ndarray) -> int | None:
 
 
 def _vector(value: Any, kinds: str, content: str, row: Row | None = None) -> np.ndarray:
-    """A list or array as an array whose dtype is of one of the kinds; where that may be "f", nulls become NaN.
+    """A list or array as an array whose dtype is of one of the kinds; where that may be "f", nulls
+    become NaN.
 
     row: with the tokens, of which each has an entry. content: of the list, in words.
     """
     if isinstance(value, list):
         with contextlib.suppress(ValueError):  # of lists within the list
-            value = np.array([math.nan if x is None else x for x in value] if "f" in kinds else value)
+            value = np.array(
+                [math.nan if x is None else x for x in value] if "f" in kinds else value
+            )
     if not isinstance(value, np.ndarray):
         raise _Unusable(f"needs a list of {content} (got {value!r:.40})")
     if value.ndim != 1 or (value.size and value.dtype.kind not in kinds):
-        raise _Unusable(f"needs a list of {content} (got values of type {value.dtype.name}, such as {value[0]!r:.40})")
+        raise _Unusable(
+            f"needs a list of {content} (got values of type {value.dtype.name}, such as "
+            f"{value[0]!r:.40})"
+        )
     tokens = value if row is None or row.token_ids is None else row.token_ids
     if len(value) != len(tokens):
-        raise _Unusable(f"has {len(value)} entries and token_ids has {len(tokens)}; there is one for every token")
+        raise _Unusable(
+            f"has {len(value)} entries and token_ids has {len(tokens)}; there is one for every "
+            "token"
+        )
     return value
 
 
@@ -280,7 +343,8 @@ FIELDS = {
     "truncated": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
     "exact_match": (pa.bool_(), lambda value, *_: _of_type(value, bool, "true or false")),
 }
-"""Each field with its type in a Parquet file, and what reads it: (value, row with the fields before it, rules)."""
+"""Each field with its type in a Parquet file, and what reads it: (value, row with the fields before
+it, rules)."""
 
 COLUMNS = (*FIELDS, *TEXTS, TOOLS)
 """All that is read of a file."""

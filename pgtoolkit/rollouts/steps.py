@@ -1,7 +1,9 @@
-"""The step loader: turns a stream of documents into optimizer steps with their totals (`docs_per_step`).
+"""The step loader: turns a stream of documents into optimizer steps with their totals
+(`docs_per_step`).
 
-Which documents make a step depends on `docs_per_step` and on where groups and batches end, never on how the step is
-then cut into micro-batches. The loader's place in the data is one integer, the position of the next document.
+Which documents make a step depends on `docs_per_step` and on where groups and batches end, never on
+how the step is then cut into micro-batches. The loader's place in the data is one integer, the
+position of the next document.
 """
 
 from __future__ import annotations
@@ -14,7 +16,16 @@ from typing import Protocol
 
 import torch
 
-from pgtoolkit.batch import Document, Step, StepTotals, cut, known_vectors, pack, trajectories_of, vectors_of_critic
+from pgtoolkit.batch import (
+    Document,
+    Step,
+    StepTotals,
+    cut,
+    known_vectors,
+    pack,
+    trajectories_of,
+    vectors_of_critic,
+)
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
@@ -22,14 +33,15 @@ from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
 _MOST_EMPTY_BATCHES = 10
 _NOTHING_DIFFERS = (
-    f"{_MOST_EMPTY_BATCHES} batches in a row have no prompt whose completions score differently, so "
-    "rollout.uninformative=drop leaves nothing to train on. Is the task too hard, too easy, or an answer longer than a "
-    "completion? Use another task or start, or rollout.uninformative=train."
+    f"{_MOST_EMPTY_BATCHES} batches in a row have no prompt whose completions score "
+    "differently, so rollout.uninformative=drop leaves nothing to train on. Is the task too hard, "
+    "too easy, or an answer longer than a completion? Use another task or start, or "
+    "rollout.uninformative=train."
 )
 _ALL_SOLVED = (
-    "the first batch has retired every prompt (rollout.retire_at), and none of its prompts has completions that score "
-    "differently, so there is nothing to train on. The policy solves them all: use harder prompts, or "
-    "rollout.retire_at=null."
+    "the first batch has retired every prompt (rollout.retire_at), and none of its prompts has "
+    "completions that score differently, so there is nothing to train on. The policy solves them "
+    "all: use harder prompts, or rollout.retire_at=null."
 )
 
 
@@ -37,8 +49,10 @@ _ALL_SOLVED = (
 class Outline(Document):
     """What a rank knows of a document that another rank trains on.
 
-    Its vectors lie on torch's device meta: they have a length and no numbers. checksum: of its contents. has_signal:
-    whether an advantage is not 0. old_log_prob: the mean over the trained tokens; NaN where nobody knows it.
+    Its vectors lie on torch's device meta: they have a length and no numbers. checksum: of its
+    contents. has_signal:
+    whether an advantage is not 0. old_log_prob: the mean over the trained tokens; NaN where nobody
+        knows it.
     """
 
     checksum: int = 0
@@ -50,11 +64,14 @@ class Outline(Document):
 
 
 class Source(Protocol):
-    """A stream of documents by position; those of a group, and of a trajectory in it, stand next to each other.
+    """A stream of documents by position; those of a group, and of a trajectory in it, stand next to
+    each other.
 
-    A batch is what the stream comes in: one round of rollouts, or one pass over recorded files. Whoever only reads
+    A batch is what the stream comes in: one round of rollouts, or one pass over recorded files.
+        Whoever only reads
     documents inherits what only those do who make them.
-    num_documents: None where they never end. batch_size: documents of a batch. has_groups: whether it is known which
+    num_documents: None where they never end. batch_size: documents of a batch. has_groups: whether
+        it is known which
     documents share a prompt.
     """
 
@@ -63,7 +80,8 @@ class Source(Protocol):
     has_groups: bool = True
 
     def before_step(self, position: int) -> None:
-        """Called once before the documents of a step are asked for: where in the stream it begins."""
+        """Called once before the documents of a step are asked for: where in the stream it
+        begins."""
 
     def document(self, position: int) -> Document:
         raise NotImplementedError
@@ -83,7 +101,8 @@ class Source(Protocol):
         """Go on from a state of `state_dict`. Raises ValueError for anything else."""
 
     def seconds(self) -> dict[str, float]:
-        """What making documents took since the last call, by stage; nothing where they are only read."""
+        """What making documents took since the last call, by stage; nothing where they are only
+        read."""
         return {}
 
     def close(self) -> None:
@@ -94,9 +113,11 @@ class Source(Protocol):
 class StepLoader:
     """Iterates over the steps from the current position on; at most `max_steps` in the whole run.
 
-    A step ends only where a trajectory ends. close_on_groups: and where a group ends (needed by prompt_mean).
+    A step ends only where a trajectory ends. close_on_groups: and where a group ends (needed by
+        prompt_mean).
     layout: the ranks, among which the documents of every step are divided.
-    The length is known, so that Lightning fetches no step ahead: rollouts are generated by the policy that the
+    The length is known, so that Lightning fetches no step ahead: rollouts are generated by the
+        policy that the
     previous step left, and the committed state is the state after the step just taken.
     """
 
@@ -111,10 +132,13 @@ class StepLoader:
 
     def __post_init__(self):
         # Of several ranks each reads its own share alone.
-        self._look = self.source.document if self.layout.size("data_parallel") == 1 else self.source.outline
+        self._look = (
+            self.source.document if self.layout.size("data_parallel") == 1 else self.source.outline
+        )
 
     def __len__(self) -> int:
-        return max(1, self.max_steps - self._num_steps)  # of none Lightning would start nothing, no evaluation either
+        # of none Lightning would start nothing, no evaluation either
+        return max(1, self.max_steps - self._num_steps)
 
     def __iter__(self) -> Iterator[Step]:
         rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
@@ -122,7 +146,9 @@ class StepLoader:
             with failing_together(self.layout):
                 documents = self._take()
             if self.layout.world_size > 1:
-                check_same(self.layout, f"the documents of step {self._num_steps + 1}", _digest(documents))
+                check_same(
+                    self.layout, f"the documents of step {self._num_steps + 1}", _digest(documents)
+                )
             if not documents:
                 return
             self._num_steps += 1
@@ -139,8 +165,13 @@ class StepLoader:
         return loadable(self._state())
 
     def _state(self) -> dict:
-        """For `loadable`: the source may be sampling, which is for a checkpoint to wait for, not for each step."""
-        return {"position": self._position, "num_steps": self._num_steps, "source": self.source.state_dict}
+        """For `loadable`: the source may be sampling, which is for a checkpoint to wait for, not
+        for each step."""
+        return {
+            "position": self._position,
+            "num_steps": self._num_steps,
+            "source": self.source.state_dict,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self._position = state["position"]
@@ -158,14 +189,19 @@ class StepLoader:
             if not documents and self._position > start:
                 continue  # the rest of a batch, of which every document is left out
             attempts -= 1
-            if documents and self.accumulation.last_step == LastStep.drop and not self._is_full(documents):
+            if (
+                documents
+                and self.accumulation.last_step == LastStep.drop
+                and not self._is_full(documents)
+            ):
                 dropped = len(documents)  # a step cut short by the end of its batch
             elif documents or self._num_steps > 0:
                 return documents
         raise DataError(nothing_to_train(dropped) if dropped else _ALL_SOLVED)
 
     def _collect(self, start: int) -> tuple[list[Document], int]:
-        """Return the documents from `start` until the step is full or may not go on, and the position after them.
+        """Return the documents from `start` until the step is full or may not go on, and the
+        position after them.
 
         Documents that are left out are passed over.
         """
@@ -187,7 +223,8 @@ class StepLoader:
 
     def _ends_at(self, position: int, start: int) -> bool:
         """Return whether a step that begins at `start` has no document at `position`."""
-        end = self.source.num_documents  # known to a source of prompts only once the last one is solved
+        # known to a source of prompts only once the last one is solved
+        end = self.source.num_documents
         if self.accumulation.last_step != LastStep.carry and (end is None or start < end):
             end = self.source.batch_end(start)
         return end is not None and position >= end
@@ -195,7 +232,8 @@ class StepLoader:
     def _closes_before(self, position: int, documents: list[Document]) -> bool:
         """Whether the step of `documents` ends before the document at `position`.
 
-        That document is looked at only where it must be: asking for it may start the next round of rollouts, which
+        That document is looked at only where it must be: asking for it may start the next round of
+            rollouts, which
         should wait for this step's update.
         """
         if len(documents) < self.accumulation.docs_per_step:
@@ -217,11 +255,15 @@ class StepLoader:
         if self.accumulation.docs_per_step > 0:
             return len(documents) >= self.accumulation.docs_per_step
         assert self.accumulation.micro_batches_per_step is not None
-        return len(cut(documents, self.accumulation.max_tokens)) >= self.accumulation.micro_batches_per_step
+        return (
+            len(cut(documents, self.accumulation.max_tokens))
+            >= self.accumulation.micro_batches_per_step
+        )
 
 
 def loadable(state_after: dict) -> dict:
-    """A step's `state_after` as `load_state_dict` takes it, once all that is being sampled is there; for every rank."""
+    """A step's `state_after` as `load_state_dict` takes it, once all that is being sampled is
+    there; for every rank."""
     return state_after | {"source": state_after["source"]()}
 
 
@@ -230,7 +272,9 @@ def _digest(documents: list[Document]) -> int:
     digest = len(documents)
     for document in documents:
         if isinstance(document, Outline):
-            digest = zlib.crc32(repr((document.group, document.trajectory, document.checksum)).encode(), digest)
+            digest = zlib.crc32(
+                repr((document.group, document.trajectory, document.checksum)).encode(), digest
+            )
             continue
         known = *known_vectors(document), *vectors_of_critic([document])
         for name in ("tokens", "loss_mask", "advantages", *known):
@@ -240,11 +284,17 @@ def _digest(documents: list[Document]) -> int:
 
 
 def make_step(
-    documents: list[Document], max_tokens: int, state_after: dict | None = None, data_rank: int = 0, data_size: int = 1
+    documents: list[Document],
+    max_tokens: int,
+    state_after: dict | None = None,
+    data_rank: int = 0,
+    data_size: int = 1,
 ) -> Step:
-    """Number groups and trajectories, count the totals, pack the documents into micro-batches of at most max_tokens.
+    """Number groups and trajectories, count the totals, pack the documents into micro-batches of at
+    most max_tokens.
 
-    Totals and documents are those of all data_size ranks, the micro-batches those of data_rank alone. Every rank has
+    Totals and documents are those of all data_size ranks, the micro-batches those of data_rank
+    alone. Every rank has
     as many, so that none waits for another in vain: where documents run out, they are empty.
     """
     trained = [document.num_trained for document in documents]
@@ -262,7 +312,10 @@ def make_step(
     )
     dealt = divide_among_ranks(documents, data_size)
     longest = max(len(cut([documents[i] for i in share], max_tokens)) for share in dealt)
-    numbers = {i: {"group": groups[i], "trajectory": trajectories and trajectories[i]} for i in dealt[data_rank]}
+    numbers = {
+        i: {"group": groups[i], "trajectory": trajectories and trajectories[i]}
+        for i in dealt[data_rank]
+    }
     parts = cut([replace(documents[i], **numbers[i]) for i in numbers], max_tokens)
     how = known_vectors(*documents), trajectories is not None
     micro_batches = [pack(part, *how) for part in parts + [[]] * (longest - len(parts))]
@@ -270,7 +323,8 @@ def make_step(
 
 
 def _numbered(belongs_to: list, trained: list[int]) -> tuple[list[int], torch.Tensor]:
-    """(what each document belongs to, numbered in the order in which it comes; the trained tokens of each of these)."""
+    """(what each document belongs to, numbered in the order in which it comes; the trained tokens
+    of each of these)."""
     numbers = {one: number for number, one in enumerate(dict.fromkeys(belongs_to))}
     index, tokens = [numbers[one] for one in belongs_to], [0] * len(numbers)
     for number, count in zip(index, trained, strict=True):
@@ -279,7 +333,8 @@ def _numbered(belongs_to: list, trained: list[int]) -> tuple[list[int], torch.Te
 
 
 def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[int]]:
-    """The places of each rank's documents, with about as many tokens: the longest first, to whom has the fewest."""
+    """The places of each rank's documents, with about as many tokens: the longest first, to whom
+    has the fewest."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for place in sorted(range(len(documents)), key=lambda i: -documents[i].num_tokens):
@@ -292,6 +347,7 @@ def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[i
 def nothing_to_train(documents: int) -> str:
     """Return the problem with batches of so many documents, which are fewer than a step has."""
     return (
-        f"accumulation.last_step=drop leaves nothing to train on (got {documents} documents in a batch). "
-        "A batch is shorter than one step. Use a smaller accumulation.docs_per_step or last_step=short."
+        f"accumulation.last_step=drop leaves nothing to train on (got {documents} documents in a "
+        "batch). A batch is shorter than one step. Use a smaller accumulation.docs_per_step or "
+        "last_step=short."
     )

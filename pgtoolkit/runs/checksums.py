@@ -1,4 +1,5 @@
-"""Checksums of the rows that a run has recorded: each checkpoint keeps them, and readers compare."""
+"""Checksums of the rows that a run has recorded: each checkpoint keeps them, and readers
+compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Completions kept to be looked at: rows in Parquet files of a run directory, each written whole or not at all."""
+"""Completions kept to be looked at: rows in Parquet files of a run directory, each written whole or
+not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ _REWARD_OF = "reward/"
 _LOGGED_OF = "logged/"
 """What a column that a reward function has logged begins with."""
 
-_NAME = re.compile(r"steps_(?P<first>\d+)-(?P<last>\d+)\.parquet|evaluation_(?P<set>.+)_(?P<step>\d+)\.parquet")
+_NAME = re.compile(
+    r"steps_(?P<first>\d+)-(?P<last>\d+)\.parquet|evaluation_(?P<set>.+)_(?P<step>\d+)\.parquet"
+)
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,11 @@ class CompletionRow:
     step: the optimizer step that trained on it; in an evaluation, the steps made before it.
     name: of the prompt, the same whenever it is asked: `Prompt.place`.
     prompt, completion: their tokens as the tokenizer decodes them, special tokens included.
-    reward: after weights and penalties; None where nobody could score it. rewards: score of each verifier by its name;
-        {} where none has a name.
+    reward: after weights and penalties; None where nobody could score it. rewards: score of each
+        verifier by its name; {} where none has a name.
     advantage: None in an evaluation. tokens: of the completion. finish_reason: "stop" or "length".
-    version: of the weights that wrote it, in updates. answer: the prompt's reference answer, if it has one.
+    version: of the weights that wrote it, in updates. answer: the prompt's reference answer, if it
+        has one.
     logged: what reward functions have logged of it, by name.
     """
 
@@ -57,7 +61,11 @@ class CompletionRow:
     logged: dict[str, str] = field(default_factory=dict)
 
 
-COLUMNS = {column.name: column.type for column in fields(CompletionRow) if column.name not in ("rewards", "logged")}
+COLUMNS = {
+    column.name: column.type
+    for column in fields(CompletionRow)
+    if column.name not in ("rewards", "logged")
+}
 """The columns of a file but for `rewards` and `logged`: their types as they stand above."""
 
 _KINDS = {"int": "int64", "str": "string", "float": "double"}
@@ -65,7 +73,8 @@ _KINDS = {"int": "int64", "str": "string", "float": "double"}
 
 
 class CompletionFile(NamedTuple):
-    """One file: its set, its first and its last step, which are one in an evaluation, and where it lies."""
+    """One file: its set, its first and its last step, which are one in an evaluation, and where it
+    lies."""
 
     set: str
     first: int
@@ -74,12 +83,14 @@ class CompletionFile(NamedTuple):
 
 
 def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
-    """Write the file, or replace it, all of it or nothing; its folder is made. What looks like a secret is hidden.
+    """Write the file, or replace it, all of it or nothing; its folder is made. What looks like a
+    secret is hidden.
 
-    path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called `training`. Training
-    writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps (`rollouts/kept_completions.py`).
-    The columns are the fields of `CompletionRow`, but for `rewards` and `logged`: a column reward/NAME or logged/NAME
-    for each of them.
+    path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called
+        `training`. Training
+    writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps
+    (`rollouts/kept_completions.py`). The columns are the fields of `CompletionRow`, but for
+    `rewards` and `logged`: a column reward/NAME or logged/NAME for each of them.
     """
     write_redacted(path, redacted(rows))
 
@@ -91,19 +102,25 @@ def redacted(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
         replace(
             row,
             **{name: hidden(value) for name, value in vars(row).items() if isinstance(value, str)},
-            logged={name: hidden(f"{name}={text}").removeprefix(f"{name}=") for name, text in row.logged.items()},
+            logged={
+                name: hidden(f"{name}={text}").removeprefix(f"{name}=")
+                for name, text in row.logged.items()
+            },
         )
         for row in rows
     ]
 
 
 def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
-    """The same as `write_completions` for rows that `redacted` has given, once where a file is written again."""
+    """The same as `write_completions` for rows that `redacted` has given, once where a file is
+    written again."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     kinds = {name: _KINDS[kind.split()[0]] for name, kind in COLUMNS.items()}
-    columns = {name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()}
+    columns = {
+        name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()
+    }
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
         columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
     for name in dict.fromkeys(name for row in rows for name in row.logged):
@@ -114,7 +131,8 @@ def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
 
 
 def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[CompletionRow]:
-    """The rows of one file, as they were written; columns: of these fields alone, the others have their defaults.
+    """The rows of one file, as they were written; columns: of these fields alone, the others have
+    their defaults.
 
     Raises StorageError for a file that is damaged.
     """
@@ -134,15 +152,24 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
         return [
             CompletionRow(
                 **{name: row[name] for name in columns or COLUMNS},
-                rewards={name.removeprefix(_REWARD_OF): row[name] for name in scores if row[name] is not None},
-                logged={name.removeprefix(_LOGGED_OF): row[name] for name in logged if row[name] is not None},
+                rewards={
+                    name.removeprefix(_REWARD_OF): row[name]
+                    for name in scores
+                    if row[name] is not None
+                },
+                logged={
+                    name.removeprefix(_LOGGED_OF): row[name]
+                    for name in logged
+                    if row[name] is not None
+                },
             )
             for row in table.to_pylist()
         ]
 
 
 def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
-    """Names of prompts that together have at most so many completions: all of them, or some, spread evenly.
+    """Names of prompts that together have at most so many completions: all of them, or some, spread
+    evenly.
 
     The last is among them; where its completions alone are more, it stays.
     """
@@ -157,8 +184,8 @@ def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
 def some_completions(
     files: Sequence[CompletionFile], most: int, step: int | None = None
 ) -> tuple[list[tuple[str, CompletionRow]], int]:
-    """The completions of these files, each with its set, and their number; of more than `most`, which the sets share
-    alike, those of `some_prompts`.
+    """The completions of these files, each with its set, and their number; of more than `most`,
+    which the sets share alike, those of `some_prompts`.
 
     step: of this one alone.
     """
@@ -174,7 +201,8 @@ def some_completions(
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:
-    """The files of a run directory, by set and step; none where there are none. Other files are passed over."""
+    """The files of a run directory, by set and step; none where there are none. Other files are
+    passed over."""
     files = []
     for path in (run_dir / FOLDER).glob("*.parquet"):
         if named := _NAME.fullmatch(path.name):
@@ -190,4 +218,6 @@ def drop_completions_after(run_dir: Path, step: int) -> None:
         if file.first > step:
             file.path.unlink()
         elif file.last > step:
-            write_redacted(file.path, [row for row in read_completions(file.path) if row.step <= step])
+            write_redacted(
+                file.path, [row for row in read_completions(file.path) if row.step <= step]
+            )

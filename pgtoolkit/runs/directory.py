@@ -1,4 +1,5 @@
-"""The run directory: configuration, status, metrics and provenance of one run, safe against a kill at any moment."""
+"""The run directory: configuration, status, metrics and provenance of one run, safe against a kill
+at any moment."""
 
 from __future__ import annotations
 
@@ -33,37 +34,48 @@ BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints"
 
 
 def occupied_by(run_dir: Path, more: tuple[str, ...] = ()) -> str | None:
-    """What of a run, or of `more`, lies in this directory already; None where another one may begin."""
-    return next((name for name in (*BELONGS_TO_A_RUN, *more) if os.path.lexists(run_dir / name)), None)
+    """What of a run, or of `more`, lies in this directory already; None where another one may
+    begin."""
+    return next(
+        (name for name in (*BELONGS_TO_A_RUN, *more) if os.path.lexists(run_dir / name)), None
+    )
 
 
 def occupied(setting: str, run_dir: Path, by: str) -> str:
     """The refusal of a run in such a directory."""
     path = shlex.quote(str(run_dir))
     begun = (run_dir / "config.yaml").is_file()
-    resume = f"pgtk resume {path} to continue that run, pgtk continue {path} in a script that is repeated, or "
+    resume = (
+        f"pgtk resume {path} to continue that run, pgtk continue {path} in a script that is "
+        "repeated, or "
+    )
     return (
-        f"{setting} needs a directory without a run (got one with {by}). A second run would mix its configuration and "
-        f"metrics with the checkpoints of the first. Use {resume if begun else ''}another directory."
+        f"{setting} needs a directory without a run (got one with {by}). A second run would mix "
+        "its configuration and metrics with the checkpoints of the first. Use "
+        f"{resume if begun else ''}another directory."
     )
 
 
 class RunDirectory:
     """One run's directory, held by one process at a time.
 
-    Opening it takes an exclusive lock that the operating system drops when the process ends, however it ends.
-    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys), provenance.json, data.json
+    Opening it takes an exclusive lock that the operating system drops when the process ends,
+    however it ends.
+    Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys),
+        provenance.json, data.json
     (digests of the data, by `record_data`), status.json, metrics.jsonl, evaluations.jsonl.
 
     new: a run begins, and no other has begun there.
-    Raises ConfigError if another process holds the directory, or it is not new; StorageError if it cannot be written.
+    Raises ConfigError if another process holds the directory, or it is not new; StorageError if it
+    cannot be written.
     """
 
     def __init__(self, path: str | Path, new: bool = False):
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
-        self._written: dict[Path, dict[str, int]] = {}  # checksums of the files of rows as this process left them
+        # checksums of the files of rows as this process left them
+        self._written: dict[Path, dict[str, int]] = {}
         with records.storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             reason = "Two processes would mix their metrics and checkpoints."
@@ -82,7 +94,8 @@ class RunDirectory:
         """Let go of the lock. A second call does nothing."""
         if self._lock_file.closed:
             return
-        # Closing alone would leave the lock with processes forked from this one, such as data workers.
+        # Closing alone would leave the lock with processes forked from this one, such as data
+        # workers.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
         self._lock_file.close()
@@ -90,9 +103,9 @@ class RunDirectory:
     def write_config(self, resolved: dict, overrides: list[str], step: int = 0) -> dict[str, list]:
         """Write config.yaml and overrides.yaml; on a resume return what changed, {key: [old, new]}.
 
-        The changes are also added to drift.jsonl, with the time and the step the run resumes at. Overrides of a
-        resume are added to those of the first start; of two for one key the later stays, and another option of a
-        group takes the place of the group's keys.
+        The changes are also added to drift.jsonl, with the time and the step the run resumes at.
+        Overrides of a resume are added to those of the first start; of two for one key the later
+        stays, and another option of a group takes the place of the group's keys.
         """
         config_path = self.path / "config.yaml"
         resolved = records.plain(resolved)
@@ -101,7 +114,11 @@ class RunDirectory:
             old_config, old_overrides = records.read_config(self.path)
             drift = config_drift(old_config, resolved)
             given = {key_of(override) for override in overrides}
-            kept = (old for old in old_overrides if not {key_of(old), key_of(old).partition(".")[0]} & given)
+            kept = (
+                old
+                for old in old_overrides
+                if not {key_of(old), key_of(old).partition(".")[0]} & given
+            )
             overrides = [*kept, *overrides]
         if drift:
             with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
@@ -127,11 +144,14 @@ class RunDirectory:
         saved: int | None = None,
         parent: str | None = None,
     ) -> None:
-        """Replace status.json in one piece; metrics appended before are on the disk when it says so.
+        """Replace status.json in one piece; metrics appended before are on the disk when it says
+        so.
 
-        state: one of STATES. step: optimizer steps done. Kept once given are mlflow: `MlflowTracker.info`; sweep: the
-        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent: the run that this
-        one continues, and the step; and `id`, which a run shares with its copies alone.
+        state: one of STATES. step: optimizer steps done. Kept once given are mlflow:
+            `MlflowTracker.info`; sweep: the
+        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent:
+        the run that this one continues, and the step; and `id`, which a run shares with its copies
+        alone.
         """
         before = records.read_status(self.path)
         status = {
@@ -154,13 +174,16 @@ class RunDirectory:
         path, content = self.path / "status.json", json.dumps(status, indent=2) + "\n"
         try:
             write_atomically(path, content)
-        except OSError:  # a full disk has no room for a second file; what lies there must not say that it runs
+        except (
+            OSError
+        ):  # a full disk has no room for a second file; what lies there must not say that it runs
             with contextlib.suppress(OSError):
                 overwrite(path, content)
             raise
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values; ints stay ints."""
+        """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values;
+        ints stay ints."""
         row: dict[str, float] = {"step": step, "time": round(time.time(), 3)}
         for name, value in metrics.items():
             if math.isfinite(value):
@@ -168,7 +191,8 @@ class RunDirectory:
         self._append(self.metrics_path, [row])
 
     def append_evaluations(self, rows: list[dict[str, Any]]) -> None:
-        """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see runs/records.py."""
+        """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see
+        runs/records.py."""
         self._append(self.evaluations_path, rows, durable=True)
 
     def _append(self, path: Path, rows: list[dict], durable: bool = False) -> None:
@@ -182,18 +206,22 @@ class RunDirectory:
             before = self._written.get(path) or checksum(path)
             if size != before["bytes"]:
                 raise StorageError(
-                    f"{path} needs the {before['bytes']} bytes that this run has written (got {size}). It was "
-                    "deleted or changed during the run, and what it lacks is lost. Use pgtk resume to continue "
-                    "from the newest checkpoint without it."
+                    f"{path} needs the {before['bytes']} bytes that this run has written (got "
+                    f"{size}). It was deleted or changed during the run, and what it lacks is "
+                    "lost. Use pgtk resume to continue from the newest checkpoint without it."
                 )
             file.write(data)
             file.flush()
-            self._written[path] = {"bytes": size + len(data), "crc32": zlib.crc32(data, before["crc32"])}
+            self._written[path] = {
+                "bytes": size + len(data),
+                "crc32": zlib.crc32(data, before["crc32"]),
+            }
             if durable:
                 os.fsync(file.fileno())
 
     def checksums(self) -> dict[str, dict[str, int]]:
-        """Return the checksums of the files of rows, by name; the rows are on the disk afterwards."""
+        """Return the checksums of the files of rows, by name; the rows are on the disk
+        afterwards."""
         checksums = {}
         for path in (self.metrics_path, self.evaluations_path):
             if path.exists():
@@ -203,11 +231,16 @@ class RunDirectory:
         return checksums
 
     def drop_metrics_after(self, step: int, kept: int | None = None) -> None:
-        """Take away the rows of later steps, and one that a kill has torn: a resumed run writes them anew.
+        """Take away the rows of later steps, and one that a kill has torn: a resumed run writes
+        them anew.
 
-        kept: bytes of the metrics' rows up to the step, by `rows_until`, where they have been counted.
+        kept: bytes of the metrics' rows up to the step, by `rows_until`, where they have been
+            counted.
         """
-        files = ((self.metrics_path, records.METRICS_ROW, kept), (self.evaluations_path, records.EVALUATION_ROW, None))
+        files = (
+            (self.metrics_path, records.METRICS_ROW, kept),
+            (self.evaluations_path, records.EVALUATION_ROW, None),
+        )
         for path, shape, size in files:
             self._written.pop(path, None)
             if path.exists():
@@ -215,7 +248,8 @@ class RunDirectory:
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:
-    """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is missing."""
+    """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is
+    missing."""
     before, after = dict(records.leaves(old)), dict(records.leaves(new))
     pairs = {key: [before.get(key), after.get(key)] for key in before | after}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -233,10 +267,14 @@ def is_held(run_dir: Path) -> bool:
     return False
 
 
-def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = ("running",)) -> None:
-    """How a run ended, in its status.json and run.log, where the process that wrote to it could not say so itself.
+def record_end(
+    run_dir: Path, state: str, reason: str, after: tuple[str, ...] = ("running",)
+) -> None:
+    """How a run ended, in its status.json and run.log, where the process that wrote to it could not
+    say so itself.
 
-    after: the states that are replaced. Nothing happens while another process holds the directory, where there is none,
+    after: the states that are replaced. Nothing happens while another process holds the directory,
+        where there is none,
     or where it cannot be written.
     """
     with contextlib.suppress(PgtoolkitError, OSError):
@@ -249,7 +287,8 @@ def record_end(run_dir: Path, state: str, reason: str, after: tuple[str, ...] = 
 
 
 def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
-    """The file `.lock` of a folder, by which it is held until the file is closed, or this process ends in whatever way.
+    """The file `.lock` of a folder, by which it is held until the file is closed, or this process
+    ends in whatever way.
 
     Raises ConfigError with the rest of the sentence where another process holds it.
     """
@@ -261,10 +300,15 @@ def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
         holder = file.read().strip() or "another process"
         file.close()
         raise ConfigError(
-            f"{kind} {folder} needs to be free (got: in use by {holder}). {reason} Wait for it or stop it, or {use}."
+            f"{kind} {folder} needs to be free (got: in use by {holder}). {reason} Wait for it or "
+            f"stop it, or {use}."
         ) from None
     except OSError as error:
-        _log.warning("%s cannot be locked (%s); make sure that no other process uses it", folder, error.strerror)
+        _log.warning(
+            "%s cannot be locked (%s); make sure that no other process uses it",
+            folder,
+            error.strerror,
+        )
         return file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -30,7 +30,15 @@ SWEEPS = Path("outputs/sweeps")
 HELD_OUT = "evaluation/"
 """Beginning of the names of metrics that evaluations.jsonl has: evaluation/SET/pass@1."""
 
-_OF_AN_EVALUATION = ("step", "time", "documents", "set", "prompts", "completions_per_prompt", "seconds")
+_OF_AN_EVALUATION = (
+    "step",
+    "time",
+    "documents",
+    "set",
+    "prompts",
+    "completions_per_prompt",
+    "seconds",
+)
 """What a row of evaluations.jsonl says of itself; the rest are its metrics."""
 
 _PASSED_OVER = ("artifacts", "checkpoints")
@@ -44,12 +52,15 @@ _IN_EVERY_RUN = ("seed", "trainer.max_steps")
 class Run:
     """One run.
 
-    path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but no process holds
-    it), incomplete (done, and its metrics lack steps), pending (a sweep's job that has not begun), or unreadable.
+    path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but
+        no process holds
+    it), incomplete (done, and its metrics lack steps), pending (a sweep's job that has not begun),
+    or unreadable.
     reason: why it is in that state, or None. config:
-    dotted key to value; empty for a run that cannot be read. columns: of metrics.jsonl, by `read_metrics`; `seconds`
-    since the first row, the time of evaluations and between a stop and its resume left out; `tokens_seen`, trained up
-    to then; and the metrics of evaluations, the one before the first step in a row of its own. names: of the metrics
+    dotted key to value; empty for a run that cannot be read. columns: of metrics.jsonl, by
+    `read_metrics`; `seconds` since the first row, the time of evaluations and between a stop and
+    its resume left out; `tokens_seen`, trained up to then; and the metrics of evaluations, the one
+    before the first step in a row of its own. names: of the metrics
     that were recorded, also of those that are in no column. code: commits and uncommitted changes.
     trained_with: see runs/history.py.
     """
@@ -107,10 +118,16 @@ def find_runs(paths: Sequence[str], metrics: Collection[str] | None = None) -> l
     metrics: those that are read, see `read_metrics`. Raises ConfigError for a folder without any.
     """
     directories = run_directories("pgtk compare", paths)
-    with ThreadPoolExecutor(2) as pool:  # half of the work is Arrow's, which parses beside the other's Python
+    # half of the work is Arrow's, which parses beside the other's Python
+    with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda path: read_run(path, metrics), directories))
     known = {run.path for run in found}
-    return found + [job for text in paths for job in _jobs_without_run(sweep_folder(text)) if job.path not in known]
+    return found + [
+        job
+        for text in paths
+        for job in _jobs_without_run(sweep_folder(text))
+        if job.path not in known
+    ]
 
 
 def sweep_folder(text: str) -> Path:
@@ -122,7 +139,8 @@ def sweep_folder(text: str) -> Path:
 def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
     """As `find_runs`, without reading them or jobs of a sweep whose run never began.
 
-    Beside folders with runs, files and folders without any are passed over with a word: a shell's SWEEP/* names them.
+    Beside folders with runs, files and folders without any are passed over with a word: a shell's
+    SWEEP/* names them.
     """
     found: dict[Path, None] = {}
     without: list[str] = []
@@ -130,7 +148,9 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
         below = list(_run_directories(sweep_folder(text)))
         found |= dict.fromkeys(directory.resolve() for directory in below)
         without += [] if below else [text]
-    missing = [text for text in without if not Path(text).exists()] or (without if not found else [])
+    missing = [text for text in without if not Path(text).exists()] or (
+        without if not found else []
+    )
     if missing:
         needs = "a run directory, a folder that holds runs, or a sweep's name"
         raise not_a_run(f"{command} {missing[0]}", sweep_folder(missing[0]), needs)
@@ -141,7 +161,13 @@ def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
 
 def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
     """The refusal of a path that holds no run. use: the command as typed, needs: what it takes."""
-    got = "a file" if path.is_file() else "a folder without runs" if path.is_dir() else "no such folder"
+    got = (
+        "a file"
+        if path.is_file()
+        else "a folder without runs"
+        if path.is_dir()
+        else "no such folder"
+    )
     instead = "a folder that pgtk has trained in"
     if near := sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*")):  # the same sweep with overrides
         instead = " or ".join(folder.name for folder in near[:3])
@@ -157,7 +183,11 @@ def is_run(path: Path) -> bool:
 def _run_directories(top: Path) -> Iterator[Path]:
     for folder, names, _ in os.walk(top):
         begun = is_run(Path(folder))
-        names[:] = [] if begun else sorted(n for n in names if not n.startswith(".") and n not in _PASSED_OVER)
+        names[:] = (
+            []
+            if begun
+            else sorted(n for n in names if not n.startswith(".") and n not in _PASSED_OVER)
+        )
         if begun:
             yield Path(folder)
 
@@ -189,17 +219,26 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
         columns = read_metrics(path / "metrics.jsonl", needed)
         names = set() if metrics is None else metric_names(path / "metrics.jsonl")
         evaluations, steps = records.read_evaluations(path), columns["step"]
-        state, step = status.get("state", "running"), int(steps[-1]) if steps.size else status.get("step", 0)
+        state, step = (
+            status.get("state", "running"),
+            int(steps[-1]) if steps.size else status.get("step", 0),
+        )
         reason = status.get("reason")
         if state == "running" and not is_held(path):
             state = "killed"
         if (np.diff(steps) <= 0).any():
             raise StorageError(f"{path / 'metrics.jsonl'} is damaged (its steps do not rise)")
         if state == "done" and not np.array_equal(steps, np.arange(1, status["step"] + 1)):
-            state, reason = "incomplete", f"metrics.jsonl has {steps.size} of its {status['step']} steps"
-        if state not in ("running", "killed", "incomplete"):  # others may be before a damaged checkpoint
+            state, reason = (
+                "incomplete",
+                f"metrics.jsonl has {steps.size} of its {status['step']} steps",
+            )
+        # others may be before a damaged checkpoint
+        if state not in ("running", "killed", "incomplete"):
             check_rows(path)
-        _add_seconds(columns, [start["time"] for start in provenance.get("resumed", [])], evaluations)
+        _add_seconds(
+            columns, [start["time"] for start in provenance.get("resumed", [])], evaluations
+        )
         if steps.size and not np.isnan(tokens := columns.get("num_tokens", np.nan)).any():
             columns["tokens_seen"] = np.cumsum(tokens)
         names |= _add_evaluations(columns, evaluations, metrics)
@@ -211,7 +250,8 @@ def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
 
 
 def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) -> None:
-    """Add `seconds` since the first row, if each has a time; resumes: when the run was resumed, by provenance.json."""
+    """Add `seconds` since the first row, if each has a time; resumes: when the run was resumed, by
+    provenance.json."""
     time = columns.get("time", np.array([np.nan]))
     if np.isnan(time).any() or not time.size:
         return
@@ -222,15 +262,21 @@ def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) 
     lengths = np.maximum(0.0, np.diff(time) - evaluating)
     usual = np.median(lengths) if lengths.size else 0.0
     for start in (datetime.strptime(text, records.TIME).timestamp() for text in resumes):
-        resumed = (time[:-1] - 1 <= start) & (start <= time[1:])  # the start is written in whole seconds
+        # the start is written in whole seconds
+        resumed = (time[:-1] - 1 <= start) & (start <= time[1:])
         lengths = np.where(resumed, np.minimum(lengths, usual), lengths)
     columns["seconds"] = np.concatenate([[0.0], np.cumsum(lengths)])
 
 
-def _add_evaluations(columns: Columns, evaluations: list[dict], metrics: Collection[str] | None) -> set[str]:
-    """Add what evaluations measured to the rows of their steps; returns the names of all their metrics."""
+def _add_evaluations(
+    columns: Columns, evaluations: list[dict], metrics: Collection[str] | None
+) -> set[str]:
+    """Add what evaluations measured to the rows of their steps; returns the names of all their
+    metrics."""
     if any(row["step"] == 0 for row in evaluations) and 0 not in columns["step"]:
-        at_start: dict[str, float] = dict.fromkeys(("step", "documents_seen", "tokens_seen", "seconds"), 0.0)
+        at_start: dict[str, float] = dict.fromkeys(
+            ("step", "documents_seen", "tokens_seen", "seconds"), 0.0
+        )
         rows = columns["step"].size
         for name in at_start | columns:
             first = np.array([at_start.get(name, np.nan)])

@@ -1,4 +1,5 @@
-"""What a run was trained with beside its configuration: earlier values, the contents of its data, the user's code."""
+"""What a run was trained with beside its configuration: earlier values, the contents of its data,
+the user's code."""
 
 from __future__ import annotations
 

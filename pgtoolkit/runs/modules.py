@@ -1,4 +1,5 @@
-"""The user's own modules, those that a configuration names with what they import of the user's own: digests, copies."""
+"""The user's own modules, those that a configuration names with what they import of the user's own:
+digests, copies."""
 
 from __future__ import annotations
 
@@ -46,10 +47,11 @@ def module_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def keep_copies(folder: Path, names: Iterable[str]) -> list[str]:
-    """Copy the user's own modules of `modules_of` into a folder, and return a sentence for each that is left out.
+    """Copy the user's own modules of `modules_of` into a folder, and return a sentence for each
+    that is left out.
 
-    A copy is called MODULE-DIGEST.py, which no import can name, and stays as it is once it is there: a run that is
-    resumed with other code has both. What looks like a secret is hidden in it.
+    A copy is called MODULE-DIGEST.py, which no import can name, and stays as it is once it is
+    there: a run that is resumed with other code has both. What looks like a secret is hidden in it.
     """
     left_out = []
     size = 0
@@ -69,7 +71,10 @@ def keep_copies(folder: Path, names: Iterable[str]) -> list[str]:
             continue
         size += len(module.code)
         folder.mkdir(exist_ok=True)
-        head = f"# A copy of {module.file}, for the record: nothing imports it. Secrets are hidden as ***.\n"
+        head = (
+            f"# A copy of {module.file}, for the record: nothing imports it. Secrets are hidden "
+            "as ***.\n"
+        )
         write_atomically(file, redact(head + module.code.decode(errors="replace")))
     return left_out
 
@@ -78,7 +83,8 @@ def modules_of(names: Iterable[str]) -> dict[str, Module]:
     """Return each of these modules, and those that they import.
 
     Imported modules are followed where they are the user's own: neither pgtoolkit's, nor Python's,
-    nor installed packages. Files are read and nothing is imported; what cannot be found or parsed is left out.
+    nor installed packages. Files are read and nothing is imported; what cannot be found or parsed
+    is left out.
     """
     modules: dict[str, Module] = {}
     named = {*names}
@@ -104,7 +110,8 @@ def modules_of(names: Iterable[str]) -> dict[str, Module]:
 def _file_of(name: str, is_named: bool) -> Path | None:
     """Return the file of a module in Python's code; None where there is none, or it is pgtoolkit's.
 
-    is_named: by the configuration, so that the current directory comes first, see `system.functions`.
+    is_named: by the configuration, so that the current directory comes first, see
+        `system.functions`.
     """
     places: Iterable[str] | None = [*sys.path, os.getcwd()]
     if is_named and name.partition(".")[0] not in sys.stdlib_module_names:

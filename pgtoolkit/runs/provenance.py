@@ -1,4 +1,5 @@
-"""Provenance: which code, packages, hardware and command made a run. Never the environment, never a secret."""
+"""Provenance: which code, packages, hardware and command made a run. Never the environment, never a
+secret."""
 
 from __future__ import annotations
 
@@ -30,15 +31,17 @@ def collect(
     modules: Iterable[str] = (),
     evaluation_modules: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return everything about this process that is needed to do its run again, as plain JSON values.
+    """Return everything about this process that is needed to do its run again, as plain JSON
+    values.
 
     argv: the command line, usually sys.argv. step: that the run goes on from. modules: the names of
-    the user's own that a step depends on; evaluation_modules: that an evaluation depends on. Of them
-    `modules` and `evaluation_modules` hold digests, by `module_digests`; a module that both import
-    is in the first. `git` lists the repository the package runs from (none for an installed
-    package) and the one of the current directory, where they differ; each with path, commit, branch, diff (against
-    the commit, at most DIFF_LIMIT characters, with secrets hidden), diff_truncated, diff_left_out (changed files that
-    are named as secrets are) and untracked (names only). `gpus` come from nvidia-smi.
+    the user's own that a step depends on; evaluation_modules: that an evaluation depends on. Of
+    them `modules` and `evaluation_modules` hold digests, by `module_digests`; a module that both
+    import is in the first. `git` lists the repository the package runs from (none for an installed
+    package) and the one of the current directory, where they differ; each with path, commit,
+    branch, diff (against the commit, at most DIFF_LIMIT characters, with secrets hidden),
+    diff_truncated, diff_left_out (changed files that are named as secrets are) and untracked (names
+    only). `gpus` come from nvidia-smi.
     """
     import pgtoolkit
 
@@ -59,7 +62,9 @@ def collect(
         "gpus": gpus(),
         "step": step,
         "modules": digests,
-        "evaluation_modules": {name: digest for name, digest in evaluated.items() if name not in digests},
+        "evaluation_modules": {
+            name: digest for name, digest in evaluated.items() if name not in digests
+        },
     }
 
 
@@ -70,11 +75,15 @@ def last_start(provenance: dict) -> dict:
 
 def code_of(provenance: dict) -> tuple:
     """(commit, uncommitted changes) of each repository behind the last start of a run."""
-    return tuple((repository.get("commit"), repository["diff"]) for repository in last_start(provenance).get("git", []))
+    return tuple(
+        (repository.get("commit"), repository["diff"])
+        for repository in last_start(provenance).get("git", [])
+    )
 
 
 def commit_text(commit: str | None, changes: str) -> str:
-    """The commit in short, with a digest of what was not committed: equal exactly for equal code."""
+    """The commit in short, with a digest of what was not committed: equal exactly for equal
+    code."""
     digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
     return f"{(commit or 'none')[:12]}{digest}"
 
@@ -88,14 +97,26 @@ def _packages():
 
 
 def _repositories(package, directory):
-    # A package installed below some repository (in a .venv, say) is not that repository's code: ask for a tracked file.
+    # A package installed below some repository (in a .venv, say) is not that repository's code: ask
+    # for a tracked file.
     is_tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    tops = [_line(folder, "rev-parse", "--show-toplevel") for folder in (*[package] * is_tracked, directory)]
+    tops = [
+        _line(folder, "rev-parse", "--show-toplevel")
+        for folder in (*[package] * is_tracked, directory)
+    ]
     return [_repository(top) for top in dict.fromkeys(filter(None, tops))]
 
 
 def _repository(top):
-    command = ("diff", "HEAD", "--submodule=short", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames")
+    command = (
+        "diff",
+        "HEAD",
+        "--submodule=short",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-color",
+        "--no-renames",
+    )
     others = (f":(top,exclude,glob,icase)**/{name}" for name in SECRET_FILES)
     diff = _git(top, *command, "--", ":/", *others) or ""
     secret = (f":(top,glob,icase)**/{name}" for name in SECRET_FILES)
@@ -118,10 +139,20 @@ def _line(directory, *arguments):
 
 def _git(directory, *arguments):
     """Output of a git command; None if it fails."""
-    # Many jobs may ask at once: no optional locks. No programs that the repository's configuration names.
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"]
+    # Many jobs may ask at once: no optional locks. No programs that the repository's configuration
+    #   names.
+    command = [
+        "git",
+        "--no-optional-locks",
+        "-c",
+        "core.fsmonitor=false",
+        "-c",
+        f"core.hooksPath={os.devnull}",
+    ]
     try:
-        output = subprocess.run([*command, "-C", str(directory), *arguments], capture_output=True, check=True).stdout
+        output = subprocess.run(
+            [*command, "-C", str(directory), *arguments], capture_output=True, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return output.decode("utf-8", errors="replace")
@@ -131,7 +162,9 @@ def gpus() -> list[dict[str, str]]:
     """Name, memory (such as "143771 MiB") and driver of each of this machine's."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        listing = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):  # there is none
         return []
     rows = [map(str.strip, line.split(",")) for line in listing.splitlines()]

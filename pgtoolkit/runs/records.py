@@ -1,4 +1,5 @@
-"""What the files of a run directory say: read and checked, or refused with the file's name and what is wrong."""
+"""What the files of a run directory say: read and checked, or refused with the file's name and what
+is wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def read_resolved(run_dir: str | Path) -> dict:
 
 
 def read_leaves(run_dir: Path) -> dict[str, Any]:
-    """The same as dotted keys with their values, not to be changed: what runs have in common is parsed once."""
+    """The same as dotted keys with their values, not to be changed: what runs have in common is
+    parsed once."""
     path = run_dir / "config.yaml"
     with storage(path):
         groups = re.split(rb"(?m)^(?=\w+:)", path.read_bytes())
@@ -57,7 +59,8 @@ def _leaves_of_group(text: bytes) -> list[tuple[str, Any]]:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """A run's status.json, or {} before its first. A killed run still says `running`, though its lock is free."""
+    """A run's status.json, or {} before its first. A killed run still says `running`, though its
+    lock is free."""
     return _object(Path(run_dir) / "status.json", _STATUS)
 
 
@@ -82,7 +85,8 @@ def read_data(run_dir: Path) -> dict:
 def read_sweep(folder: Path) -> dict:
     """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none.
 
-    What became of jobs since it was written is in sweep.jsonl: a line is an entry of `jobs` in place of an earlier one.
+    What became of jobs since it was written is in sweep.jsonl: a line is an entry of `jobs` in
+        place of an earlier one.
     """
     if sweep := _object(folder / "sweep.json", _SWEEP):
         rows = [*sweep["jobs"], *_rows(folder / "sweep.jsonl", _JOB)]
@@ -91,29 +95,40 @@ def read_sweep(folder: Path) -> dict:
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run scored on held-out prompts, the rows of evaluations.jsonl; none where there is no such file.
+    """What a run scored on held-out prompts, the rows of evaluations.jsonl; none where there is no
+    such file.
 
-    A line is a JSON object: one set of prompts at one step. Those of a step are written together, before the checkpoint
-    of that step, and a resume takes away those of later steps than its own. Step 0 is before the first update.
+    A line is a JSON object: one set of prompts at one step. Those of a step are written together,
+        before the checkpoint
+    of that step, and a resume takes away those of later steps than its own. Step 0 is before the
+    first update.
 
         {"step": 20, "time": 1763800000.1, "documents": 1280, "set": "held_out", "prompts": 128,
-         "completions_per_prompt": 4, "avg": 0.41, "avg_error": 0.02, "pass@1": 0.12, "pass@1_error": 0.02,
-         "pass@2": 0.19, "pass@2_error": 0.03, "length": 6.9, "truncated": 0.01, "seconds": 1.3}
+         "completions_per_prompt": 4, "avg": 0.41, "avg_error": 0.02, "pass@1": 0.12,
+         "pass@1_error": 0.02, "pass@2": 0.19, "pass@2_error": 0.03, "length": 6.9, "truncated":
+         0.01, "seconds": 1.3}
 
-    documents: seen in training by then. avg: mean reward, of a prompt over its completions, then over prompts. pass@k:
-    the unbiased estimate of the probability that one of k completions is an exact match: the mean over prompts of
-    1 - C(n - c, k) / C(n, k), where c of a prompt's n completions are (arXiv 2107.03374). NAME_error: the standard
-    error of that mean, over prompts; missing where there is one prompt. length: mean tokens of a completion. truncated:
-    share that did not end by itself. seconds: that it took, which lie between the times of this step's row of
-    metrics.jsonl and of the next one. Further numbers are means of what the verifiers measure, such as reward/NAME.
+    documents: seen in training by then. avg: mean reward, of a prompt over its completions, then
+        over prompts. pass@k:
+    the unbiased estimate of the probability that one of k completions is an exact match: the mean
+    over prompts of 1 - C(n - c, k) / C(n, k), where c of a prompt's n completions are (arXiv
+    2107.03374). NAME_error: the standard error of that mean, over prompts; missing where there is
+    one prompt. length: mean tokens of a completion. truncated:
+    share that did not end by itself. seconds: that it took, which lie between the times of this
+        step's row of
+    metrics.jsonl and of the next one. Further numbers are means of what the verifiers measure, such
+    as reward/NAME.
     """
     return _rows(run_dir / "evaluations.jsonl", EVALUATION_ROW)
 
 
-def best_of(rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]) -> dict[str, Any] | None:
+def best_of(
+    rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]
+) -> dict[str, Any] | None:
     """The row with the highest value among those of these steps; None without any.
 
-    Of equal ones, such as a pass@1 of 0 while nothing succeeds, that with the highest avg; of these the latest.
+    Of equal ones, such as a pass@1 of 0 while nothing succeeds, that with the highest avg; of these
+    the latest.
 
     watched: the name of the set, and of the number.
     """
@@ -143,14 +158,16 @@ def read_saved_rows(checkpoint: Path) -> dict[str, dict[str, int]]:
 
 
 def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str, Any] | None:
-    """The row of the best step that a run has a checkpoint of; None without any, or without a number to go by."""
+    """The row of the best step that a run has a checkpoint of; None without any, or without a
+    number to go by."""
     if watched is None:
         return None
     return best_of(read_evaluations(run_dir), watched, checkpoint_steps(run_dir))
 
 
 def read_drift(run_dir: Path) -> list[dict[str, Any]]:
-    """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]}, of each."""
+    """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]},
+    of each."""
     return _rows(run_dir / "drift.jsonl", _DRIFT)
 
 
@@ -160,7 +177,9 @@ def storage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path} cannot be read or written: {error.strerror or error}") from error
+        raise StorageError(
+            f"{path} cannot be read or written: {error.strerror or error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -169,7 +188,14 @@ def reading(path: Path) -> Iterator[None]:
     with storage(path):
         try:
             yield
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise StorageError(f"{path} is damaged ({first_line(error)})") from error
 
 
@@ -208,7 +234,8 @@ def parse_row(line: bytes, shape: dict, path: Path, number: int) -> dict:
 
 
 def _rows(path: Path, shape: dict) -> list[dict]:
-    """The JSON objects in the lines of a file, checked, but for a torn last one; none where there is no file."""
+    """The JSON objects in the lines of a file, checked, but for a torn last one; none where there
+    is no file."""
     with storage(path):
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [parse_row(line, shape, path, number) for number, line in enumerate(lines, start=1)]
@@ -223,7 +250,8 @@ def _parsed(data: bytes, shape: dict) -> dict:
 def _yaml(path: Path, kind: type) -> Any:
     with reading(path):
         data = path.read_bytes()
-        if re.search(rb"\$\{.*\$\{", data):  # of which ten in each of ten lines stand for gigabytes, too
+        # of which ten in each of ten lines stand for gigabytes, too
+        if re.search(rb"\$\{.*\$\{", data):
             raise ValueError("a line has several ${...}, and a run writes values")
         value = plain_yaml(data)
         if not data.endswith(b"\n"):  # half of a file may be YAML, too
@@ -233,8 +261,9 @@ def _yaml(path: Path, kind: type) -> Any:
 
 
 def expect(value: Any, shape: Any, name: str = "content") -> None:
-    """ValueError if a value does not have a shape: a type, or a function that is true of it; a list of the shape of all
-    items; a dictionary of the shapes of its keys, where `key?` may be missing, and str is any other.
+    """ValueError if a value does not have a shape: a type, or a function that is true of it; a list
+    of the shape of all items; a dictionary of the shapes of its keys, where `key?` may be missing,
+    and str is any other.
     """
     kind = type(shape) if isinstance(shape, (dict, list)) else shape
     if not (isinstance(value, kind) if isinstance(kind, (type, UnionType)) else kind(value)):
@@ -266,12 +295,27 @@ def _is_time(value: Any) -> bool:
     return bool(datetime.strptime(str(value), TIME))
 
 
-_STATUS = {"state": STATES.__contains__, "step": is_count, "saved?": is_count, "started?": _is_time, "id?": str}
+_STATUS = {
+    "state": STATES.__contains__,
+    "step": is_count,
+    "saved?": is_count,
+    "started?": _is_time,
+    "id?": str,
+}
 _STATUS |= {"mlflow?": lambda info: not info or expect(info, {str: str}) is None}
 _STATUS |= {"reason?": str | None, "sweep?": str | None, "parent?": str | None}
 METRICS_ROW = {"step": is_count, str: is_number}
-EVALUATION_ROW = {"set": str, "prompts": is_count, "avg": is_number, "pass@1": _is_share, **METRICS_ROW}
-_DRIFT = {"step": is_count, "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2}}
+EVALUATION_ROW = {
+    "set": str,
+    "prompts": is_count,
+    "avg": is_number,
+    "pass@1": _is_share,
+    **METRICS_ROW,
+}
+_DRIFT = {
+    "step": is_count,
+    "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2},
+}
 _START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
 _START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
 _START |= {"step?": is_count, "modules?": {str: str}, "evaluation_modules?": {str: str}}

@@ -1,4 +1,5 @@
-"""metrics.jsonl as columns, one per metric; a metric over the steps of a run in a number, or as a smooth curve."""
+"""metrics.jsonl as columns, one per metric; a metric over the steps of a run in a number, or as a
+smooth curve."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Columns = dict[str, "np.ndarray"]
-"""Of each metric its values over the rows, float64 of one length, NaN in a row without it; `step` is always there."""
+"""Of each metric its values over the rows, float64 of one length, NaN in a row without it; `step`
+is always there."""
 
 _BLOCK_BYTES = 2**24
 """So much of a file is parsed at a time."""
@@ -28,9 +30,11 @@ _MOST_POINTS = 10_000
 
 
 def read_metrics(path: Path, names: Collection[str] | None = None) -> Columns:
-    """The columns of a metrics.jsonl, in the order in which its rows name them; a value that is not finite is NaN.
+    """The columns of a metrics.jsonl, in the order in which its rows name them; a value that is not
+    finite is NaN.
 
-    names: of those that are read, None for all. A torn last line, left by a kill, is passed over. Raises StorageError
+    names: of those that are read, None for all. A torn last line, left by a kill, is passed over.
+        Raises StorageError
     for a broken line anywhere else.
     """
     import numpy as np
@@ -41,7 +45,9 @@ def read_metrics(path: Path, names: Collection[str] | None = None) -> Columns:
         for data in _whole_lines(path):
             blocks.append(_parsed(data, names) or _parsed_by_line(data, path, rows + 1, names))
             rows += len(blocks[-1]["step"])
-    known = dict.fromkeys(name for block in blocks for name, column in block.items() if not np.isnan(column).all())
+    known = dict.fromkeys(
+        name for block in blocks for name, column in block.items() if not np.isnan(column).all()
+    )
 
     def joined(name: str) -> np.ndarray:
         parts = [block.pop(name, np.broadcast_to(np.nan, len(block["step"]))) for block in blocks]
@@ -65,10 +71,11 @@ def metric_names(path: Path) -> set[str]:
 
 
 def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, int]:
-    """(number, bytes) of the rows at the beginning of a file of rows, up to the last one of this step or before.
+    """(number, bytes) of the rows at the beginning of a file of rows, up to the last one of this
+    step or before.
 
-    A row that begins as the next step's is not parsed, so that half a million are passed over in a second. Raises
-    StorageError for a broken row among the others, and for steps that do not rise.
+    A row that begins as the next step's is not parsed, so that half a million are passed over in a
+    second. Raises StorageError for a broken row among the others, and for steps that do not rise.
     """
     rows = kept = position = last = 0
     if not path.exists():
@@ -85,7 +92,9 @@ def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, i
                 last = parse_row(line, shape, path, number)["step"]
                 is_second_row = last == before and number > 1 and shape is METRICS_ROW
                 if last < before or is_second_row:
-                    raise StorageError(f"{path}:{number} is damaged (step {last} follows step {before})")
+                    raise StorageError(
+                        f"{path}:{number} is damaged (step {last} follows step {before})"
+                    )
             if last <= step:
                 rows, kept = number, position
     return rows, kept
@@ -129,7 +138,8 @@ def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smooth(values: np.ndarray, half: int) -> np.ndarray:
-    """The moving mean over each value and `half` of them on either side, twice; half: less than half of the values.
+    """The moving mean over each value and `half` of them on either side, twice; half: less than
+    half of the values.
 
     One pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
     """
@@ -156,7 +166,8 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
-    """These columns of the lines, or all; None where Arrow cannot tell that each is a row of numbers with a step."""
+    """These columns of the lines, or all; None where Arrow cannot tell that each is a row of
+    numbers with a step."""
     import numpy as np
     import pyarrow as pa
     from pyarrow.json import ParseOptions, ReadOptions, read_json
@@ -165,7 +176,9 @@ def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
     reading = ReadOptions(use_threads=len(data) > 2**20, block_size=2**20)
     parsing = None
     if names is not None:
-        schema = pa.schema([("step", pa.int64()), *((name, pa.float64()) for name in names if name != "step")])
+        schema = pa.schema(
+            [("step", pa.int64()), *((name, pa.float64()) for name in names if name != "step")]
+        )
         parsing = ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     columns = {}
     try:
@@ -174,21 +187,35 @@ def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
             kind = column.type
             if not (pa.types.is_integer(kind) or (pa.types.is_floating(kind) and name != "step")):
                 return None
-            parts = [part.cast("float64").fill_null(np.nan) if part.null_count else part for part in column.chunks]
-            columns[name] = np.concatenate([np.from_dlpack(part) for part in parts]).astype(float, copy=False)
+            parts = [
+                part.cast("float64").fill_null(np.nan) if part.null_count else part
+                for part in column.chunks
+            ]
+            columns[name] = np.concatenate([np.from_dlpack(part) for part in parts]).astype(
+                float, copy=False
+            )
     except (pa.ArrowInvalid, UnicodeDecodeError):
         return None
-    if "step" not in columns or not columns["step"].min() >= 0 or any(np.isinf(one).any() for one in columns.values()):
+    if (
+        "step" not in columns
+        or not columns["step"].min() >= 0
+        or any(np.isinf(one).any() for one in columns.values())
+    ):
         return None
     return columns
 
 
 def _parsed_by_line(data: bytes, path: Path, number: int, names: Collection[str] | None) -> Columns:
-    """The same by Python alone. Raises StorageError with the number of a broken line; number: that of the first."""
+    """The same by Python alone. Raises StorageError with the number of a broken line; number: that
+    of the first."""
     import numpy as np
 
     lines = data.split(b"\n")[:-1]
-    rows = [parse_row(line, METRICS_ROW, path, place) for place, line in enumerate(lines, start=number)]
-    wanted = dict.fromkeys(name for row in rows for name in row if names is None or name in ("step", *names))
+    rows = [
+        parse_row(line, METRICS_ROW, path, place) for place, line in enumerate(lines, start=number)
+    ]
+    wanted = dict.fromkeys(
+        name for row in rows for name in row if names is None or name in ("step", *names)
+    )
     columns = {name: np.array([row.get(name, np.nan) for row in rows], float) for name in wanted}
     return {name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()}

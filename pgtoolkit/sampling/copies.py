@@ -1,4 +1,5 @@
-"""Samples by processes of ours, each with a copy of the policy: gives them the weights, and shares out requests."""
+"""Samples by processes of ours, each with a copy of the policy: gives them the weights, and shares
+out requests."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ sys.path[:] = json.loads(sys.argv[1])
 from multiprocessing.connection import Connection
 from pgtoolkit.system.child import stay_under_guard
 channel = stay_under_guard()
-# May be sent to all processes of a job: the one that trains saves then, for which it needs this one.
+# These may be sent to all processes of a job. The one that trains then saves, and needs this one.
 of_jobs = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 signal.pthread_sigmask(signal.SIG_BLOCK, of_jobs)
 from pgtoolkit.sampling.copy_process import serve
@@ -56,10 +57,13 @@ _END_SECONDS = 15
 
 
 class CopySampler:
-    """Completions from processes that hold copies of the policy, on GPUs of their own or on the CPU.
+    """Completions from processes that hold copies of the policy, on GPUs of their own or on the
+    CPU.
 
-    Each rank has its share of the processes, and has them complete its requests. A request draws the same, whichever
-    process completes it: but for rounding, which depends on what else is completed at the same time.
+    Each rank has its share of the processes, and has them complete its requests. A request draws
+    the same, whichever
+    process completes it: but for rounding, which depends on what else is completed at the same
+        time.
 
     policy: the one in training. run_dir: where the logs go.
     Raises ConfigError for a model that cannot be sampled so, and on several machines.
@@ -127,10 +131,14 @@ class CopySampler:
                 number = waiting.pop(cast("Connection", connection))
                 completions = iter(self._processes[number].completions())
                 for place, request in enumerate(shares[number]):
-                    of_requests[number + place * len(shares)] = [next(completions) for _ in range(request.completions)]
+                    of_requests[number + place * len(shares)] = [
+                        next(completions) for _ in range(request.completions)
+                    ]
         return [completion for completions in of_requests for completion in completions]
 
-    def sampling_otherwise(self, rollout: PolicyRolloutConfig, settle: Callable[[], object]) -> Sampler:
+    def sampling_otherwise(
+        self, rollout: PolicyRolloutConfig, settle: Callable[[], object]
+    ) -> Sampler:
         """Sample by the same processes as `rollout` says, before they were started.
 
         settle: waits for what training is having sampled.
@@ -145,7 +153,10 @@ class CopySampler:
     def _start(self) -> None:
         """Start this rank's processes."""
         copies = copies_of(self._ways[0])
-        on_gpu = isinstance(self._ways[0].sampler, TransformersSamplerConfig) and self._ways[0].sampler.gpus is not None
+        on_gpu = (
+            isinstance(self._ways[0].sampler, TransformersSamplerConfig)
+            and self._ways[0].sampler.gpus is not None
+        )
         start = Start(
             policy=self._policy.description(self._dtype),
             configs=self._ways,
@@ -163,7 +174,8 @@ class CopySampler:
 
 
 class _CopyProcess:
-    """A process with a copy of the policy, until its guard is ended. gpu: that it sees; empty for none."""
+    """A process with a copy of the policy, until its guard is ended. gpu: that it sees; empty for
+    none."""
 
     def __init__(self, gpu: str, log_file: Path, where: str):
         environment = own_environment() | {"CUDA_VISIBLE_DEVICES": gpu}
@@ -198,7 +210,8 @@ class _CopyProcess:
             raise self._lost() from error
 
     def _answer(self) -> list[Completion] | None:
-        """Wait for the answer to what was sent first of what has none yet; raise it where it is an error."""
+        """Wait for the answer to what was sent first of what has none yet; raise it where it is an
+        error."""
         try:
             answer: Answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
@@ -214,4 +227,6 @@ class _CopyProcess:
             how = f"was ended by {signal.Signals(-status).name}" if status else "does not answer"
         if status == -signal.SIGKILL:
             how += " (the system does so when memory runs out)"
-        return SamplerLost(f"the process that samples {self._where} {how}. {last_words(self._log_file)} {LOST}")
+        return SamplerLost(
+            f"the process that samples {self._where} {how}. {last_words(self._log_file)} {LOST}"
+        )

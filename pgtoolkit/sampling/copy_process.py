@@ -1,8 +1,10 @@
-"""A process that samples from a copy of the policy, as the process that has started it asks, over its channel.
+"""A process that samples from a copy of the policy, as the process that has started it asks, over
+its channel.
 
-What it is sent and what it answers are pickled objects: first a `Start`, which has no answer, then any number of `Load`
-and `Complete`, each with one answer. An error that a user can mend is such an answer; any other ends the process, and
-its traceback is in the log.
+What it is sent and what it answers are pickled objects: first a `Start`, which has no answer, then
+    any number of `Load`
+and `Complete`, each with one answer. An error that a user can mend is such an answer; any other
+ends the process, and its traceback is in the log.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from pgtoolkit.system.report import say
 class Start:
     """What is sampled from, and how.
 
-    configs: one for each way to sample, of which `rollout` and `sampler` are read. device: "cuda" or "cpu".
+    configs: one for each way to sample, of which `rollout` and `sampler` are read. device: "cuda"
+        or "cpu".
     num_threads: of PyTorch, on which the order of a sum may depend.
     """
 
@@ -45,7 +48,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Load:
-    """Take the weights of this version from a folder; answered, with None, once nothing of it is read any more."""
+    """Take the weights of this version from a folder; answered, with None, once nothing of it is
+    read any more."""
 
     folder: Path
     version: int
@@ -53,7 +57,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Complete:
-    """Complete these requests with the weights that were loaded last; answered by a list of `Completion`.
+    """Complete these requests with the weights that were loaded last; answered by a list of
+    `Completion`.
 
     way: the place of its configuration in `Start`.
     """
@@ -66,16 +71,21 @@ Answer = list[Completion] | PgtoolkitError | None
 
 
 class _Copy(FromMemory):
-    """The policy of this process and its samplers. A version of the weights is read as a worker of vLLM reads it."""
+    """The policy of this process and its samplers. A version of the weights is read as a worker of
+    vLLM reads it."""
 
     def __init__(self, start: Start):
         self.device = torch.device(start.device)
         self._policy = start.policy.build(self.device)
         if start.policy.compute_dtype == torch.float32:
-            # As have those of the model in training, which without this process would be sampled itself in this type:
-            # for weights that need a gradient PyTorch may choose another kernel, with another last digit.
+            # As have those of the model in training, which without this process would be sampled
+            # itself in this type: for weights that need a gradient PyTorch may choose another
+            # kernel, with another last
+            # digit.
             self._policy.model.requires_grad_(True)
-        self._samplers = [TransformersSampler(self._policy, config, is_copy=True) for config in start.configs]
+        self._samplers = [
+            TransformersSampler(self._policy, config, is_copy=True) for config in start.configs
+        ]
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
         self._policy.load(dict(weights_iterator))
@@ -97,7 +107,8 @@ def serve(channel: Connection) -> None:
     start: Start = pickle.loads(channel.recv_bytes())
     prepare_torch(start.num_threads)
     policy = _Copy(start)
-    # As in the process that trains, once transformers has set its own level: it warns of padding, which a mask hides.
+    # As in the process that trains, once transformers has set its own level: it warns of padding,
+    # which a mask hides.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     while True:
         try:

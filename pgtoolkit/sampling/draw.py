@@ -1,4 +1,5 @@
-"""Tokens drawn from logits by numbers that depend on a request's seed, the completion and the token's place alone."""
+"""Tokens drawn from logits by numbers that depend on a request's seed, the completion and the
+token's place alone."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_STEP, _FIRST, _SECOND = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STEP, _FIRST, _SECOND = (
+    np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 """Constants of SplitMix64."""
 
 _LARGEST = 2.0**43
@@ -16,10 +19,12 @@ _LARGEST = 2.0**43
 
 
 def uniform_numbers(rows: Sequence[tuple[int, int]], count: int) -> Tensor:
-    """(B, count) float64 from [0, 1), one for each token. rows: the seed of a request, and which of its completions.
+    """(B, count) float64 from [0, 1), one for each token. rows: the seed of a request, and which of
+    its completions.
 
-    They are the first outputs of a SplitMix64 for each row (Steele, Lea and Flood 2014, 10.1145/2660193.2660195), of
-    53 bits. So they are the same on every machine and device, and no row's depend on another's.
+    They are the first outputs of a SplitMix64 for each row (Steele, Lea and Flood 2014,
+    10.1145/2660193.2660195), of 53 bits. So they are the same on every machine and device, and no
+    row's depend on another's.
     """
     seeds, completions = np.array(rows, np.uint64).reshape(-1, 2).T
     start = _mixed(_mixed(seeds) + completions)
@@ -35,11 +40,14 @@ def _mixed(words: np.ndarray) -> np.ndarray:
 
 
 def draw(scores: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of scores, (B, V) float32.
+    """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of scores, (B,
+    V) float32.
 
-    uniform: (B,) float64 from [0, 1). The token is the first whose cumulative probability is greater. Probabilities
-    are added up as integers, exactly and in any order, so that one of probability 0 (or below 1e-13 of the largest) is
-    never drawn. Where scores are not finite, the log-prob is not. Waits for no device.
+    uniform: (B,) float64 from [0, 1). The token is the first whose cumulative probability is
+        greater. Probabilities
+    are added up as integers, exactly and in any order, so that one of probability 0 (or below 1e-13
+    of the largest) is never drawn. Where scores are not finite, the log-prob is not. Waits for no
+    device.
     """
     largest = scores.amax(-1, keepdim=True)
     cumulative = (scores - largest).exp_().mul_(_LARGEST).long().cumsum_(-1)

@@ -1,4 +1,5 @@
-"""Who writes completions: what rollouts ask of a sampler, and sampling from a transformers model in this process."""
+"""Who writes completions: what rollouts ask of a sampler, and sampling from a transformers model in
+this process."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ log = logging.getLogger("pgtoolkit")
 class Sampler(Protocol):
     """Writes completions with the weights that were published last.
 
-    tolerance: mean absolute difference from the trainer's that its log-probs may have; None: no limit is needed.
+    tolerance: mean absolute difference from the trainer's that its log-probs may have; None: no
+        limit is needed.
     """
 
     @property
@@ -39,15 +41,16 @@ class Sampler(Protocol):
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Sample from these weights from now on.
 
-        weights: gives each weight, whole, by its name in the model's Hugging Face folder; called only by a sampler
-            that keeps a copy. version: number of the updates that they have had.
+        weights: gives each weight, whole, by its name in the model's Hugging Face folder; called
+            only by a sampler that keeps a copy. version: number of the updates that they have had.
         """
         ...
 
     def complete(self, requests: list[Request], *, more: bool = False) -> list[Completion]:
         """The completions of the first request, then those of the second, and so on.
 
-        more: whether further calls for the same weights follow, before which nothing needs to be given back.
+        more: whether further calls for the same weights follow, before which nothing needs to be
+            given back.
         Raises NumericalError where the weights give no finite probabilities.
         """
         ...
@@ -73,7 +76,8 @@ class ManyWays(Protocol):
 class SameProcesses(Sampler):
     """A sampler by the processes of another one, which starts and ends them, in another way.
 
-    settle: waits for what training is having sampled, since these processes have one version of the weights at a time.
+    settle: waits for what training is having sampled, since these processes have one version of the
+        weights at a time.
     """
 
     def __init__(self, owner: ManyWays, way: int, settle: Callable[[], object]):
@@ -108,14 +112,14 @@ def check_sampled(policy: Policy, chosen: TransformersSamplerConfig) -> None:
         raise ConfigError(refusal("sampler=transformers", needs, policy.not_sampled, reason, use))
     if not policy.mixes_lengths:
         log.warning(
-            f"note: {policy.model.config.model_type} computes other numbers where a prompt is padded, so that only "
-            "prompts of equal length are sampled in one batch."
+            f"note: {policy.model.config.model_type} computes other numbers where a prompt is "
+            "padded, so that only prompts of equal length are sampled in one batch."
         )
     if chosen.static_cache and not policy.can_decode:
         raise ConfigError(
-            f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with ordinary rotary "
-            f"positions (got {policy.model.config.model_type}). It is not known to be computed rightly otherwise. "
-            "Use sampler.static_cache=null."
+            f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with "
+            f"ordinary rotary positions (got {policy.model.config.model_type}). It is not known to "
+            "be computed rightly otherwise. Use sampler.static_cache=null."
         )
 
 
@@ -126,12 +130,15 @@ _Row = tuple[int, Request, int]
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights have, sampler.dtype
-        is another, or it is spread over ranks, from a whole copy of them in that type, made for each call, by every
-        rank at the same time. With rollout.max_staleness completions are asked for in a thread while it is trained, and
-        come from a copy of the weights that were published last.
-    settings: how completions are sampled; of the model's own generation_config.json only the ends are taken.
-    is_copy: whether `policy` is such a copy already, which nobody trains, and which its owner fills before `publish`.
+    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights
+        have, sampler.dtype is another, or it is spread over ranks, from a whole copy of them in
+        that type, made for each call, by every rank at the same time. With rollout.max_staleness
+        completions are asked for in a thread while it is trained, and come from a copy of the
+        weights that were published last.
+    settings: how completions are sampled; of the model's own generation_config.json only the ends
+        are taken.
+    is_copy: whether `policy` is such a copy already, which nobody trains, and which its owner fills
+        before `publish`.
     """
 
     tolerance = None
@@ -172,7 +179,8 @@ class TransformersSampler:
         return self._ready
 
     def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
-        """Draws by the seed of each request: the same, whatever else is sampled, by whichever process.
+        """Draws by the seed of each request: the same, whatever else is sampled, by whichever
+        process.
 
         Keeps one log-prob per token, however large the vocabulary.
         """
@@ -184,7 +192,9 @@ class TransformersSampler:
         completions: dict[int, Completion] = {}
         with self._aside() if self._beside_training else contextlib.nullcontext():
             for batch in self._batches([(number, *row) for number, row in enumerate(rows)]):
-                completions |= zip((number for number, *_ in batch), self._complete(batch), strict=True)
+                completions |= zip(
+                    (number for number, *_ in batch), self._complete(batch), strict=True
+                )
         if borrows and not more:
             self._policy.unload()
         shares_gpu = self._live.model.device.type == "cuda" and not self._is_copy
@@ -195,8 +205,8 @@ class TransformersSampler:
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
         """Yield what is sampled at once.
 
-        A row whose completion must end early goes on beside longer ones, so far as the model has positions for it that
-        leave those of the others as they are.
+        A row whose completion must end early goes on beside longer ones, so far as the model has
+        positions for it that leave those of the others as they are.
         """
         batch: list[_Row] = []
         mixes = self._live.mixes_lengths
@@ -239,20 +249,25 @@ class TransformersSampler:
     def _complete(self, rows: list[_Row]) -> list[Completion]:
         """A completion for each, of which the first may become the longest; all sampled at once."""
         device, prompts = self._policy.model.device, [request.tokens for _, request, _ in rows]
-        uniform = uniform_numbers([(request.seed, place) for _, request, place in rows], self._most(rows[0])).to(device)
+        uniform = uniform_numbers(
+            [(request.seed, place) for _, request, place in rows], self._most(rows[0])
+        ).to(device)
         static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
         tokens, log_probs = (sampled.cpu() for sampled in sample(prompts, uniform))
         if not log_probs.isfinite().all():
             raise NumericalError(
-                "the policy's probabilities are not finite, so no completion can be sampled. An update has driven its "
-                "weights out of range: resume from the last checkpoint with a smaller optimizer.learning_rate."
+                "the policy's probabilities are not finite, so no completion can be sampled. An "
+                "update has driven its weights out of range: resume from the last checkpoint with "
+                "a smaller optimizer.learning_rate."
             )
         is_end = torch.isin(tokens, torch.tensor(self._ends(), dtype=torch.int64))
         up_to_end = torch.where(is_end.any(-1), is_end.int().argmax(-1), tokens.shape[1]) + 1
         return [
             self._completion(tokens[place, :most], log_probs[place, :most], up_to)
-            for place, (most, up_to) in enumerate(zip(map(self._most, rows), up_to_end.tolist(), strict=True))
+            for place, (most, up_to) in enumerate(
+                zip(map(self._most, rows), up_to_end.tolist(), strict=True)
+            )
         ]
 
     @property
@@ -272,7 +287,8 @@ class TransformersSampler:
         return draw(scores, uniform)
 
     def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, (B, C), by a cache of fixed size. uniform: (B, C), for each token."""
+        """Tokens and log-probs, (B, C), by a cache of fixed size. uniform: (B, C), for each
+        token."""
         draws = self.settings.temperature if self._drawn_by_kernel else self._draw
         how = {"draw": draws, "uniform": uniform, "check": self._check_open, "ends": self._ends()}
         how |= {"stopped": self._stopped} if self._stops else {}
@@ -303,7 +319,8 @@ class TransformersSampler:
         return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
     def _stopped(self, written: Tensor, new: int) -> Tensor:
-        """(B,) bool: in which rows of tokens, (B, C), one of the last `new` has completed a stop string."""
+        """(B,) bool: in which rows of tokens, (B, C), one of the last `new` has completed a stop
+        string."""
         last = written[:, -(self._stops.window + new) :].tolist()
         found = [
             seems and self._stops.end(written[row].tolist()) is not None
@@ -314,10 +331,13 @@ class TransformersSampler:
     def _completion(self, tokens: Tensor, log_probs: Tensor, up_to_end: int) -> Completion:
         """Without what follows the first end-of-sequence token or stop string.
 
-        up_to_end: how many tokens there are up to and with the first such token; more than there are for none.
+        up_to_end: how many tokens there are up to and with the first such token; more than there
+            are for none.
         """
         length = min(up_to_end, len(tokens))
         stopped = self._stops.end(tokens[:length].tolist()) if self._stops else None
         reason = "stop" if up_to_end <= len(tokens) or stopped is not None else "length"
         length = stopped or length
-        return Completion(tokens[:length].clone(), log_probs[:length].clone(), reason, self._version)
+        return Completion(
+            tokens[:length].clone(), log_probs[:length].clone(), reason, self._version
+        )

@@ -1,4 +1,5 @@
-"""How completions are sampled, in the words of transformers, and what of a model's own settings is ignored for it."""
+"""How completions are sampled, in the words of transformers, and what of a model's own settings is
+ignored for it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def sampling_settings(policy: Policy, rollout: PolicyRolloutConfig | RecordedRolloutConfig) -> GenerationConfig:
-    """How completions are sampled, for transformers; of the model's own settings only the ends are taken."""
+def sampling_settings(
+    policy: Policy, rollout: PolicyRolloutConfig | RecordedRolloutConfig
+) -> GenerationConfig:
+    """How completions are sampled, for transformers; of the model's own settings only the ends are
+    taken."""
     from transformers import GenerationConfig
 
     ends = end_tokens(policy.model.generation_config, policy.tokenizer)
@@ -38,12 +42,15 @@ def temperature_and_top_p(settings: GenerationConfig) -> list:
 
     if settings.temperature == 0:
         return [likeliest]
-    temperature = [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
+    temperature = (
+        [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
+    )
     return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
 
 
 def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
-    """Scores, (B, V), with all the probability on the likeliest token; NaN stays, so that it is noticed."""
+    """Scores, (B, V), with all the probability on the likeliest token; NaN stays, so that it is
+    noticed."""
     tokens = scores.argmax(-1, keepdim=True)
     return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
 

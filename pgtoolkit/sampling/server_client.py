@@ -1,4 +1,5 @@
-"""The client of one server of completions: its calls over HTTP, and what is wrong with an answer, in a sentence."""
+"""The client of one server of completions: its calls over HTTP, and what is wrong with an answer,
+in a sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.background import in_background
 
 _PATIENCE_SECONDS, _PAUSE = 30, 0.5
-"""For how long a call that finds no connection, or a busy server (503), is made again, and after how long each time."""
+"""For how long a call that finds no connection, or a busy server (503), is made again, and after
+how long each time."""
 _MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
 """Most bytes of an answer, and how many more for each token that was asked for or is sent back."""
 _BY_CHANCE = -30.0
@@ -37,9 +39,10 @@ _FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, Runt
 class Server:
     """A server at `url`, spoken to in the words of `api`.
 
-    answer_seconds: the longest that a call may take. process: its process, if it was started here. key: what it lets
-    requests in with; None where it wants none. Each call raises SamplerLost at its deadline, as of time.monotonic(), or
-    before, for whatever is not as it should.
+    answer_seconds: the longest that a call may take. process: its process, if it was started here.
+        key: what it lets
+    requests in with; None where it wants none. Each call raises SamplerLost at its deadline, as of
+    time.monotonic(), or before, for whatever is not as it should.
     """
 
     def __init__(
@@ -81,7 +84,8 @@ class Server:
     def complete(
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
-        """Return the completions of one request, checked for what the proof of their log-probs cannot see.
+        """Return the completions of one request, checked for what the proof of their log-probs
+        cannot see.
 
         version: of the weights.
         """
@@ -106,7 +110,8 @@ class Server:
         return completions
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
-        """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature and cuts."""
+        """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature
+        and cuts."""
         answer = self.post(self._api.scores(tokens, salt), deadline, len(tokens))
         try:
             return torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
@@ -119,35 +124,48 @@ class Server:
         foreign = tokens[(tokens < 0) | (tokens >= sampling.vocabulary_size)]
         if len(foreign):
             raise self._odd(
-                f"it sampled token {foreign[0]}, and the trainer's vocabulary has {sampling.vocabulary_size} entries. "
-                "It serves another model"
+                f"it sampled token {foreign[0]}, and the trainer's vocabulary has "
+                f"{sampling.vocabulary_size} entries. It serves another model"
             )
-        # A server decodes token by token, and may see a stop string later than it stands in the whole text.
+        # A server decodes token by token, and may see a stop string later than it stands in the
+        # whole text.
         stopped = sampling.stops.end(tokens.tolist())
         reason = "stop" if stopped else self._finish(tokens.tolist(), choice, sampling)
         return Completion(tokens[:stopped], log_probs[:stopped], reason, version)
 
-    def _finish(self, tokens: list[int], choice: Choice, sampling: Sampling) -> Literal["stop", "length"]:
+    def _finish(
+        self, tokens: list[int], choice: Choice, sampling: Sampling
+    ) -> Literal["stop", "length"]:
         by_text = choice.stop_text in sampling.stops.strings
         *inside, last = (token in sampling.ends for token in tokens)
         fits = len(tokens) <= sampling.max_tokens
         if choice.finish_reason == "stop" and (last or by_text) and not any(inside) and fits:
             return "stop"
-        if choice.finish_reason == "length" and len(tokens) == sampling.max_tokens and not (last or any(inside)):
+        if (
+            choice.finish_reason == "length"
+            and len(tokens) == sampling.max_tokens
+            and not (last or any(inside))
+        ):
             return "length"
-        where = f"with token {tokens[-1]} after {len(tokens)} of at most {sampling.max_tokens} tokens"
+        where = (
+            f"with token {tokens[-1]} after {len(tokens)} of at most {sampling.max_tokens} tokens"
+        )
         beyond = ", beyond an end-of-sequence token" if any(inside) else ""
         raise self._odd(f"a completion ends {where}{beyond}, for the reason {choice.finish_reason}")
 
     def _check_drawn(self, completions: list[Completion]) -> None:
-        """Any k of n draws are the same with a chance of at most C(n, k) p^(k - 1) where that one has chance p."""
+        """Any k of n draws are the same with a chance of at most C(n, k) p^(k - 1) where that one
+        has chance p."""
         counts = Counter(tuple(completion.tokens.tolist()) for completion in completions)
         for completion in completions:
-            same, log_prob = counts[tuple(completion.tokens.tolist())], completion.log_probs.double().sum().item()
+            same, log_prob = (
+                counts[tuple(completion.tokens.tolist())],
+                completion.log_probs.double().sum().item(),
+            )
             if (same - 1) * log_prob + math.log(math.comb(len(completions), same)) < _BY_CHANCE:
                 raise self._odd(
-                    f"{same} of {len(completions)} completions of a prompt are the same, whose log-prob is "
-                    f"{log_prob:.0f}: it did not draw each of them"
+                    f"{same} of {len(completions)} completions of a prompt are the same, whose "
+                    f"log-prob is {log_prob:.0f}: it did not draw each of them"
                 )
 
     def post(self, call: Call, deadline: float, tokens: int = 0) -> Any:
@@ -157,44 +175,55 @@ class Server:
             self._check_process()
             left, over = max(0.1, deadline - time.monotonic()), time.monotonic() + _PAUSE > patience
             try:
-                answer, content = self._answer("POST", path, body, left, _MOST_BYTES + _BYTES_PER_TOKEN * tokens)
+                answer, content = self._answer(
+                    "POST", path, body, left, _MOST_BYTES + _BYTES_PER_TOKEN * tokens
+                )
                 if answer.status_code != 503 or over:
                     return self._content(path, answer, content)
             except (requests.ReadTimeout, TimeoutError) as error:
                 raise SamplerLost(
                     f"the sampling server {self.url} did not answer {path} within "
                     f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST "
-                    f"{self.url}{self._api.RESUME}), or has more to do than that allows. {self._words()}"
+                    f"{self.url}{self._api.RESUME}), or has more to do than that allows. "
+                    f"{self._words()}"
                 ) from error
             except requests.RequestException as error:
                 self._check_process()
                 if over:
                     raise SamplerLost(
-                        f"the sampling server {self.url} cannot be reached, or breaks off its answers: "
-                        f"{first_line(error)[:300]}. Start it again. {self._words()}"
+                        f"the sampling server {self.url} cannot be reached, or breaks off its "
+                        f"answers: {first_line(error)[:300]}. Start it again. {self._words()}"
                     ) from error
             time.sleep(_PAUSE)
 
     def _answer(
         self, method: str, path: str, body: dict | None, seconds: float, most: int
     ) -> tuple[requests.Response, bytes]:
-        """The whole answer, of at most so many bytes; TimeoutError where it is not there within so many seconds.
+        """The whole answer, of at most so many bytes; TimeoutError where it is not there within so
+        many seconds.
 
-        requests counts its own from the last byte that came. Where it is sent on, a POST would become a GET.
+        requests counts its own from the last byte that came. Where it is sent on, a POST would
+        become a GET.
         """
         return in_background(partial(self._read, method, path, body, seconds, most)).result(seconds)
 
     def _read(
         self, method: str, path: str, body: dict | None, seconds: float, most: int
     ) -> tuple[requests.Response, bytes]:
-        end, content, timeouts = time.monotonic() + seconds, bytearray(), (min(seconds / 2, 10), seconds)
+        end, content, timeouts = (
+            time.monotonic() + seconds,
+            bytearray(),
+            (min(seconds / 2, 10), seconds),
+        )
         with self._session.request(
             method, self.url + path, json=body, timeout=timeouts, allow_redirects=False, stream=True
         ) as answer:
             for part in answer.iter_content(2**16):
                 content += part
                 if len(content) > most:
-                    raise self._odd(f"its answer to {path} has more than the {most} bytes that were asked for")
+                    raise self._odd(
+                        f"its answer to {path} has more than the {most} bytes that were asked for"
+                    )
                 if time.monotonic() > end:  # whoever waited has given up
                     raise TimeoutError
         return answer, bytes(content)
@@ -209,10 +238,13 @@ class Server:
             }
             use = uses.get(answer.status_code, "")
             if path == self._api.LOAD and not use:
-                use = "Does it see that folder? sampler.weights_folder=FOLDER names one that all servers do."
+                use = (
+                    "Does it see that folder? sampler.weights_folder=FOLDER names one that all "
+                    "servers do."
+                )
             raise SamplerLost(
-                f"the sampling server {self.url} answered {path} with {answer.status_code}: {said}. {use} "
-                f"{self._words()}"
+                f"the sampling server {self.url} answered {path} with {answer.status_code}: "
+                f"{said}. {use} {self._words()}"
             )
         try:
             return json.loads(content) if content else None
@@ -223,18 +255,22 @@ class Server:
         if self._process is not None and (status := self._process.status) is not None:
             words = self._words()
             raise SamplerLost(
-                f"the sampling server {self.url} ended with status {status}. {words}{self._api.advice(words)}"
+                f"the sampling server {self.url} ended with status {status}. "
+                f"{words}{self._api.advice(words)}"
             )
 
     def _words(self) -> str:
         return LOST if self._process is None else f"{self._process.last_words()} {LOST}"
 
     def _odd(self, fault: str) -> SamplerLost:
-        return SamplerLost(f"the sampling server {self.url} does not answer as asked: {fault}. {LOST}")
+        return SamplerLost(
+            f"the sampling server {self.url} does not answer as asked: {fault}. {LOST}"
+        )
 
 
 def _tensors(choice: Choice) -> tuple[Tensor, Tensor]:
-    """Return tokens (N,) int64 and their log-probs (N,) float32; raises one of _FORM where they are something else."""
+    """Return tokens (N,) int64 and their log-probs (N,) float32; raises one of _FORM where they are
+    something else."""
     tokens = torch.tensor(choice.tokens, dtype=torch.int64)
     log_probs = torch.tensor(choice.log_probs, dtype=torch.float32)
     if tokens.ndim != 1 or not len(tokens) or tokens.shape != log_probs.shape:

@@ -17,23 +17,35 @@ _GRACE_SECONDS = 5
 """From SIGTERM, at which a server may clean up, to SIGKILL."""
 _END_SECONDS = 15
 """More than a guard gives its server."""
-_OF_THIS_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_OF_THIS_JOB = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 _LAST_LINES = 5
 
 
 class ServerProcess:
     """A server that was started here, and runs until `end`, or until this process ends.
 
-    variables: that it gets besides those of this process. log: a file that takes what it prints. port: kept for it.
+    variables: that it gets besides those of this process. log: a file that takes what it prints.
+        port: kept for it.
     Raises SamplerLost where there is no such program.
     """
 
-    def __init__(self, command: list[str], variables: dict[str, str], log: Path, port: socket.socket):
+    def __init__(
+        self, command: list[str], variables: dict[str, str], log: Path, port: socket.socket
+    ):
         environment = own_environment() | variables
         if shutil.which(command[0], path=environment.get("PATH")) is None:
             raise SamplerLost(
-                f"the sampling server cannot be started: there is no program {command[0]}. Give sampler.executable the "
-                "path of vllm in the environment that it is installed in, or sampler.urls those of running servers."
+                f"the sampling server cannot be started: there is no program {command[0]}. Give "
+                "sampler.executable the path of vllm in the environment that it is installed in, "
+                "or sampler.urls those of running servers."
             )
         self.guard = Child(under_guard(command, _GRACE_SECONDS), environment, log)
         self.log = log
@@ -41,7 +53,8 @@ class ServerProcess:
 
     @property
     def status(self) -> int | None:
-        """The server's exit status, as a shell tells it where a signal ended it; None while it runs."""
+        """The server's exit status, as a shell tells it where a signal ended it; None while it
+        runs."""
         status = self.guard.poll()
         return 128 - status if status is not None and status < 0 else status
 
@@ -50,14 +63,25 @@ class ServerProcess:
 
 
 def last_words(log: Path) -> str:
-    """Return the last lines of a process's log that tell of an error, or else its last lines, and where the log is."""
+    """Return the last lines of a process's log that tell of an error, or else its last lines, and
+    where the log is."""
     lines = []
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = list(dict.fromkeys(line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)))
+        lines = [
+            line.strip()
+            for line in file.read().decode(errors="replace").splitlines()
+            if line.strip()
+        ]
+    errors = list(
+        dict.fromkeys(
+            line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)
+        )
+    )
     words = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
-    return f"Its last words: {words}. All of them: {log}." if words else f"Its log, {log}, is empty."
+    return (
+        f"Its last words: {words}. All of them: {log}." if words else f"Its log, {log}, is empty."
+    )
 
 
 def end_servers(servers: Iterable[ServerProcess]) -> None:
@@ -69,7 +93,8 @@ def end_servers(servers: Iterable[ServerProcess]) -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """The variables of this process but for those that torch.distributed and our launcher have set for its ranks.
+    """The variables of this process but for those that torch.distributed and our launcher have set
+    for its ranks.
 
     The server may be of another environment, to which the packages on our PYTHONPATH are poison.
     """
@@ -84,10 +109,12 @@ def own_environment() -> dict[str, str]:
 
 
 def reserve_port() -> socket.socket:
-    """A port of this machine's own address that nobody else is given, for a server that lets others bind it, too.
+    """A port of this machine's own address that nobody else is given, for a server that lets others
+    bind it, too.
 
-    vLLM does (SO_REUSEPORT): two servers that had been given the same port, one after the other, would share it, and
-    each answer some of the other's requests. A socket that is bound and does not listen gets none.
+    vLLM does (SO_REUSEPORT): two servers that had been given the same port, one after the other,
+    would share it, and each answer some of the other's requests. A socket that is bound and does
+    not listen gets none.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

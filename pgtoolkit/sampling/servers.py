@@ -1,4 +1,5 @@
-"""Samples by servers: gives them each version of the weights, proves that it came, and shares out requests."""
+"""Samples by servers: gives them each version of the weights, proves that it came, and shares out
+requests."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from pgtoolkit.sampling.proof import Proof
 from pgtoolkit.sampling.samplers import SameProcesses, Sampler
 from pgtoolkit.sampling.server_api import Sampling, plan_servers
 from pgtoolkit.sampling.server_client import Server
-from pgtoolkit.sampling.server_process import ServerProcess, end_servers, own_environment, reserve_port
+from pgtoolkit.sampling.server_process import (
+    ServerProcess,
+    end_servers,
+    own_environment,
+    reserve_port,
+)
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.sampling.weights_folder import WeightsFolder
@@ -42,14 +48,18 @@ log = logging.getLogger("pgtoolkit")
 
 _PROGRESS_SECONDS = 15
 _IN_FLIGHT = 256
-"""Requests under way at each server: with the fewest completions a request can have, as many as it samples at once."""
+"""Requests under way at each server: with the fewest completions a request can have, as many as it
+samples at once."""
 
 
 class ServerSampler:
-    """Completions from servers that share the requests; every rank has one, and rank 0 starts and fills the servers.
+    """Completions from servers that share the requests; every rank has one, and rank 0 starts and
+    fills the servers.
 
-    api: the words of the servers. trained: the module in training. prompts: token ids of some prompts of the task, for
-    the proof of each version. room: most tokens of a document. write_settings: writes the files of the model's folder
+    api: the words of the servers. trained: the module in training. prompts: token ids of some
+        prompts of the task, for
+    the proof of each version. room: most tokens of a document. write_settings: writes the files of
+        the model's folder
     but for the weights. run_dir: where the logs go.
     """
 
@@ -94,7 +104,8 @@ class ServerSampler:
         self._asleep = False
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """Called by every rank at the same time. The first call starts the servers, from a folder of these weights."""
+        """Called by every rank at the same time. The first call starts the servers, from a folder
+        of these weights."""
         new, first, log_probs = version != self._version, self._version is None, None
         with failing_together(self._layout):
             if new:
@@ -103,11 +114,12 @@ class ServerSampler:
             log_probs = self._proof.log_probs()
         with failing_together(self._layout):
             if self._plan.sleeps:
-                torch.cuda.empty_cache()  # the servers are about to take back the memory that they gave
+                # the servers are about to take back the memory that they gave
+                torch.cuda.empty_cache()
         if first:
             self._start()
-        # What sleeps has lost its weights. What was started just now has these, and is given them all the same, so that
-        # it takes hold of the folder before the first step.
+        # What sleeps has lost its weights. What was started just now has these, and is given them
+        # all the same, so that it takes hold of the folder before the first step.
         load = partial(self._wake, load=new or self._asleep)
         loading = in_background(partial(self._of_each, load)) if self._layout.rank == 0 else None
         if new and log_probs is None:
@@ -125,7 +137,8 @@ class ServerSampler:
         return self.complete_in(0, requests, more)
 
     def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
-        """Those of all requests, which are all under way at once; where servers sleep, called by every rank."""
+        """Those of all requests, which are all under way at once; where servers sleep, called by
+        every rank."""
         deadline, count, sampling = self._deadline(), len(self._servers), self._ways[way]
         calls = [
             partial(
@@ -135,14 +148,18 @@ class ServerSampler:
             for number, request in enumerate(requests)
         ]
         completions = _at_once(calls, _IN_FLIGHT * count)
-        if self._chosen.urls and self._layout.rank == 0:  # to others', another run may have given its weights
+        # to others', another run may have given its weights
+        if self._chosen.urls and self._layout.rank == 0:
             self._of_each(lambda server: self._proof.check_kept(server.url, self._score(server)))
         if self._plan.sleeps and not more:
             self._put_to_sleep()
         return [completion for several in completions for completion in several]
 
-    def sampling_otherwise(self, rollout: PolicyRolloutConfig, settle: Callable[[], object]) -> Sampler:
-        """Samples by the same servers as `rollout` says; settle: waits for what training is having sampled."""
+    def sampling_otherwise(
+        self, rollout: PolicyRolloutConfig, settle: Callable[[], object]
+    ) -> Sampler:
+        """Samples by the same servers as `rollout` says; settle: waits for what training is having
+        sampled."""
         top_p = 1.0 if rollout.top_p is None else rollout.top_p
         sampling = dataclasses.replace(
             self._ways[0],
@@ -185,12 +202,16 @@ class ServerSampler:
             began = told = time.monotonic()
             while True:
                 with failing_together(layout):
-                    waiting = [server for server in self._servers if not server.is_up()] if layout.rank == 0 else []
+                    waiting = (
+                        [server for server in self._servers if not server.is_up()]
+                        if layout.rank == 0
+                        else []
+                    )
                     seconds, limit = time.monotonic() - began, self._chosen.start_seconds
                     if waiting and seconds > limit:
                         raise SamplerLost(
-                            f"the sampling server {waiting[0].url} does not answer within sampler.start_seconds="
-                            f"{limit}. {waiting[0].last_words()}"
+                            f"the sampling server {waiting[0].url} does not answer within "
+                            f"sampler.start_seconds={limit}. {waiting[0].last_words()}"
                         )
                 if waiting and time.monotonic() - told > _PROGRESS_SECONDS:
                     told = time.monotonic()
@@ -210,14 +231,25 @@ class ServerSampler:
 
     def _started(self, number: int) -> Server:
         """The server of this number, which is not up yet."""
-        reserved, gpus, name, host = reserve_port(), self._plan.gpus[number], self._chosen.name, "127.0.0.1"
+        reserved, gpus, name, host = (
+            reserve_port(),
+            self._plan.gpus[number],
+            self._chosen.name,
+            "127.0.0.1",
+        )
         port = reserved.getsockname()[1]
-        log_file = self._run_dir / (f"{name}-{number}.log" if len(self._plan.gpus) > 1 else f"{name}.log")
+        log_file = self._run_dir / (
+            f"{name}-{number}.log" if len(self._plan.gpus) > 1 else f"{name}.log"
+        )
         command = self._api.command(self._config, self._path, self._plan, host, port)
         # Where this process has a variable already, its value holds.
-        variables = {variable: os.environ.get(variable, value) for variable, value in self._api.VARIABLES.items()}
+        variables = {
+            variable: os.environ.get(variable, value)
+            for variable, value in self._api.VARIABLES.items()
+        }
         assert self._key is not None
-        variables[self._api.KEY] = self._key  # which is its owner's alone to read there, other than in its arguments
+        # which is its owner's alone to read there, other than in its arguments
+        variables[self._api.KEY] = self._key
         variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
         paths = [own_environment().get("PYTHONPATH"), self._api.MODULES and str(self._api.MODULES)]
         variables |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
@@ -228,7 +260,8 @@ class ServerSampler:
         return self._server(f"http://{host}:{port}", process)
 
     def _wake(self, server: Server, load: bool) -> None:
-        """load: and give it the weights that lie in the folder, before it takes the rest of its memory back."""
+        """load: and give it the weights that lie in the folder, before it takes the rest of its
+        memory back."""
         deadline = self._deadline()
         if self._asleep:
             server.post(self._api.wake("weights"), deadline)
@@ -265,7 +298,8 @@ class ServerSampler:
 
 
 def _at_once(calls: list[Callable[[], Any]], most: int) -> list[Any]:
-    """What the calls return, in their order, at most so many under way; the first error that one raises, at once."""
+    """What the calls return, in their order, at most so many under way; the first error that one
+    raises, at once."""
     waiting, results, lock = deque(enumerate(calls)), [None] * len(calls), threading.Lock()
 
     def work() -> None:

@@ -1,4 +1,5 @@
-"""The seam between sampling and training: what samplers and rollouts ask of the module that is trained."""
+"""The seam between sampling and training: what samplers and rollouts ask of the module that is
+trained."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ class TrainedPolicy(Protocol):
         ...
 
     def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) log-prob of each label under the reference, which is a model. Called by every rank."""
+        """Return the (T,) log-prob of each label under the reference, which is a model. Called by
+        every rank."""
         ...
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the critic's (T,) value of each position, where there is a critic. Called by every rank."""
+        """Return the critic's (T,) value of each position, where there is a critic. Called by every
+        rank."""
         ...

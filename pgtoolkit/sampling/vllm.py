@@ -20,7 +20,8 @@ _FRONT_ENDS = 4
 
 
 class Vllm:
-    """The words of vLLM 0.24; for another kind of server, a class with the same names says all that is to be said.
+    """The words of vLLM 0.24; for another kind of server, a class with the same names says all that
+    is to be said.
 
     What reads an answer may raise whatever JSON makes it raise.
     """
@@ -31,9 +32,11 @@ class Vllm:
     RESUME = "/resume"  # by which a paused server goes on
     KEY = "VLLM_API_KEY"  # the environment variable with the key that it lets requests in with
     START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # so that it has all paths
-    MODULES = Path(__file__).with_name("vllm_worker")  # on its PYTHONPATH: what runs inside a server that is started
+    # on its PYTHONPATH: what runs inside a server that is started
+    MODULES = Path(__file__).with_name("vllm_worker")
     FIXED_MEMORY = "--kv-cache-memory-bytes"  # without which it measures how much memory is free
-    VARIABLES: ClassVar[dict[str, str]] = {  # of its environment, where this process has none of that name
+    # of its environment, where this process has none of that name
+    VARIABLES: ClassVar[dict[str, str]] = {
         "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
         "VLLM_NO_USAGE_STATS": "1",
@@ -72,7 +75,8 @@ class Vllm:
     def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
         """Every setting that would otherwise be the server's or its model's own is said.
 
-        salt: what the server may have cached of another salt's prompts is of other weights, and is not used.
+        salt: what the server may have cached of another salt's prompts is of other weights, and is
+            not used.
         """
         body = {
             "prompt": request.tokens,
@@ -106,16 +110,26 @@ class Vllm:
         ]
 
     def scores(self, tokens: list[int], salt: str) -> Call:
-        body = {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": 0, "cache_salt": salt, "return_token_ids": True}
+        body = {
+            "prompt": tokens,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "cache_salt": salt,
+            "return_token_ids": True,
+        }
         return "/v1/completions", body
 
     def log_probs(self, answer: Any, tokens: list[int]) -> list[float]:
         """Of a text's tokens from the second on, before temperature and cuts."""
         entries = answer["choices"][0]["prompt_logprobs"]
-        return [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries[1:], strict=True)]
+        return [
+            entry[str(token)]["logprob"]
+            for token, entry in zip(tokens[1:], entries[1:], strict=True)
+        ]
 
     def load(self, folder: Path, config: Config) -> Call:
-        """Take the weights that lie in a folder: by what runs inside, where it was started with that."""
+        """Take the weights that lie in a folder: by what runs inside, where it was started with
+        that."""
         chosen = config.sampler
         assert isinstance(chosen, VllmSamplerConfig)
         if chosen.urls or any(argument.startswith(_EXTENSION) for argument in chosen.arguments):
@@ -131,14 +145,15 @@ class Vllm:
         return "/sleep?level=2", None
 
     def wake(self, part: str) -> Call:
-        """Take it again. part: "weights", whose numbers are then to be loaded, or "cache" once they are."""
+        """Take it again. part: "weights", whose numbers are then to be loaded, or "cache" once they
+        are."""
         return f"/wake_up?tags={'kv_cache' if part == 'cache' else part}", None
 
     def advice(self, last_words: str) -> str:
         """What to do about a server that ended with these words, if that is known."""
         if "pgtk_vllm_worker" in last_words:
             return (
-                " What loads its weights was not found: let the program of sampler.executable pass PYTHONPATH on, or "
-                f"use sampler.arguments=[{_EXTENSION}=]."
+                " What loads its weights was not found: let the program of sampler.executable pass "
+                f"PYTHONPATH on, or use sampler.arguments=[{_EXTENSION}=]."
             )
         return f" Set {_V2_RUNNER}=0 in the environment." if "Model Runner V2" in last_words else ""

@@ -1,6 +1,8 @@
-"""The weights on their way to a server: a Hugging Face folder in shared memory, filled anew for each version.
+"""The weights on their way to a server: a Hugging Face folder in shared memory, filled anew for
+each version.
 
-The ranks of one node write it together, a file each: every matrix is brought together by all ranks and copied by one,
+The ranks of one node write it together, a file each: every matrix is brought together by all ranks
+    and copied by one,
 so that the GPUs copy at the same time, and the next matrix is on its way meanwhile.
 """
 
@@ -29,7 +31,13 @@ from pgtoolkit.system.child import Child
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 2**26
 """What is left free beside the weights."""
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32"}
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+}
 _NAMES |= {torch.bool: "BOOL", torch.uint8: "U8", torch.float64: "F64"}
 """How safetensors calls number types."""
 
@@ -39,21 +47,27 @@ signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 sys.stdin.buffer.read()
 shutil.rmtree(sys.argv[1], ignore_errors=True)
 """
-"""Deletes a folder when the channel of this process ends, as only the end of its parent or `end` does: a signal may be
-sent to all processes of a job."""
+"""Deletes a folder when the channel of this process ends, as only the end of its parent or `end`
+does: a signal may be sent to all processes of a job."""
 _SECONDS_TO_DELETE = 15
 
 
 class WeightsFolder:
-    """A folder with the weights and what else a model needs, until `remove`, or until the process that made it is gone.
+    """A folder with the weights and what else a model needs, until `remove`, or until the process
+    that made it is gone.
 
-    parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of its weights.
-    for_others: whether other users of the machine may read it, one of whom may have started the server.
-    number, count: which of so many processes this is that write it; of none, beyond them. The first makes it, and tells
+    parent: where it is made; None for shared memory if there is room, else `fallback`. dtype: of
+        its weights.
+    for_others: whether other users of the machine may read it, one of whom may have started the
+        server.
+    number, count: which of so many processes this is that write it; of none, beyond them. The first
+        makes it, and tells
     the others its `path`.
-    This process's file stays mapped: a new version overwrites it in place, from the GPU without a copy in between.
-    Whoever reads it has to be done before. What of it is in shared memory is made known to CUDA, so that nothing
-    waits for a copy: its pages are locked then. Those of a file on a disk the GPU may not write behind the file system.
+    This process's file stays mapped: a new version overwrites it in place, from the GPU without a
+    copy in between. Whoever reads it has to be done before. What of it is in shared memory is made
+    known to CUDA, so that nothing
+    waits for a copy: its pages are locked then. Those of a file on a disk the GPU may not write
+        behind the file system.
     """
 
     def __init__(
@@ -76,22 +90,34 @@ class WeightsFolder:
 
     @classmethod
     def of_ranks(
-        cls, layout: Layout, parent: Path | None, fallback: Path, dtype: torch.dtype, for_others: bool = False
+        cls,
+        layout: Layout,
+        parent: Path | None,
+        fallback: Path,
+        dtype: torch.dtype,
+        for_others: bool = False,
     ) -> WeightsFolder:
-        """Return the folder that the ranks of rank 0's node write together, a file each; every rank calls this."""
+        """Return the folder that the ranks of rank 0's node write together, a file each; every rank
+        calls this."""
         writers = layout.node_group if layout.reader == 0 else None
         place = (min(layout.rank, 1), 1) if writers is None else (writers.rank(), writers.size())
         return cls(parent, fallback, dtype, for_others, *place)
 
-    def write(self, weights: Mapping[str, Tensor], layout: Layout, write_settings: Callable[[Path], None]) -> None:
-        """Write a version of the weights, and make the folder before the first one; nobody may be reading.
+    def write(
+        self, weights: Mapping[str, Tensor], layout: Layout, write_settings: Callable[[Path], None]
+    ) -> None:
+        """Write a version of the weights, and make the folder before the first one; nobody may be
+        reading.
 
-        Called by every rank with its parts: of what is spread over ranks, one matrix at a time is whole. All files
+        Called by every rank with its parts: of what is spread over ranks, one matrix at a time is
+            whole. All files
         are written when this returns. write_settings: puts the other files into the folder.
         """
         with failing_together(layout):
             if layout.rank == 0 and self.path is None:
-                size = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in weights.values())
+                size = sum(
+                    tensor.shape.numel() * tensor.dtype.itemsize for tensor in weights.values()
+                )
                 self.make(size, write_settings)
         self.path = gather_objects(self.path, layout.world_group)[0]
         with failing_together(layout):
@@ -112,7 +138,8 @@ class WeightsFolder:
         return self.path
 
     def make_room(self, weights: Mapping[str, Tensor]) -> None:
-        """In this process's file, for `fill`. Raises StorageError where the disk, or the memory, is full."""
+        """In this process's file, for `fill`. Raises StorageError where the disk, or the memory, is
+        full."""
         kinds = {name: (self._type_of(tensor), tensor.shape) for name, tensor in weights.items()}
         shares: list[dict] = [{} for _ in range(self._count)]
         sizes = [0] * self._count
@@ -123,13 +150,18 @@ class WeightsFolder:
         if self._number < self._count and (header := _header(shares[self._number])) != self._header:
             self._map(header)
             if self._number == 0 and self._count > 1:
-                files = {name: self._file(number) for number, share in enumerate(shares) for name in share}
+                files = {
+                    name: self._file(number)
+                    for number, share in enumerate(shares)
+                    for name in share
+                }
                 content = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
                 with _refusing(self._folder / "model.safetensors.index.json") as index:
                     index.write_text(json.dumps(content), encoding="utf-8")
 
     def fill(self, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights, which every rank brings together one after the other, into the room that was made.
+        """Write the weights, which every rank brings together one after the other, into the room
+        that was made.
 
         Those of this process are written when this returns.
         """
@@ -156,7 +188,11 @@ class WeightsFolder:
         return self.path
 
     def _file(self, number: int) -> str:
-        return "model.safetensors" if self._count == 1 else f"model-{number + 1:05}-of-{self._count:05}.safetensors"
+        return (
+            "model.safetensors"
+            if self._count == 1
+            else f"model-{number + 1:05}-of-{self._count:05}.safetensors"
+        )
 
     def remove(self) -> None:
         """Delete the folder, which no server may still read."""
@@ -172,7 +208,9 @@ class WeightsFolder:
         """The file of this header, and in memory the place of each tensor's numbers in it."""
         self._forget()
         entries = json.loads(header[8:])
-        size = len(header) + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        size = len(header) + max(
+            (entry["data_offsets"][1] for entry in entries.values()), default=0
+        )
         with _refusing(self._folder / self._file(self._number)) as file:
             file.unlink(missing_ok=True)
             with file.open("wb") as opened:
@@ -207,11 +245,16 @@ def _lock_pages(content: Tensor) -> bool:
 
 
 def _header(kinds: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """Of a safetensors file: https://huggingface.co/docs/safetensors. Wide numbers first, so that all are aligned."""
+    """Of a safetensors file: https://huggingface.co/docs/safetensors. Wide numbers first, so that
+    all are aligned."""
     entries, offset = {}, 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
         end = offset + shape.numel() * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
@@ -231,6 +274,7 @@ def _refusing(path: Path) -> Iterator[Path]:
         yield path
     except OSError as error:
         raise StorageError(
-            f"the weights for the sampling server cannot be written to {path}: {error.strerror or error}. Use "
-            "sampler.weights_folder=FOLDER on a disk with room for them."
+            f"the weights for the sampling server cannot be written to {path}: "
+            f"{error.strerror or error}. Use sampler.weights_folder=FOLDER on a disk with room for "
+            "them."
         ) from error

@@ -11,8 +11,9 @@ from typing import Any
 def in_background(function: Callable[[], Any]) -> Future:
     """Start calling `function` in a daemon thread, for which the end of the process does not wait.
 
-    The future's `result(seconds)` waits at most that long, while signals to the process still act. It raises what the
-    function has raised, or TimeoutError if it is not done by then; the function then goes on unheeded.
+    The future's `result(seconds)` waits at most that long, while signals to the process still act.
+    It raises what the function has raised, or TimeoutError if it is not done by then; the function
+    then goes on unheeded.
     """
     future: Future = Future()
 

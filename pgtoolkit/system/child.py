@@ -1,14 +1,17 @@
-"""Child processes: each has a session of its own, and ends with this process, however this one ends.
+"""Child processes: each has a session of its own, and ends with this process, however this one
+ends.
 
-The standard input of a child is one end of a socket, its channel; this process holds the other end. When this process
-ends, even by SIGKILL, the kernel closes its end, and whoever watches the channel on the other side sees that:
+The standard input of a child is one end of a socket, its channel; this process holds the other end.
+When this process ends, even by SIGKILL, the kernel closes its end, and whoever watches the channel
+on the other side sees that:
 
 * a program of ours that should end in an orderly way follows its parent (`follow_parent`);
-* any other program, and one that runs code of the user's, has a guard: a small process between the two that does
-  nothing else (`stay_under_guard`, `under_guard`), and ends the program with all its descendants.
+* any other program, and one that runs code of the user's, has a guard: a small process between the
+  two that does nothing else (`stay_under_guard`, `under_guard`), and ends the program with all its
+  descendants.
 
-As a script, `python -I child.py SECONDS COMMAND...`, this runs a command under a guard; it imports nothing of
-pgtoolkit.
+As a script, `python -I child.py SECONDS COMMAND...`, this runs a command under a guard; it imports
+nothing of pgtoolkit.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _SECONDS_TO_DIE = 10
-"""Seconds to wait for killed processes. One that waits for a disk may take longer, and is left to the kernel."""
+"""Seconds to wait for killed processes. One that waits for a disk may take longer, and is left to
+the kernel."""
 
 _NOT_FOR_GUARDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that may be sent to all processes of a job, and so do not mean that the parent has ended."""
+"""Signals that may be sent to all processes of a job, and so do not mean that the parent has
+ended."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,8 +55,10 @@ parent_has_ended = threading.Event()
 class Child:
     """A child process in its own session, so that Ctrl-C in a terminal reaches its parent alone.
 
-    environment: None for that of this process. log: a file to which the child's output is appended; None for the output
-    of this process. is_quiet: its standard output is dropped. printed: an open file that takes its output in the
+    environment: None for that of this process. log: a file to which the child's output is appended;
+        None for the output
+    of this process. is_quiet: its standard output is dropped. printed: an open file that takes its
+        output in the
     place of a log. channel: a stream between the two processes.
     """
 
@@ -84,11 +91,13 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, negative for the signal that ended the process; None until `poll` or `wait` has read it."""
+        """The exit status, negative for the signal that ended the process; None until `poll` or
+        `wait` has read it."""
         return self._process.returncode
 
     def connection(self) -> Connection:
-        """Return a connection over the channel for objects in the place of bytes; both are closed together."""
+        """Return a connection over the channel for objects in the place of bytes; both are closed
+        together."""
         from multiprocessing.connection import Connection
 
         connection = Connection(os.dup(self.channel.fileno()))
@@ -96,7 +105,8 @@ class Child:
         return connection
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for the signal that ended the process; None while it runs."""
+        """Return the exit status, negative for the signal that ended the process; None while it
+        runs."""
         return self.wait(0)
 
     def wait(self, seconds: float | None = None) -> int | None:
@@ -105,13 +115,15 @@ class Child:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
             if self.returncode is not None:
-                # Kill what is left in its group: the program, if its guard was killed. It must be now, since the kernel
-                # gives the number of an ended process to another one after a while.
+                # Kill what is left in its group: the program, if its guard was killed. It must be
+                #   now, since the kernel gives the number of an ended process to another one after
+                #   a while.
                 self._kill_group()
         return self.returncode
 
     def stop(self, number: int) -> None:
-        """Send a signal to the process, which may save and end then. A guard ignores those of `_NOT_FOR_GUARDS`."""
+        """Send a signal to the process, which may save and end then. A guard ignores those of
+        `_NOT_FOR_GUARDS`."""
         if self.poll() is None:
             self._process.send_signal(number)
 
@@ -130,10 +142,11 @@ class Child:
 
 
 def end_all(children: Iterable[Child], seconds: float = 0) -> None:
-    """Close the channels of these processes, as the end of this process would, and wait until they have ended.
+    """Close the channels of these processes, as the end of this process would, and wait until they
+    have ended.
 
-    A process that still runs after `seconds` is killed with its group. A guard gives its program time to end; for a
-    guard `seconds` should be longer than that.
+    A process that still runs after `seconds` is killed with its group. A guard gives its program
+    time to end; for a guard `seconds` should be longer than that.
     """
     children = list(children)
     for child in children:
@@ -150,7 +163,8 @@ def end_all(children: Iterable[Child], seconds: float = 0) -> None:
 
 
 def _forget_children() -> None:
-    """In a fork of this process, forget the children, which belong to the process that started them.
+    """In a fork of this process, forget the children, which belong to the process that started
+    them.
 
     A channel left open here would outlive that process, and waiting for a child here would fail.
     """
@@ -163,7 +177,8 @@ os.register_at_fork(after_in_child=_forget_children)
 
 
 def channel_to_parent() -> socket.socket:
-    """Return this process's end of the channel, its standard input, and put an empty file in the place of that."""
+    """Return this process's end of the channel, its standard input, and put an empty file in the
+    place of that."""
     channel = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -172,7 +187,8 @@ def channel_to_parent() -> socket.socket:
 
 
 def follow_parent(channel: socket.socket) -> None:
-    """Send SIGTERM to this process, from a thread, when its parent has ended. What the channel brings is dropped."""
+    """Send SIGTERM to this process, from a thread, when its parent has ended. What the channel
+    brings is dropped."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -190,12 +206,13 @@ def under_guard(command: Sequence[str], seconds: float) -> list[str]:
 
 
 def stay_under_guard(seconds: float = 0) -> socket.socket:
-    """Go on in a new process, and stay behind as its guard in this one. Return the channel, for the new process.
+    """Go on in a new process, and stay behind as its guard in this one. Return the channel, for the
+    new process.
 
-    When the parent ends or closes the channel, and when the new process ends, the guard sends SIGTERM to all
-    descendants of the new process, in any session, and SIGKILL after `seconds`. It ends when none is left, with the
-    status of the new process, or by the signal that ended that. Nothing else may run in this process: no thread, and
-    no code of the user's.
+    When the parent ends or closes the channel, and when the new process ends, the guard sends
+    SIGTERM to all descendants of the new process, in any session, and SIGKILL after `seconds`. It
+    ends when none is left, with the status of the new process, or by the signal that ended that.
+    Nothing else may run in this process: no thread, and no code of the user's.
     """
     channel = channel_to_parent()
     guard = os.getpid()
@@ -216,7 +233,8 @@ def _guard(process: int, channel: socket.socket, seconds: float) -> NoReturn:
     """Wait until a process and its descendants have ended; then end as the process did."""
 
     def end_descendants() -> None:
-        # Polling for no event waits for the end of the channel; data, which is for the other process, wakes nobody.
+        # Polling for no event waits for the end of the channel; data, which is for the other
+        # process, wakes nobody.
         hung_up = select.poll()
         hung_up.register(channel, 0)
         hung_up.poll()
@@ -246,14 +264,16 @@ def _end_as(status: int) -> NoReturn:
 
 
 def _end_descendants(seconds: float) -> None:
-    """Send SIGTERM to all descendants of this process, and SIGKILL after `seconds` until none runs."""
+    """Send SIGTERM to all descendants of this process, and SIGKILL after `seconds` until none
+    runs."""
     deadline = time.monotonic() + seconds
     if seconds > 0:
         _signal_all(_descendants(), signal.SIGTERM)
         while _descendants() and time.monotonic() < deadline:
             time.sleep(0.05)
     while (running := _descendants()) and time.monotonic() < deadline + _SECONDS_TO_DIE:
-        _signal_all(running, signal.SIGKILL)  # again and again, since they may start more in between
+        # again and again, since they may start more in between
+        _signal_all(running, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -7,7 +7,8 @@ from math import inf
 
 
 def aligned(rows: Sequence[Sequence[str]], room: float = inf, shrinking: int = 1) -> list[str]:
-    """Return each row as a line. Lines longer than `room` are shortened in the first `shrinking` columns.
+    """Return each row as a line. Lines longer than `room` are shortened in the first `shrinking`
+    columns.
 
     Cells are cut in their middle, since paths and lists of values often differ at their end.
     """

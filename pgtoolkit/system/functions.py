@@ -44,9 +44,11 @@ def import_function(
     keywords: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> Callable:
-    """Return the function or class at `package.module.name`, which may lie in the current directory.
+    """Return the function or class at `package.module.name`, which may lie in the current
+    directory.
 
-    key: the configuration key that holds the path. arguments, keywords: names of the arguments that it will be called
+    key: the configuration key that holds the path. arguments, keywords: names of the arguments that
+        it will be called
     with; None: the caller checks its parameters. options: other values that the key may have.
     Raises ConfigError if it cannot be imported, or not be called with these arguments.
     """
@@ -62,7 +64,9 @@ def import_function(
         use = f"{key}=package.module.{kind}"
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             use = _near_path(path, key, options) or use
-        raise ConfigError(refusal(setting, f"a {kind} that can be imported", got, reason, use)) from error
+        raise ConfigError(
+            refusal(setting, f"a {kind} that can be imported", got, reason, use)
+        ) from error
     finally:
         state.restore(setting)
     function = getattr(imported, name, None)
@@ -75,10 +79,20 @@ def import_function(
         got = f"no {name}" if function is None else f"a value of type {type(function).__name__}"
         reason = f"{module} has {', '.join(names[:8]) or f'no {kind}'}."
         hidden = _spec_here(module.partition(".")[0])
-        if hidden is not None and getattr(imported, "__file__", None) != hidden.origin and "." not in module:
-            reason = f"A library has a module {module}, which hides {hidden.origin}: rename that file."
+        if (
+            hidden is not None
+            and getattr(imported, "__file__", None) != hidden.origin
+            and "." not in module
+        ):
+            reason = (
+                f"A library has a module {module}, which hides {hidden.origin}: rename that file."
+            )
         near = nearest(name, names, 0.6) or kind
-        raise ConfigError(refusal(setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"))
+        raise ConfigError(
+            refusal(
+                setting, f"a {kind} in the module {module}", got, reason, f"{key}={module}.{near}"
+            )
+        )
     if arguments is None:
         return function
     try:
@@ -95,12 +109,15 @@ def import_function(
         if kind == "class":
             parameters = "task.options" if key == "task.environment" else "parameters"
             use = f"{parameters} that fit {name}{signature}"
-        raise ConfigError(refusal(setting, needs, got, f"Python says of that call: {error}.", use)) from error
+        raise ConfigError(
+            refusal(setting, needs, got, f"Python says of that call: {error}.", use)
+        ) from error
     return function
 
 
 def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
-    """Return the setting with a similar name: of a module of the current directory, or of an option; None without."""
+    """Return the setting with a similar name: of a module of the current directory, or of an
+    option; None without."""
     top, _, rest = path.partition(".")
     modules = [file.stem for file in Path().glob("*.py")]
     uses = [f"{key}={near}.{rest}" for near in [nearest(top, modules, 0.6)] if near]
@@ -111,8 +128,8 @@ def _near_path(path: str, key: str, options: Sequence[str]) -> str | None:
 def _module(name: str) -> ModuleType:
     """Import a module of the user's, which may lie in the current directory.
 
-    That directory is put at the end of Python's path, so that no file in it, such as profile.py, hides a module that a
-    library imports. The named module itself is looked for there first.
+    That directory is put at the end of Python's path, so that no file in it, such as profile.py,
+    hides a module that a library imports. The named module itself is looked for there first.
     """
     importlib.invalidate_caches()
     folder = os.getcwd()
@@ -133,7 +150,8 @@ def _module(name: str) -> ModuleType:
 
 
 def _spec_here(name: str) -> ModuleSpec | None:
-    """Return the import specification of a module of the current directory; None if there is no file of it."""
+    """Return the import specification of a module of the current directory; None if there is no
+    file of it."""
     spec = PathFinder.find_spec(name, [os.getcwd()])
     has_file = spec is not None and spec.loader is not None and spec.origin is not None
     return spec if has_file else None
@@ -146,10 +164,11 @@ def kind_of(key: str) -> str:
 
 @contextlib.contextmanager
 def blaming(what: str, kind: type[PgtoolkitError], on: str) -> Iterator[None]:
-    """Turn an exception of the user's function `what`, called in the block, into one of `kind` with its traceback.
+    """Turn an exception of the user's function `what`, called in the block, into one of `kind` with
+    its traceback.
 
-    Changes to the working directory and the like are undone (`ProcessState`). on: what the function was called with,
-    in words; it is added to an error of pgtoolkit's too.
+    Changes to the working directory and the like are undone (`ProcessState`). on: what the function
+    was called with, in words; it is added to an error of pgtoolkit's too.
     """
     state = ProcessState()
     try:

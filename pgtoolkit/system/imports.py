@@ -1,4 +1,5 @@
-"""Imports large libraries without the parts that pgtoolkit never calls, which saves seconds at each start."""
+"""Imports large libraries without the parts that pgtoolkit never calls, which saves seconds at each
+start."""
 
 from __future__ import annotations
 
@@ -12,15 +13,20 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without(**missing: tuple[str, ...]) -> Iterator[None]:
-    """Inside the block these packages are missing, unless they are loaded already: {package: names of its classes}.
+    """Inside the block these packages are missing, unless they are loaded already: {package: names
+    of its classes}.
 
-    Without names a package counts as not installed, for importers that can do without it. With names it is a module of
-    empty classes, for importers that only ask whether something is an instance of one. After the block it can be
-    imported as usual.
-    Garbage collection is off inside the block, and if a module was loaded it never looks at the objects made until
+    Without names a package counts as not installed, for importers that can do without it. With
+    names it is a module of empty classes, for importers that only ask whether something is an
+    instance of one. After the block it can be imported as usual. Garbage collection is off inside
+    the block, and if a module was loaded it never looks at the objects made until
     then: imports make a million of them, none of which is garbage.
     """
-    stand_ins = {package: _stand_in(package, names) for package, names in missing.items() if package not in sys.modules}
+    stand_ins = {
+        package: _stand_in(package, names)
+        for package, names in missing.items()
+        if package not in sys.modules
+    }
     is_collecting = gc.isenabled()
     loaded = len(sys.modules)
     gc.disable()
@@ -38,9 +44,11 @@ def without(**missing: tuple[str, ...]) -> Iterator[None]:
 
 @atexit.register
 def _leave_garbage() -> None:
-    """Spare the interpreter's last search for garbage, which takes seconds; the end of the process frees all memory.
+    """Spare the interpreter's last search for garbage, which takes seconds; the end of the process
+    frees all memory.
 
-    Not where Triton's bindings are nanobind's, as from Triton 3.9 on: these report objects left at the end as leaks.
+    Not where Triton's bindings are nanobind's, as from Triton 3.9 on: these report objects left at
+    the end as leaks.
     """
     bindings = getattr(sys.modules.get("triton._C.libtriton"), "ir", None)
     if type(getattr(bindings, "builder", None)).__module__ == "nanobind":

@@ -1,4 +1,5 @@
-"""Makes texts that a model or a stranger wrote safe to show: nothing in them acts on a terminal or a page."""
+"""Makes texts that a model or a stranger wrote safe to show: nothing in them acts on a terminal or
+a page."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import unicodedata
 from html import escape
 
 _ACTING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories of characters without a glyph: controls, marks of direction and format, line separators."""
+"""Unicode categories of characters without a glyph: controls, marks of direction and format, line
+separators."""
 
 _HARMLESS = "\n\t\u200c\u200d"
-"""Characters of these categories that stay: line breaks, tabs, and the joiners of Persian, Indic scripts and emoji."""
+"""Characters of these categories that stay: line breaks, tabs, and the joiners of Persian, Indic
+scripts and emoji."""
 
 
 @functools.cache
@@ -20,7 +23,8 @@ def _shown(character: str) -> str:
 
 
 def legible(text: str) -> str:
-    """Return the text with <U+001B> and the like in the place of characters that act on a terminal or are hidden."""
+    """Return the text with <U+001B> and the like in the place of characters that act on a terminal
+    or are hidden."""
     return "".join(map(_shown, text))
 
 
@@ -30,7 +34,8 @@ def escaped(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text, of a longer one the beginning and the end with the number of characters left out between them.
+    """Return a text, of a longer one the beginning and the end with the number of characters left
+    out between them.
 
     most: characters to keep, two thirds of them from the beginning.
     """
@@ -42,16 +47,22 @@ def shortened(text: str, most: int) -> str:
 
 
 def lines_of(text: str, width: int, most: int) -> list[str]:
-    """Return a legible text as at most `most` lines of `width` columns; lines are left out before the last third."""
+    """Return a legible text as at most `most` lines of `width` columns; lines are left out before
+    the last third."""
     lines = [line for part in legible(text).expandtabs(4).split("\n") for line in _cut(part, width)]
     if len(lines) <= most:
         return lines
     last = most // 3
-    return [*lines[: most - 1 - last], f"… {len(lines) - most + 1:,} more lines …", *lines[len(lines) - last :]]
+    return [
+        *lines[: most - 1 - last],
+        f"… {len(lines) - most + 1:,} more lines …",
+        *lines[len(lines) - last :],
+    ]
 
 
 def _cut(line: str, width: int) -> list[str]:
-    """Cut a line at any character, so that nothing of a model's text is changed. A wide character has two columns."""
+    """Cut a line at any character, so that nothing of a model's text is changed. A wide character
+    has two columns."""
     parts = []
     start = 0
     columns = 0

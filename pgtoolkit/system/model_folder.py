@@ -1,4 +1,5 @@
-"""A Hugging Face model in a folder or on the hub: loaded without running any code of it, or refused in one sentence."""
+"""A Hugging Face model in a folder or on the hub: loaded without running any code of it, or refused
+in one sentence."""
 
 from __future__ import annotations
 
@@ -36,25 +37,36 @@ def refused(path: str, needs: str, reason: str) -> Iterator[None]:
         if "trust_remote_code" in got:
             got = "one that names code of its own"
             reason = "Nothing of a model is run but transformers' own classes."
-        raise ConfigError(refusal(path, needs, got[:300] or type(error).__name__, reason)) from error
+        raise ConfigError(
+            refusal(path, needs, got[:300] or type(error).__name__, reason)
+        ) from error
 
 
 def load_config(path: str) -> Any:
     """Return the model's transformers configuration.
 
-    Raises ConfigError, also for adapters and damaged files that transformers would accept in silence.
+    Raises ConfigError, also for adapters and damaged files that transformers would accept in
+    silence.
     """
     from transformers import AutoConfig
 
     folder = Path(path).expanduser()
-    if os.path.exists(folder / ADAPTER_SETTINGS):  # transformers would put them into any model beside them
-        reason = "Adapters are part of another model; pgtk export merges those of a run into theirs."
+    # transformers would put them into any model beside them
+    if os.path.exists(folder / ADAPTER_SETTINGS):
+        reason = (
+            "Adapters are part of another model; pgtk export merges those of a run into theirs."
+        )
         raise ConfigError(refusal(path, "a whole model", f"adapters, {ADAPTER_SETTINGS}", reason))
-    for name in _SETTINGS:  # transformers takes some broken files for missing ones, and uses other settings
+    # transformers takes some broken files for missing ones, and uses other settings
+    for name in _SETTINGS:
         if os.path.exists(folder / name):
             with refused(path, f"a {name} that is whole", _CUT_OFF):
                 json_object(folder / name)
-    with refused(path, "a model that transformers can load, with its config.json", "It says what kind of model it is."):
+    with refused(
+        path,
+        "a model that transformers can load, with its config.json",
+        "It says what kind of model it is.",
+    ):
         return AutoConfig.from_pretrained(os.path.expanduser(path), **how_to_load(path))
 
 
@@ -63,11 +75,14 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     with refused(path, "a tokenizer that transformers can load, such as tokenizer.json", _CUT_OFF):
-        return AutoTokenizer.from_pretrained(os.path.expanduser(path), padding_side="left", **how_to_load(path))
+        return AutoTokenizer.from_pretrained(
+            os.path.expanduser(path), padding_side="left", **how_to_load(path)
+        )
 
 
 def load_generation_config(path: str) -> Any:
-    """Return the model's settings of sampling, of generation_config.json or, as in transformers, of config.json.
+    """Return the model's settings of sampling, of generation_config.json or, as in transformers, of
+    config.json.
 
     Raises OSError.
     """
@@ -79,17 +94,22 @@ def load_generation_config(path: str) -> Any:
         return GenerationConfig.from_pretrained(place, local_files_only=only_here)
     except OSError:
         return GenerationConfig.from_pretrained(
-            place, config_file_name="config.json", local_files_only=only_here, _from_model_config=True
+            place,
+            config_file_name="config.json",
+            local_files_only=only_here,
+            _from_model_config=True,
         )
 
 
 def how_to_load(path: str) -> dict[str, bool]:
-    """Return arguments of every `from_pretrained`: no code of a model is run, nor is the hub asked for a folder."""
+    """Return arguments of every `from_pretrained`: no code of a model is run, nor is the hub asked
+    for a folder."""
     return {"trust_remote_code": False, "local_files_only": os.path.isdir(os.path.expanduser(path))}
 
 
 def model_settings(path: str | Path | None) -> dict:
-    """Return the settings of the language model in a folder's config.json; {} where `load_config` refuses it."""
+    """Return the settings of the language model in a folder's config.json; {} where `load_config`
+    refuses it."""
     try:
         settings = json_object(Path(os.path.expanduser(path or os.devnull), "config.json"))
     except (OSError, ValueError, RecursionError):
@@ -99,7 +119,8 @@ def model_settings(path: str | Path | None) -> dict:
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> list[int]:
-    """Return the ids that end a completion: the tokenizer's end-of-sequence token and those in the settings."""
+    """Return the ids that end a completion: the tokenizer's end-of-sequence token and those in the
+    settings."""
     further = generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(further if isinstance(further, list) else [further])]
     wrong = [token for token in ids if not (token is None or type(token) is int)]

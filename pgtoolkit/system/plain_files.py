@@ -1,7 +1,8 @@
-"""Replaces files of a run completely or not at all, and checks a run directory that somebody else made.
+"""Replaces files of a run completely or not at all, and checks a run directory that somebody else
+made.
 
-Through a link in such a directory a command could overwrite or upload any file of the user's, and a pipe would keep its
-reader waiting for ever. Links above the run directory are the user's own.
+Through a link in such a directory a command could overwrite or upload any file of the user's, and a
+pipe would keep its reader waiting for ever. Links above the run directory are the user's own.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ def refuse_links(run_dir: Path) -> None:
             kind = stat.S_IFMT(os.lstat(path).st_mode)
             if kind not in (stat.S_IFREG, stat.S_IFDIR):
                 raise StorageError(
-                    f"{path} needs to be a plain file or a folder (got a {kinds.get(kind, 'special file')}). A run "
-                    "reads and writes its own files only; its directory may be a link itself. Use a copy without it."
+                    f"{path} needs to be a plain file or a folder (got a "
+                    f"{kinds.get(kind, 'special file')}). A run reads and writes its own files "
+                    "only; its directory may be a link itself. Use a copy without it."
                 )
 
 
 def plain_run(text: str) -> Path:
-    """Return the path that the user typed. Raises StorageError for a run directory with links in it."""
+    """Return the path that the user typed. Raises StorageError for a run directory with links in
+    it."""
     path = Path(text)
     if os.path.lexists(path / "config.yaml"):
         refuse_links(path)
@@ -45,7 +48,8 @@ def plain_run(text: str) -> Path:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError of the block: that of a failed write, such as to a full disk, has none."""
+    """Add the file's name to an OSError of the block: that of a failed write, such as to a full
+    disk, has none."""
     try:
         yield
     except OSError as error:
@@ -55,10 +59,12 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of `path` at the end of the block, complete and on the disk.
+    """Yield a new file that takes the place of `path` at the end of the block, complete and on the
+    disk.
 
-    At any moment, also after a kill, a reader finds the old content or the new, never a part. A kill leaves at most one
-    file `.NAME.tmp`, which the next call removes. After an exception the old content stays.
+    At any moment, also after a kill, a reader finds the old content or the new, never a part. A
+    kill leaves at most one file `.NAME.tmp`, which the next call removes. After an exception the
+    old content stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -83,7 +89,8 @@ def write_atomically(path: Path, text: str) -> None:
 def overwrite(path: Path, text: str) -> None:
     """Write into an existing text file, which takes no further block of a full disk.
 
-    It is not atomic, so only for use after `write_atomically` has failed. A longer old text is covered with spaces.
+    It is not atomic, so only for use after `write_atomically` has failed. A longer old text is
+    covered with spaces.
     """
     with path.open("rb+") as file:
         content = text.encode()
@@ -93,7 +100,8 @@ def overwrite(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or folder, if there is one. After a kill no part of a folder is left under its name."""
+    """Delete a file or folder, if there is one. After a kill no part of a folder is left under its
+    name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -18,10 +18,13 @@ _noted: set[tuple[str, str]] = set()
 
 
 class ProcessState:
-    """The working directory, handlers of signals, and settings of torch and NumPy at the time of its creation.
+    """The working directory, handlers of signals, and settings of torch and NumPy at the time of
+    its creation.
 
-    A run's files, its way to stop, and its gradients depend on them. The global generators of random numbers are not
-    among them: pgtoolkit does not use them, and a user's code that does should not draw the same numbers each time.
+    A run's files, its way to stop, and its gradients depend on them. The global generators of
+    random numbers are not
+    among them: pgtoolkit does not use them, and a user's code that does should not draw the same
+        numbers each time.
     """
 
     def __init__(self):
@@ -31,7 +34,8 @@ class ProcessState:
         self._numpy = _numpy_errors()
 
     def restore(self, who: str) -> None:
-        """Put back what has changed since, and print one note for each change that `who` has made."""
+        """Put back what has changed since, and print one note for each change that `who` has
+        made."""
         changed = []
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
@@ -48,10 +52,14 @@ class ProcessState:
         for change in changed:
             if (who, change) not in _noted:
                 _noted.add((who, change))
-                log.warning(f"note: {who} changed {change}, which was put back: the run depends on it. Said once.")
+                log.warning(
+                    f"note: {who} changed {change}, which was put back: the run depends on it. "
+                    "Said once."
+                )
 
     def _restore_torch(self) -> list[str]:
-        """Put back settings of torch, those that it is imported with where it was not imported before."""
+        """Put back settings of torch, those that it is imported with where it was not imported
+        before."""
         now = _torch_settings()
         torch = sys.modules.get("torch")
         if torch is None:
@@ -77,7 +85,8 @@ def _folder() -> str | None:
 
 
 def _torch_settings() -> dict[str, Any]:
-    """Return settings of torch by the name of the function that sets them; none where torch is not imported."""
+    """Return settings of torch by the name of the function that sets them; none where torch is not
+    imported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

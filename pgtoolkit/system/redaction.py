@@ -1,4 +1,5 @@
-"""Hides what looks like a secret in everything that is written (`redact`), and knows names of files that hold some."""
+"""Hides what looks like a secret in everything that is written (`redact`), and knows names of files
+that hold some."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import fnmatch
 import re
 
 _STRONG = (
-    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|(?:api|access|private|account|signing)[_-]?key"
+    r"passw(?:or)?d|passphrase|pwd|secret|credentials?|authorization|"
+    r"(?:api|access|private|account|signing)[_-]?key"
 )
 _VALUE = r"""(?!\*\*\*)(?:"[^"\n]*"|'[^'\n]*'|(?:(?:Bearer|Basic|Token)[ ]+)?[^\s"']+)"""
 _FORMS = (
@@ -21,11 +23,16 @@ _FORMS = (
         r"([?&;][\w.-]*(?:token|key|auth|sig|signature|passw(?:or)?d|pass|pwd|pw|secret|credentials?|jwt|sas)=)[^&\s#\"']+",
         r"\1***",
     ),
-    # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., --password ...
+    # Names with their values: password=..., "api_key": "...", AWS_SECRET_ACCESS_KEY=..., --password
+    #   ...
     (rf"((?:{_STRONG})[\w.-]*[\"']?\s*[=:]\s*){_VALUE}", r"\1***"),
     # The value may be the next entry of a list: "--api-key", "..." or, in YAML, one line further.
-    (rf"((?<![\w-])--[\w-]*(?:{_STRONG}|token)(?:[\"']?\s*,\s*|\s*\n\s*-\s+|\s+(?!-\s))){_VALUE}", r"\1***"),
-    # `token = tokenizer.pad_token` is code, and a number counts: of a bare word with spaces around it digits tell.
+    (
+        rf"((?<![\w-])--[\w-]*(?:{_STRONG}|token)(?:[\"']?\s*,\s*|\s*\n\s*-\s+|\s+(?!-\s))){_VALUE}",
+        r"\1***",
+    ),
+    # `token = tokenizer.pad_token` is code, and a number counts: of a bare word with spaces around
+    # it digits tell.
     (r"(token[\"']?(?:\s*[=:]\s*(?=[\"'])|=|:\s*))(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
     (r"(token\s+[=:]\s*)(?=\S*\d)(?!\d{1,6}\b|[\w.]*[.(\[])" + _VALUE, r"\1***"),
     # Secrets that are known by their beginning.
@@ -39,21 +46,37 @@ _PATTERNS = [(re.compile(pattern, re.IGNORECASE | re.DOTALL), hidden) for patter
 
 
 SECRET_FILES = (
-    *(".env", ".env.*", "*.env", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.kdbx", "id_rsa*", "id_ed25519*"),
+    *(
+        ".env",
+        ".env.*",
+        "*.env",
+        "*.pem",
+        "*.key",
+        "*.p12",
+        "*.pfx",
+        "*.jks",
+        "*.kdbx",
+        "id_rsa*",
+        "id_ed25519*",
+    ),
     *(".netrc", "_netrc", ".pgpass", ".npmrc", ".pypirc", ".htpasswd"),
     *("*secret*", "*credential*", "*passw*", "*secret*/**"),
 )
-"""Patterns for names of files that are never copied, in upper and lower case; those with `/**` are of folders."""
+"""Patterns for names of files that are never copied, in upper and lower case; those with `/**` are
+of folders."""
 
 
 def is_named_as_secrets(name: str) -> bool:
     """Return whether a file or folder of this name may hold secrets."""
-    return any(fnmatch.fnmatchcase(name.lower(), pattern.removesuffix("/**")) for pattern in SECRET_FILES)
+    return any(
+        fnmatch.fnmatchcase(name.lower(), pattern.removesuffix("/**")) for pattern in SECRET_FILES
+    )
 
 
 def redact(text: str) -> str:
-    """The text with `***` for users and passwords in URLs, for the values of names such as password, api_key or token,
-    and for keys of known forms. What is hidden already stays as it is."""
+    """The text with `***` for users and passwords in URLs, for the values of names such as
+    password, api_key or token, and for keys of known forms. What is hidden already stays as it
+    is."""
     for pattern, hidden in _PATTERNS:
         text = pattern.sub(hidden, text)
     return text

@@ -1,4 +1,5 @@
-"""Problems in one sentence form, notes, paths as the user can paste them, and how an error is printed."""
+"""Problems in one sentence form, notes, paths as the user can paste them, and how an error is
+printed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from pgtoolkit.system.terminal import write_line
 class Report:
     """The result of checking a configuration.
 
-    problems: refusals, each as `refusal` writes it. notes: choices that are allowed but may surprise.
+    problems: refusals, each as `refusal` writes it. notes: choices that are allowed but may
+        surprise.
     usual: returns the default of a key in this configuration.
     """
 
@@ -51,15 +53,18 @@ def refusal(setting: str, needs: str, got: Any, reason: str, use: str) -> str:
 
 
 def say(text: str, error: bool = False) -> None:
-    """Print for the user, on standard output or standard error: the one way to the terminal beside the log.
+    """Print for the user, on standard output or standard error: the one way to the terminal beside
+    the log.
 
-    Secrets are hidden, and characters that act on a terminal, as in a stranger's name of a run, are shown as codes.
+    Secrets are hidden, and characters that act on a terminal, as in a stranger's name of a run, are
+    shown as codes.
     """
     write_line(legible(redact(text)), sys.stderr if error else sys.stdout)
 
 
 def print_error(error: PgtoolkitError) -> int:
-    """Print the error, once for all processes unless they have different ones; return its exit status."""
+    """Print the error, once for all processes unless they have different ones; return its exit
+    status."""
     rank = joined()
     if rank is None or rank.number == 0:
         start = "pgtk" if isinstance(error, Interrupted) else "pgtk: error"
@@ -98,7 +103,8 @@ def listed(names: Sequence[str], most: int) -> str:
 
 
 def nearest(word: str, names: Iterable[str], at_least: float = 0.5) -> str | None:
-    """Return the most similar name, if any is similar. Swapped letters and initials (lr) count as most similar."""
+    """Return the most similar name, if any is similar. Swapped letters and initials (lr) count as
+    most similar."""
     word = word.lower()
 
     def similarity(name: str) -> float:
@@ -127,9 +133,12 @@ def shortest_path(path: str | Path) -> str:
 
 
 def program(name: str) -> str:
-    """Return how to call a program of this Python's environment: its bare name if the shell finds that very one."""
+    """Return how to call a program of this Python's environment: its bare name if the shell finds
+    that very one."""
     beside_python = Path(sys.executable).parent / name
     in_path = shutil.which(name)
-    if in_path and (not beside_python.exists() or Path(in_path).resolve() == beside_python.resolve()):
+    if in_path and (
+        not beside_python.exists() or Path(in_path).resolve() == beside_python.resolve()
+    ):
         return name
     return shell_path(beside_python) if beside_python.exists() else name

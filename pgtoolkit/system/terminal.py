@@ -1,4 +1,5 @@
-"""Writes text to the terminal in any encoding, also where the stream is closed, full or no longer read."""
+"""Writes text to the terminal in any encoding, also where the stream is closed, full or no longer
+read."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ _format_warning = warnings.formatwarning
 
 
 def prepare_streams() -> None:
-    """Make standard output and error accept any text of ours and of libraries; called first in each process.
+    """Make standard output and error accept any text of ours and of libraries; called first in each
+    process.
 
-    A character that the encoding lacks is shown as "?". A stream that is closed from the start is opened on the null
-    device, since otherwise the next file that is opened would get its number, and with it what is printed.
+    A character that the encoding lacks is shown as "?". A stream that is closed from the start is
+    opened on the null device, since otherwise the next file that is opened would get its number,
+    and with it what is printed.
     """
     _failures.clear()
     _open_closed_streams()
@@ -55,7 +58,8 @@ def _legible_warning(*arguments, **keywords) -> str:
 
 
 def write_line(line: str, stream: TextIO) -> None:
-    """Print a line at once. If that fails, it and the rest of the stream are dropped, and the program goes on."""
+    """Print a line at once. If that fails, it and the rest of the stream are dropped, and the
+    program goes on."""
     try:
         print(line, file=stream, flush=True)
     except OSError as error:
@@ -64,15 +68,19 @@ def write_line(line: str, stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def output_of_child() -> Iterator[int | None]:
-    """Yield the file that a child process is to print to while it is started; None for the streams of this process.
+    """Yield the file that a child process is to print to while it is started; None for the streams
+    of this process.
 
-    On a terminal it is a pipe, whose lines this process prints: a line that renews itself then stays below them.
+    On a terminal it is a pipe, whose lines this process prints: a line that renews itself then
+        stays below them.
     """
     if not sys.stdout.isatty():
         yield None
         return
     read_end, write_end = os.pipe()
-    threading.Thread(target=_print_lines, args=(read_end,), name="output of a child", daemon=True).start()
+    threading.Thread(
+        target=_print_lines, args=(read_end,), name="output of a child", daemon=True
+    ).start()
     try:
         yield write_end
     finally:
@@ -88,7 +96,8 @@ def _print_lines(read_end: int) -> None:
 def status_of_output(status: int) -> int:
     """Return the exit status of a command whose result is the text that it has printed.
 
-    status: the command's own. If output was lost, it is 141 where the reader has gone, as a shell has it of
+    status: the command's own. If output was lost, it is 141 where the reader has gone, as a shell
+        has it of
     `yes | head`, and that of a StorageError otherwise.
     """
     flush_streams()
@@ -98,7 +107,8 @@ def status_of_output(status: int) -> int:
 
 
 def flush_streams() -> None:
-    """Write what libraries have printed; Python's own attempt at its end would print an error and change the status."""
+    """Write what libraries have printed; Python's own attempt at its end would print an error and
+    change the status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -107,7 +117,8 @@ def flush_streams() -> None:
 
 
 def _give_up(stream: TextIO, error: OSError) -> None:
-    """Send the rest of the stream to the null device. For standard output print one warning, unless its reader left."""
+    """Send the rest of the stream to the null device. For standard output print one warning, unless
+    its reader left."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -115,7 +126,9 @@ def _give_up(stream: TextIO, error: OSError) -> None:
         return
     _failures.append(error)
     if not isinstance(error, BrokenPipeError):
-        write_line(f"pgtk: warning: standard output cannot be written: {error.strerror}", sys.stderr)
+        write_line(
+            f"pgtk: warning: standard output cannot be written: {error.strerror}", sys.stderr
+        )
 
 
 class Terminal(logging.Handler):
@@ -130,7 +143,8 @@ class Terminal(logging.Handler):
 
 
 class LegibleFormatter(logging.Formatter):
-    """Formats records legibly: a stranger's text, such as a server's error, acts on no terminal, also from run.log."""
+    """Formats records legibly: a stranger's text, such as a server's error, acts on no terminal,
+    also from run.log."""
 
     def format(self, record: logging.LogRecord) -> str:
         return legible(super().format(record))

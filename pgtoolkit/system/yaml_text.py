@@ -1,4 +1,5 @@
-"""Reads YAML that anybody may have written into plain values no larger than the text, and writes values as YAML."""
+"""Reads YAML that anybody may have written into plain values no larger than the text, and writes
+values as YAML."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from typing import Any
 from pgtoolkit.errors import first_line
 
 _DEEPEST = 30
-"""Levels of lists and keys that are read. Parsers recurse for each, and libyaml ends the process when too deep."""
+"""Levels of lists and keys that are read. Parsers recurse for each, and libyaml ends the process
+when too deep."""
 
 
 def plain_yaml(data: bytes) -> Any:
-    """Return the dictionary or list in a YAML text. Raises ValueError, of one line, if there is none.
+    """Return the dictionary or list in a YAML text. Raises ValueError, of one line, if there is
+    none.
 
-    Refuses aliases (`*name`), ten of which in each of ten lines stand for gigabytes, texts nested more than `_DEEPEST`
-    levels deep, and a key that comes twice. Unlike in YAML 1.1, 1e-3 is a number.
+    Refuses aliases (`*name`), ten of which in each of ten lines stand for gigabytes, texts nested
+    more than `_DEEPEST` levels deep, and a key that comes twice. Unlike in YAML 1.1, 1e-3 is a
+    number.
     """
     import yaml
 
@@ -28,7 +32,8 @@ def plain_yaml(data: bytes) -> Any:
                 return value
     try:
         text = data.decode()
-        if ("*" in text and "&" in text) or _may_be_deep(data):  # without both characters there is no alias
+        # without both characters there is no alias
+        if ("*" in text and "&" in text) or _may_be_deep(data):
             _refuse_aliases_and_depth(text)
         value = yaml.load(text, Loader=_loader(yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
@@ -62,7 +67,9 @@ def to_yaml(value: dict | list) -> str:
     """
     import yaml
 
-    return yaml.dump(value, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=_dumper())
+    return yaml.dump(
+        value, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=_dumper()
+    )
 
 
 @functools.cache
@@ -74,7 +81,9 @@ def _dumper() -> type:
             return True
 
         def represent_text(self, data: str) -> yaml.ScalarNode:
-            return self.represent_scalar("tag:yaml.org,2002:str", data, style="'" if _needs_quotes(data) else None)
+            return self.represent_scalar(
+                "tag:yaml.org,2002:str", data, style="'" if _needs_quotes(data) else None
+            )
 
     Dumper.add_representer(str, Dumper.represent_text)
     return Dumper
@@ -96,22 +105,25 @@ def _needs_quotes(text: str) -> bool:
 def _may_be_deep(data: bytes) -> bool:
     """Return whether a text could be nested too deep, without parsing it.
 
-    Each level of a list or mapping on lines of its own begins further right, behind spaces and the signs of lists and
-    keys alone, but for a list right below its key; each level on one line has a bracket. So if this is False, there
-    are at most 2 * 10 + 10 levels.
+    Each level of a list or mapping on lines of its own begins further right, behind spaces and the
+    signs of lists and keys alone, but for a list right below its key; each level on one line has a
+    bracket. So if this is False, there are at most 2 * 10 + 10 levels.
     """
     return data.count(b"[") + data.count(b"{") > 10 or re.search(rb"[ \t?:-]{10}", data) is not None
 
 
 def _refuse_aliases_and_depth(text: str) -> None:
-    """Raise ValueError for an alias or a text nested too deep, by its events: reading them needs no recursion."""
+    """Raise ValueError for an alias or a text nested too deep, by its events: reading them needs no
+    recursion."""
     import yaml
 
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.AliasEvent):
             line = event.start_mark.line + 1
-            raise ValueError(f"line {line} has the alias *{event.anchor}; write out what it stands for")
+            raise ValueError(
+                f"line {line} has the alias *{event.anchor}; write out what it stands for"
+            )
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -138,7 +150,9 @@ def _loader(base: type) -> type:
             return super().construct_mapping(node, deep=deep)
 
     Loader.yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        first: [
+            (tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"
+        ]
         for first, resolvers in base.yaml_implicit_resolvers.items()
     }
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))

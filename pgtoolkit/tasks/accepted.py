@@ -1,4 +1,5 @@
-"""Whether a task's verifiers accept the answers of its own prompts; an answer that none can give teaches nothing."""
+"""Whether a task's verifiers accept the answers of its own prompts; an answer that none can give
+teaches nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FIRST = 100
 """Answers that are tried."""
 
 FIRST_OF_A_FUNCTION = 10
-"""Answers that a function of the user's is tried on: it may ask a model, which takes time and money."""
+"""Answers that a function of the user's is tried on: it may ask a model, which takes time and
+money."""
 
 _SHOWN = 3
 
@@ -29,13 +31,16 @@ _MOVES = re.compile(r"\(\?[=!<(]|\(\?P=|\\[bB1-9]")
 
 
 def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]:
-    """Score the first answers against themselves; return a note for each verifier that does not accept some of them.
+    """Score the first answers against themselves; return a note for each verifier that does not
+    accept some of them.
 
-    has_template: whether prompts go through a chat template, so that functions in TRL's form get messages.
+    has_template: whether prompts go through a chat template, so that functions in TRL's form get
+        messages.
 
-    Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts no answer at all,
-    and where a function of the user's raises, returns no number, or cannot reach its server: it would end the run.
-    A function of the user's may expect a form around the answer: of that there is a note.
+    Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts
+    no answer at all, and where a function of the user's raises, returns no number, or cannot reach
+    its server: it would end the run. A function of the user's may expect a form around the answer:
+    of that there is a note.
     """
     notes = []
     for number, verifier in enumerate(task.named):
@@ -56,33 +61,42 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
     rejected = _rejected(task, number, verifier, first)
     if not rejected:
         return []
-    setting = str(verifier) if verifier.pattern is None else f"{_pattern_key(verifier)}={verifier.pattern}"
+    setting = (
+        str(verifier)
+        if verifier.pattern is None
+        else f"{_pattern_key(verifier)}={verifier.pattern}"
+    )
     if len(rejected) == len(first) and number == 0 and not _accepts_any(task, verifier, rows):
         raise DataError(
             refusal(
                 setting=setting,
-                needs="answers that it can read" if verifier.pattern is None else "answers that its group can capture",
+                needs="answers that it can read"
+                if verifier.pattern is None
+                else "answers that its group can capture",
                 got=f"{rejected[0].answer:.80} at {rejected[0].place}, and no other is one",
                 reason="Every completion would score 0.",
-                use="answers of another form" if verifier.pattern is None else f"another {_pattern_key(verifier)}",
+                use="answers of another form"
+                if verifier.pattern is None
+                else f"another {_pattern_key(verifier)}",
             )
         )
     way_out = "" if verifier.pattern is None else f", or use another {_pattern_key(verifier)}"
     return [
-        f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all score 0: "
-        f"{_listed(rejected)}. Mend these answers{way_out}."
+        f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all "
+        f"score 0: {_listed(rejected)}. Mend these answers{way_out}."
     ]
 
 
 def _of_exact_match(verifier: Named, first: Sequence[Prompt]) -> list[str]:
-    """Equal texts are equal; but nobody means whole solutions, such as those of GSM8K, to be written word for word."""
+    """Equal texts are equal; but nobody means whole solutions, such as those of GSM8K, to be
+    written word for word."""
     solutions = [prompt for prompt in first if "\n" in prompt.answer.strip()]
     if not solutions:
         return []
     return [
-        f"{verifier} asks a completion for the whole answer, word for word, and {_counted(solutions, first)} have "
-        f"several lines, first that at {solutions[0].place}: {solutions[0].answer[:80]!r}. Of worked solutions keep "
-        "the final answer alone."
+        f"{verifier} asks a completion for the whole answer, word for word, and "
+        f"{_counted(solutions, first)} have several lines, first that at {solutions[0].place}: "
+        f"{solutions[0].answer[:80]!r}. Of worked solutions keep the final answer alone."
     ]
 
 
@@ -93,12 +107,17 @@ def _accepts_any(task: PromptsTask, verifier: Named, rows: Iterator[Prompt]) -> 
     return False
 
 
-def _rejected(task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts whose own answer a verifier of pgtoolkit's does not accept, however it is written."""
+def _rejected(
+    task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]
+) -> list[Prompt]:
+    """Return the prompts whose own answer a verifier of pgtoolkit's does not accept, however it is
+    written."""
     if verifier.name == "last_number":
         return [prompt for prompt in prompts if last_number(prompt.answer) is None]
     if verifier.name == "regular_expression":
-        return [prompt for prompt in prompts if not can_capture(verifier.pattern or "", prompt.answer)]
+        return [
+            prompt for prompt in prompts if not can_capture(verifier.pattern or "", prompt.answer)
+        ]
     responses = [Response(prompt, math_golds(prompt.answer)[0], True) for prompt in prompts]
     outcomes = task.outcomes(number, responses)
     return [prompt for prompt, outcome in zip(prompts, outcomes, strict=True) if outcome != 1.0]
@@ -117,9 +136,9 @@ def _of_function(task: PromptsTask, verifier: Named, has_template: bool) -> list
     if not rejected:
         return []
     return [
-        f"{verifier} does not count a completion that repeats its answer as right, for {_counted(rejected, first)}: "
-        f"{_listed(rejected)}. Only a score of 1 or more does. That is as it should be if it expects a form around the "
-        "answer."
+        f"{verifier} does not count a completion that repeats its answer as right, for "
+        f"{_counted(rejected, first)}: {_listed(rejected)}. Only a score of 1 or more does. That "
+        "is as it should be if it expects a form around the answer."
     ]
 
 
@@ -137,7 +156,9 @@ def _tried(
         if has_template:
             messages = prompt.messages or [QUESTION | {"content": prompt.text}]
         # Its bytes stand for the tokens, which nobody knows before the model is loaded.
-        responses.append(Response(prompt, prompt.answer, True, list(prompt.answer.encode()), messages))
+        responses.append(
+            Response(prompt, prompt.answer, True, list(prompt.answer.encode()), messages)
+        )
     try:
         outcomes = task.outcomes(number, responses)
     except DataError as error:
@@ -169,13 +190,17 @@ def can_capture(pattern: str, answer: str) -> bool:
     expression = re.compile(group, re.compile(pattern).flags)
     answer = answer.strip()
     spaces = ("", " ", "\n")
-    return any(expression.fullmatch(f"{before}{answer}{after}") for before in spaces for after in spaces)
+    return any(
+        expression.fullmatch(f"{before}{answer}{after}") for before in spaces for after in spaces
+    )
 
 
 def _group(pattern: str) -> str:
     """Return the one capturing group of a valid pattern, with its parentheses."""
     opened, start = [], None
-    for token in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?!P<))?|\)", pattern, re.DOTALL):
+    for token in re.finditer(
+        r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?!P<))?|\)", pattern, re.DOTALL
+    ):
         if token[0] == ")":
             if opened.pop() == start and start is not None:
                 return pattern[start : token.end()]

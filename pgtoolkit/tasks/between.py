@@ -1,4 +1,5 @@
-"""What stands between two turns of a model, as tokens: nothing that was drawn is tokenised again."""
+"""What stands between two turns of a model, as tokens: nothing that was drawn is tokenised
+again."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from pgtoolkit.tasks.chat_template import ANSWER, QUESTION, ChatTemplate
 class Between:
     """The tokens of a message that follows a model's turn, up to where its next turn begins.
 
-    To write a conversation anew would change tokens of its earlier turns: templates leave out what was thought, and a
-    text has several tokenisations. So a message is written after a short fixed conversation, and what the template
-    writes from the answer's end on is what stands between.
+    To write a conversation anew would change tokens of its earlier turns: templates leave out what
+    was thought, and a text has several tokenisations. So a message is written after a short fixed
+    conversation, and what the template writes from the answer's end on is what stands between.
 
-    ends: ids of the end-of-sequence tokens. chat: the template; without one a message is its content alone.
+    ends: ids of the end-of-sequence tokens. chat: the template; without one a message is its
+        content alone.
     """
 
     def __init__(self, tokenizer, ends: Sequence[int], chat: ChatTemplate | None):
         self._tokenizer, self._ends, self._chat = tokenizer, set(ends), chat
 
     def tokens(self, message: Message, last: int) -> list[int]:
-        """last: the turn's last token; where that ended it, the template's own end of an answer is left out."""
+        """last: the turn's last token; where that ended it, the template's own end of an answer is
+        left out."""
         try:
             if self._chat is None:
                 return self._encode(message["content"])
@@ -33,11 +36,14 @@ class Between:
         except ValueError as error:
             needs = f"needs another chat template or tokenizer (got {error})"
             use = "roles and characters that it has; task.chat=never needs no roles"
-            raise DataError(f"the environment's message {message!r:.200} {needs}. Use {use}.") from error
+            raise DataError(
+                f"the environment's message {message!r:.200} {needs}. Use {use}."
+            ) from error
         return tokens[start + (last in self._ends) :]
 
     def check(self, start: Sequence[Message]) -> None:
-        """ConfigError where a template does not simply add to what was said. start: what a conversation begins with."""
+        """ConfigError where a template does not simply add to what was said. start: what a
+        conversation begins with."""
         if self._chat is None:
             return
         try:
@@ -58,12 +64,14 @@ class Between:
                 needs="a chat template that adds to its end",
                 got=got,
                 reason="Messages become tokens once, behind those that were drawn.",
-                use="task.chat=never, with which contents follow each other as they are, or another chat template",
+                use="task.chat=never, with which contents follow each other as they are, or "
+                "another chat template",
             )
         )
 
     def _after(self, message: Message) -> str:
-        """What follows an answer, its end first. ValueError for a template that leaves something out."""
+        """What follows an answer, its end first. ValueError for a template that leaves something
+        out."""
         assert self._chat is not None
         shown = self._chat.text(self._chat.under_system([QUESTION, ANSWER, message]), True)
         after = shown.partition(ANSWER["content"])[2]
@@ -74,5 +82,7 @@ class Between:
     def _encode(self, text: str) -> list[int]:
         try:
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        except Exception as error:  # what the tokenizers library raises for a character that it has no token for
+        except (
+            Exception
+        ) as error:  # what the tokenizers library raises for a character that it has no token for
             raise ValueError(f"one that says: {first_line(error)}") from error

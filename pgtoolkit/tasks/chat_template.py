@@ -14,10 +14,20 @@ from pgtoolkit.system.report import listed, refusal, text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUESTION, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "the answer of a model"}
+QUESTION, ANSWER = (
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "the answer of a model"},
+)
 """Messages to see what a template makes of them."""
 
-_OF_EVERY_TEMPLATE = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+_OF_EVERY_TEMPLATE = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "raise_exception",
+    "strftime_now",
+)
 """What a chat template reads that is no argument of the user's."""
 
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
@@ -30,7 +40,8 @@ _SHORT = 3
 class ChatTemplate:
     """The chat template of a tokenizer, under the system message of a run.
 
-    system_prompt: None for no message of the run's own. arguments: further ones of the template, by name.
+    system_prompt: None for no message of the run's own. arguments: further ones of the template, by
+        name.
     """
 
     def __init__(
@@ -41,7 +52,9 @@ class ChatTemplate:
     ):
         self._tokenizer = tokenizer
         self._arguments: dict[str, Any] = dict(arguments or {})
-        self._system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        self._system = (
+            [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        )
 
     def under_system(self, messages: Sequence[dict]) -> list[dict]:
         """Messages under the run's own. ValueError for two of the system."""
@@ -50,7 +63,8 @@ class ChatTemplate:
         return [*self._system, *messages]
 
     def text(self, messages: Sequence[dict], goes_on: bool = False) -> str:
-        """What the template writes; goes_on: with the beginning of an answer. ValueError says why it writes nothing."""
+        """What the template writes; goes_on: with the beginning of an answer. ValueError says why
+        it writes nothing."""
         try:
             written = self._tokenizer.apply_chat_template(
                 [*messages],
@@ -63,16 +77,22 @@ class ChatTemplate:
         return cast("str", written)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of each, exactly those of `apply_chat_template` with the beginning of the answer.
+        """The tokens of each, exactly those of `apply_chat_template` with the beginning of the
+        answer.
 
-        What the template writes is all there is: the tokenizer adds no token of the beginning to the template's own.
+        What the template writes is all there is: the tokenizer adds no token of the beginning to
+            the template's own.
         ValueError for a system message that it leaves out.
         """
         conversations = [self.messages(prompt) for prompt in prompts]
-        first = next((messages[:1] for messages in conversations if messages[0]["role"] == "system"), None)
+        first = next(
+            (messages[:1] for messages in conversations if messages[0]["role"] == "system"), None
+        )
         if first and (got := self.problem(first)):
             raise ValueError(f"it has a system message, and the chat template is {got}")
-        tokens: Any = self._tokenizer.apply_chat_template(conversations, add_generation_prompt=True, **self._arguments)
+        tokens: Any = self._tokenizer.apply_chat_template(
+            conversations, add_generation_prompt=True, **self._arguments
+        )
         return tokens["input_ids"]
 
     def messages(self, prompt: Prompt) -> list[dict]:
@@ -87,21 +107,33 @@ class ChatTemplate:
         except ValueError as error:
             return str(error)
         # Templates strip white space around a message.
-        return None if not system or system[0]["content"].strip() in shown else "one that leaves it out"
+        return (
+            None
+            if not system or system[0]["content"].strip() in shown
+            else "one that leaves it out"
+        )
 
     def notes(self, ends: Sequence[int]) -> list[str]:
         """Return what may surprise of the template; ends: ids of the end-of-sequence tokens."""
-        notes = ["task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."]
+        notes = [
+            (
+                "task.chat=auto: prompts go through the chat template of the model's tokenizer; "
+                "never leaves it out."
+            )
+        ]
         after = self._after_answer()
         tokens = self._tokenizer(after, add_special_tokens=False)["input_ids"]
         if tokens and not set(tokens) & set(ends):
             notes.append(
-                f"the chat template ends an answer with {after[:40]!r}, which holds no end-of-sequence token of the "
-                "model: completions may go on after their answer. Add the id of the token that ends an answer to "
-                "eos_token_id in generation_config.json."
+                f"the chat template ends an answer with {after[:40]!r}, which holds no "
+                "end-of-sequence token of the model: completions may go on after their answer. Add "
+                "the id of the token that ends an answer to eos_token_id in generation_config.json."
             )
         if "strftime_now" in self._tokenizer.get_chat_template():
-            notes.append("the chat template writes today's date: on another day the same prompt has other tokens.")
+            notes.append(
+                "the chat template writes today's date: on another day the same prompt has other "
+                "tokens."
+            )
         return notes
 
     def _after_answer(self) -> str:
@@ -118,7 +150,11 @@ class ChatTemplate:
             before, _, after = self.text([asked], goes_on=True).partition(ANSWER["content"])
         except ValueError:  # one for other conversations
             return []
-        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        added = [
+            token.content
+            for token in self._tokenizer.added_tokens_decoder.values()
+            if token.special
+        ]
         special = dict.fromkeys([*self._tokenizer.all_special_tokens, *added])
         written = [token for token in special if token in before + after]
         pieces = [piece.strip() for piece in (before, after)]
@@ -150,8 +186,11 @@ def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
     return template
 
 
-def _check_arguments(arguments: Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise ConfigError for task.chat_arguments that a chat template does not read; tokenizer: None without one."""
+def _check_arguments(
+    arguments: Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Raise ConfigError for task.chat_arguments that a chat template does not read; tokenizer: None
+    without one."""
     known: list[str] = []
     if tokenizer is not None:
         from jinja2 import Environment, meta
@@ -159,14 +198,18 @@ def _check_arguments(arguments: Mapping[str, object], tokenizer: PreTrainedToken
         environment = Environment(extensions=["jinja2.ext.loopcontrols"])
         template = _GENERATION.sub("", tokenizer.get_chat_template())
         read = meta.find_undeclared_variables(environment.parse(template))
-        known = sorted(read - {*_OF_EVERY_TEMPLATE, *environment.globals, *tokenizer.special_tokens_map})
+        known = sorted(
+            read - {*_OF_EVERY_TEMPLATE, *environment.globals, *tokenizer.special_tokens_map}
+        )
     unread = [name for name in arguments if name not in known]
     if unread:
         raise ConfigError(
             refusal(
                 setting=f"task.chat_arguments.{unread[0]}={text(arguments[unread[0]])}",
                 needs=f"a chat template that reads {', '.join(unread)}",
-                got=f"one that reads {listed(known, 8) or 'none'}" if tokenizer is not None else "no template",
+                got=f"one that reads {listed(known, 8) or 'none'}"
+                if tokenizer is not None
+                else "no template",
                 reason="It would be ignored.",
                 use="'task.chat_arguments={}', or arguments of the model's template",
             )

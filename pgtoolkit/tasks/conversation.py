@@ -1,4 +1,5 @@
-"""Tasks of several turns: the policy and an environment take turns, and the whole conversation gets one score."""
+"""Tasks of several turns: the policy and an environment take turns, and the whole conversation gets
+one score."""
 
 from __future__ import annotations
 
@@ -31,8 +32,10 @@ ENDS = ENVIRONMENT, MAX_TURNS, LENGTH = "environment", "max_turns", "length"
 class Conversation:
     """What was said so far, from the start of a prompt on.
 
-    environment: as `Environments` keeps it. tokens, drawn: what follows the prompt, and of each token whether the
-    policy drew it. log_probs: of the policy's turns. end: what ended it, None while it goes on. failure: why the
+    environment: as `Environments` keeps it. tokens, drawn: what follows the prompt, and of each
+        token whether the
+    policy drew it. log_probs: of the policy's turns. end: what ended it, None while it goes on.
+        failure: why the
     environment has no score for it; asked: which of its methods that was.
     """
 
@@ -72,10 +75,11 @@ class Conversation:
 
 
 class ConversationTask(Task):
-    """Conversations with an environment, which says what they begin with, what it answers, and what they are worth.
+    """Conversations with an environment, which says what they begin with, what it answers, and what
+    they are worth.
 
-    Prompts come from files, as those of `PromptsTask`, or, without one, are a seed each without end. Each conversation
-    has an environment of its own. A reward of 1 or more is an exact match.
+    Prompts come from files, as those of `PromptsTask`, or, without one, are a seed each without
+    end. Each conversation has an environment of its own. A reward of 1 or more is an exact match.
     """
 
     def __init__(self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Once):
@@ -84,7 +88,10 @@ class ConversationTask(Task):
         self._rows = Seeds()
         if isinstance(config, ConversationTaskConfig) and config.path is not None:
             self._rows = PromptRows(config, seed, once)
-        self._setting, processes = f"task.environment={config.environment}", config.environment_processes
+        self._setting, processes = (
+            f"task.environment={config.environment}",
+            config.environment_processes,
+        )
         self._environments = Processes(
             kind=Environments,
             told=(config.environment, config.options, processes > 0),
@@ -94,7 +101,8 @@ class ConversationTask(Task):
             seconds=config.environment_seconds,
         )
         self._failed_scores = FailedScores(config)
-        # A prompt begins the same whenever it comes again; those of files are all looked at as a run starts.
+        # A prompt begins the same whenever it comes again; those of files are all looked at as a
+        # run starts.
         kept = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
         self._prompt = kept(lambda row: self._started([row])[0][1])
 
@@ -115,28 +123,45 @@ class ConversationTask(Task):
         return dataclasses.replace(self._prompt(self._rows.row(index)), index=index)
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Conversation]:
-        """A conversation on each of them. Raises DataError where one begins otherwise than its prompt did."""
+        """A conversation on each of them. Raises DataError where one begins otherwise than its
+        prompt did."""
         begun = []
         started = self._started([self._rows.row(prompt.index) for prompt in prompts])
         for prompt, (environment, found) in zip(prompts, started, strict=True):
             if found.messages != prompt.messages:
-                needs = f"{prompt.messages!r:.200} as before, since a group answers one prompt: draw by prompt.seed"
+                needs = (
+                    f"{prompt.messages!r:.200} as before, since a group answers one prompt: "
+                    "draw by prompt.seed"
+                )
                 raise self._odd("start", found.messages, needs, _of(prompt))
-            begun.append(Conversation(prompt, environment, [dict(message) for message in found.messages or ()]))
+            begun.append(
+                Conversation(
+                    prompt, environment, [dict(message) for message in found.messages or ()]
+                )
+            )
         return begun
 
     def reply(self, conversations: Sequence[Conversation]) -> list[Message | None]:
-        """What the environment of each says; None where the conversation ends with what was said before.
+        """What the environment of each says; None where the conversation ends with what was said
+        before.
 
         Also where this was the last turn: then nobody would answer.
         """
         messages = []
         for one, message in zip(conversations, self._ask("reply", conversations), strict=True):
-            of_another = message is None or (_is_message(message) and message["role"] != "assistant")
+            of_another = message is None or (
+                _is_message(message) and message["role"] != "assistant"
+            )
             if one.end is None and not of_another:
                 needs = "{'role': TEXT, 'content': TEXT}, which no assistant says, or None"
                 raise self._odd("reply", message, needs, one)
-            last = ENVIRONMENT if message is None else MAX_TURNS if one.turns == self.max_turns else None
+            last = (
+                ENVIRONMENT
+                if message is None
+                else MAX_TURNS
+                if one.turns == self.max_turns
+                else None
+            )
             one.end = one.end or last
             messages.append(message if one.end is None else None)
         return messages
@@ -149,7 +174,9 @@ class ConversationTask(Task):
         failures = []
         for conversation in conversations:
             if (failure := conversation.failure) is not None:
-                sentence = f"{conversation.asked} of {self._setting} {failure.reason} on {conversation}"
+                sentence = (
+                    f"{conversation.asked} of {self._setting} {failure.reason} on {conversation}"
+                )
                 failures.append((sentence, failure))
         self._failed_scores.note(failures, len(conversations))
         return scores
@@ -158,11 +185,15 @@ class ConversationTask(Task):
         self._environments.close()
 
     def _ask(self, method: str, conversations: Sequence[Conversation]) -> list[Any]:
-        """What each environment returns; None where there is no answer, which ends the conversation.
+        """What each environment returns; None where there is no answer, which ends the
+        conversation.
 
         An environment gets messages of its own, so that it changes none of ours.
         """
-        asked = [Ask(one.environment, method, copy.deepcopy(one.messages), str(one)) for one in conversations]
+        asked = [
+            Ask(one.environment, method, copy.deepcopy(one.messages), str(one))
+            for one in conversations
+        ]
         values = []
         for one, answer in zip(conversations, self._environments.answers(asked), strict=True):
             one.asked = method
@@ -178,18 +209,33 @@ class ConversationTask(Task):
         """Of each row a new environment, and the prompt that it begins with."""
         from pgtoolkit.tasks.shuffle import seed_of  # not above: `pgtk check` does without NumPy
 
-        prompts = [dataclasses.replace(self._rows.of_row(row), seed=seed_of(self._seed, row)) for row in rows]
-        answers, started = self._environments.answers([Ask(None, "start", one, _of(one)) for one in prompts]), []
+        prompts = [
+            dataclasses.replace(self._rows.of_row(row), seed=seed_of(self._seed, row))
+            for row in rows
+        ]
+        answers, started = (
+            self._environments.answers([Ask(None, "start", one, _of(one)) for one in prompts]),
+            [],
+        )
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, Failure):
-                raise self._odd("start", answer.kind, "in time: let reply begin what is slow", _of(prompt))
+                raise self._odd(
+                    "start", answer.kind, "in time: let reply begin what is slow", _of(prompt)
+                )
             environment, messages = answer
-            is_list = isinstance(messages, list | tuple) and messages and all(map(_is_message, messages))
+            is_list = (
+                isinstance(messages, list | tuple) and messages and all(map(_is_message, messages))
+            )
             if not is_list or messages[-1]["role"] == "assistant":
-                needs = "a list of {'role': TEXT, 'content': TEXT}, of which the policy answers the last"
+                needs = (
+                    "a list of {'role': TEXT, 'content': TEXT}, of which the policy answers "
+                    "the last"
+                )
                 raise self._odd("start", messages, needs, _of(prompt))
             text = "".join(message["content"] for message in messages)
-            started.append((environment, dataclasses.replace(prompt, text=text, messages=tuple(messages))))
+            started.append(
+                (environment, dataclasses.replace(prompt, text=text, messages=tuple(messages)))
+            )
         return started
 
     def _score(self, one: Conversation, value: Any) -> Score:
@@ -205,16 +251,22 @@ class ConversationTask(Task):
             raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)
         names = value[1].keys()
         if odd := [name for name in names if not re.fullmatch(r"[A-Za-z]\w{0,39}", str(name))]:
-            raise self._odd("score", odd[0], "names of measures of letters, digits and underscores", one)
+            raise self._odd(
+                "score", odd[0], "names of measures of letters, digits and underscores", one
+            )
         self._measures = frozenset(names) if self._measures is None else self._measures
         if names != self._measures:
             needs = f"measures of the same names each time, here {sorted(self._measures)}"
             raise self._odd("score", value, needs, one)
         own = {f"environment/{name}": number for name, number in zip(names, numbers, strict=True)}
-        return Score(reward, reward >= 1, one.measures() | own | self._environments.measures([None]))
+        return Score(
+            reward, reward >= 1, one.measures() | own | self._environments.measures([None])
+        )
 
     def _odd(self, method: str, value: Any, needs: str, where: Any) -> DataError:
-        return DataError(f"{method} of {self._setting} must return {needs} (got {value!r:.200}), in {where}.")
+        return DataError(
+            f"{method} of {self._setting} must return {needs} (got {value!r:.200}), in {where}."
+        )
 
 
 def _of(prompt: Prompt) -> str:
@@ -222,4 +274,6 @@ def _of(prompt: Prompt) -> str:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) for key in ("role", "content")
+    )

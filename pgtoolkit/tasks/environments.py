@@ -1,4 +1,5 @@
-"""Environments of conversations: a class of the user's, called here or in processes; and one that comes along.
+"""Environments of conversations: a class of the user's, called here or in processes; and one that
+comes along.
 
 Nothing large is imported, for the sake of these processes.
 """
@@ -19,7 +20,8 @@ METHODS = ("start", "reply", "score")
 
 
 class Ask(NamedTuple):
-    """A call of a method. environment: None for a new one. on: which conversation it is, in words, for errors."""
+    """A call of a method. environment: None for a new one. on: which conversation it is, in words,
+    for errors."""
 
     environment: Any
     method: str
@@ -28,9 +30,11 @@ class Ask(NamedTuple):
 
 
 class Environments:
-    """Makes environments, and calls them. Raises ConfigError for a class that cannot be imported, or lacks a method.
+    """Makes environments, and calls them. Raises ConfigError for a class that cannot be imported,
+    or lacks a method.
 
-    path, options: of the class, and the keywords that it is made with. pickled: between two calls an environment is
+    path, options: of the class, and the keywords that it is made with. pickled: between two calls
+        an environment is
     bytes, so that any process answers for it.
     """
 
@@ -52,20 +56,28 @@ class Environments:
     def answer(self, ask: Ask) -> tuple[Any, Any]:
         """The environment after the call, and what it returned; DataError where it fails."""
         with blaming(f"{ask.method} of task.environment={self._path}", DataError, ask.on):
-            known = pickle.loads(ask.environment) if self._pickled and ask.environment else ask.environment
+            known = (
+                pickle.loads(ask.environment)
+                if self._pickled and ask.environment
+                else ask.environment
+            )
             environment = self._make() if known is None else known
             value = getattr(environment, ask.method)(ask.argument)
         with blaming(
-            f"pickling task.environment={self._path} (not with task.environment_processes=0)", DataError, ask.on
+            f"pickling task.environment={self._path} (not with task.environment_processes=0)",
+            DataError,
+            ask.on,
         ):
             return pickle.dumps(environment) if self._pickled else environment, value
 
 
 class Guess:
-    """A number from 0 to numbers - 1 is found by "higher" and "lower"; a guess is the first number in a turn.
+    """A number from 0 to numbers - 1 is found by "higher" and "lower"; a guess is the first number
+    in a turn.
 
-    The number ends the conversation, and so does a turn without any of them. The reward is 1 for the number; else half
-    of how near the last guess came, of all that it could be away, or 0 where it is none.
+    The number ends the conversation, and so does a turn without any of them. The reward is 1 for
+    the number; else half of how near the last guess came, of all that it could be away, or 0 where
+    it is none.
     """
 
     def __init__(self, numbers: int):
@@ -90,4 +102,8 @@ class Guess:
 
     def _guess(self, messages) -> int | None:
         found = re.search("[0-9]+", messages[-1]["content"])
-        return int(found[0]) if found and len(found[0]) < 10 and int(found[0]) < self._numbers else None
+        return (
+            int(found[0])
+            if found and len(found[0]) < 10 and int(found[0]) < self._numbers
+            else None
+        )

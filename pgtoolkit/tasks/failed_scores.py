@@ -25,9 +25,11 @@ class FailedScores:
         self._noted_shares: dict[str, float] = {}
 
     def note(self, failures: Sequence[tuple[str, Failure]], count: int) -> None:
-        """Tell of completions without a score, once of each kind, and again when the share has doubled.
+        """Tell of completions without a score, once of each kind, and again when the share has
+        doubled.
 
-        failures: of each of them what failed on what, in words. count: of the completions that were scored together.
+        failures: of each of them what failed on what, in words. count: of the completions that were
+            scored together.
         """
         examples = {failure.kind: sentence for sentence, failure in reversed(failures)}
         for kind, sentence in examples.items():
@@ -41,6 +43,6 @@ class FailedScores:
                 consequence = f"scored with task.failure_score={self.score:g}"
             log.warning(
                 f"note: {sentence}. For this reason {failed} of {plural(count, 'completion')} "
-                f"{'is' if failed == 1 else 'are'} {consequence}. Said again when the share doubles; the metric "
-                "failed_score_fraction counts all kinds."
+                f"{'is' if failed == 1 else 'are'} {consequence}. Said again when the share "
+                "doubles; the metric failed_score_fraction counts all kinds."
             )

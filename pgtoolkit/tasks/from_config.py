@@ -18,7 +18,9 @@ from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask, SumsTask
 from pgtoolkit.tasks.tasks import Once, PromptsTask, ReasoningGymTask, ReverseTask, Task
 
 
-def make_task(config: TaskConfig, seed: int, once: Once = lambda read: read(), held_out: bool = False) -> Task:
+def make_task(
+    config: TaskConfig, seed: int, once: Once = lambda read: read(), held_out: bool = False
+) -> Task:
     """Return the task of a configuration. Raises ConfigError or, for a file of prompts, DataError.
 
     held_out: of a task that divides its problems itself, those that training never asks.

@@ -1,4 +1,5 @@
-"""Tasks whose problems are drawn, and divided by a hash of the problem into those of training and those held out."""
+"""Tasks whose problems are drawn, and divided by a hash of the problem into those of training and
+those held out."""
 
 from __future__ import annotations
 
@@ -19,10 +20,12 @@ _SHARE = 8
 """One of so many problems is held out."""
 
 _FURTHEST, _EDGES, _SHORTEST = 4, 2, 3
-"""Of a graph: how many nodes ahead an edge leads, edges from each node, and edges of a path that is asked for."""
+"""Of a graph: how many nodes ahead an edge leads, edges from each node, and edges of a path that is
+asked for."""
 
 Draw = Callable[[], float]
-"""A number from 0 to 1, without 1; of Python's generator nothing else stays the same over its versions."""
+"""A number from 0 to 1, without 1; of Python's generator nothing else stays the same over its
+versions."""
 
 
 def is_held_out(text: str) -> bool:
@@ -32,9 +35,11 @@ def is_held_out(text: str) -> bool:
 
 
 class DividedTask(Task):
-    """Training asks no problem that is held out, whatever the seed; an evaluation asks no other. The reward is 0 or 1.
+    """Training asks no problem that is held out, whatever the seed; an evaluation asks no other.
+    The reward is 0 or 1.
 
-    A prompt's answer is a worked one, of which a completion need not have more than the verifier looks at.
+    A prompt's answer is a worked one, of which a completion need not have more than the verifier
+    looks at.
     """
 
     def __init__(
@@ -56,7 +61,9 @@ class DividedTask(Task):
         """A few of the longest."""
         assert not isinstance(self._config, SumsTaskConfig)  # whose task has rows of its own
         longest, _ = self._config.longest
-        return itertools.islice((one for one in map(self.prompt, itertools.count()) if len(one.text) == longest), 8)
+        return itertools.islice(
+            (one for one in map(self.prompt, itertools.count()) if len(one.text) == longest), 8
+        )
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         right = finished and self._is_right(prompt, completion)
@@ -79,7 +86,10 @@ class ChainSumTask(DividedTask):
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
         assert isinstance(self._config, ChainSumTaskConfig)
-        terms = [_between(draw, 10, 99) for _ in range(_between(draw, self._config.min_terms, self._config.max_terms))]
+        terms = [
+            _between(draw, 10, 99)
+            for _ in range(_between(draw, self._config.min_terms, self._config.max_terms))
+        ]
         sums = [total % 100 for total in itertools.accumulate(terms)]
         steps = zip(sums, terms[1:], sums[1:], strict=False)
         worked = "".join(f"{before:02}+{term}={total:02};" for before, term, total in steps)
@@ -92,7 +102,8 @@ class ChainSumTask(DividedTask):
 class SumsTask(DividedTask):
     """A sum in words: `What is 23 + 45? Answer with the number only.`
 
-    The reward is 1 where the last number of a completion is the sum, whether it has ended by itself or not.
+    The reward is 1 where the last number of a completion is the sum, whether it has ended by itself
+    or not.
     """
 
     def rows(self) -> Iterator[Prompt]:
@@ -114,10 +125,12 @@ class SumsTask(DividedTask):
 
 
 class ShortestPathTask(DividedTask):
-    """A shortest path in a directed graph without cycles: `ab bd ac cd de:ae=` is answered by `abde`, or by `acde`.
+    """A shortest path in a directed graph without cycles: `ab bd ac cd de:ae=` is answered by
+    `abde`, or by `acde`.
 
-    Two edges leave each node but the last two, to two of the next four in an order that the prompt does not tell. A
-    path that is asked for has three edges or more. Any shortest one counts; the worked answer is one by chance.
+    Two edges leave each node but the last two, to two of the next four in an order that the prompt
+    does not tell. A path that is asked for has three edges or more. Any shortest one counts; the
+    worked answer is one by chance.
     """
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
@@ -125,10 +138,14 @@ class ShortestPathTask(DividedTask):
         while True:
             count = _between(draw, self._config.min_nodes, self._config.max_nodes)
             nodes = _shuffled(string.ascii_lowercase[:count], draw)
-            ahead = [_shuffled(nodes[i + 1 : i + 1 + _FURTHEST], draw)[:_EDGES] for i in range(count)]
+            ahead = [
+                _shuffled(nodes[i + 1 : i + 1 + _FURTHEST], draw)[:_EDGES] for i in range(count)
+            ]
             edges = dict(zip(nodes, ahead, strict=True))
             paths = _shortest_paths(edges, nodes[int(draw() * count)])
-            if ends := [node for node in nodes if node in paths and len(paths[node][0]) > _SHORTEST]:
+            if ends := [
+                node for node in nodes if node in paths and len(paths[node][0]) > _SHORTEST
+            ]:
                 to_end = paths[ends[int(draw() * len(ends))]]
                 path = to_end[int(draw() * len(to_end))]
                 pairs = [node + after for node in nodes for after in edges[node]]
@@ -138,7 +155,9 @@ class ShortestPathTask(DividedTask):
         edges, question = prompt.text[:-1].split(":")
         steps = {f"{a}{b}" for a, b in itertools.pairwise(completion)}
         ends = completion[:1] + completion[-1:]
-        return len(completion) == len(prompt.answer) and ends == question and steps <= {*edges.split()}
+        return (
+            len(completion) == len(prompt.answer) and ends == question and steps <= {*edges.split()}
+        )
 
 
 def _shortest_paths(edges: dict[str, list[str]], start: str) -> dict[str, list[str]]:

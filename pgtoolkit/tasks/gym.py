@@ -1,4 +1,5 @@
-"""Data sets of the reasoning-gym package: their questions, and their scorers, in this process or in others.
+"""Data sets of the reasoning-gym package: their questions, and their scorers, in this process or in
+others.
 
 Nothing large is imported, for the sake of these processes.
 """
@@ -15,7 +16,8 @@ from pgtoolkit.tasks.process_pool import CRASH, NOTHING, Failure
 
 
 class GymQuestion(NamedTuple):
-    """A completion to be scored. row: of the question that it answers. on: both in words, for notes."""
+    """A completion to be scored. row: of the question that it answers. on: both in words, for
+    notes."""
 
     row: int
     completion: str
@@ -23,7 +25,8 @@ class GymQuestion(NamedTuple):
 
 
 class GymData:
-    """A data set of reasoning-gym with its scorer. Raises ConfigError where the package has none such."""
+    """A data set of reasoning-gym with its scorer. Raises ConfigError where the package has none
+    such."""
 
     def __init__(self, dataset: str, options: dict[str, Any], given: dict[str, Any], seed: int):
         from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]  (an extra)
@@ -45,9 +48,12 @@ class GymData:
         self.entry = functools.lru_cache(maxsize=1024)(data.__getitem__)
 
     def answer(self, question: GymQuestion) -> float | Failure:
-        """Return the package's score, or why there is none: some scorers raise for texts that they cannot read."""
+        """Return the package's score, or why there is none: some scorers raise for texts that they
+        cannot read."""
         try:
-            reward = float(self._score_answer(question.completion.strip(), self.entry(question.row)))
+            reward = float(
+                self._score_answer(question.completion.strip(), self.entry(question.row))
+            )
         except (Exception, SystemExit) as error:
             return Failure(CRASH, f"raised {type(error).__name__} ({first_line(error)[:200]})")
         return reward if math.isfinite(reward) else Failure(NOTHING, f"returned {reward}")

@@ -1,4 +1,5 @@
-"""Data sets of the Hugging Face hub by their names, which the package datasets loads and keeps on this machine."""
+"""Data sets of the Hugging Face hub by their names, which the package datasets loads and keeps on
+this machine."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ _MOST_CHARACTERS = 300
 
 @functools.lru_cache(maxsize=16)
 def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, ...]:
-    """Return the Arrow files of a split, in their order, after a download where they are not in the cache.
+    """Return the Arrow files of a split, in their order, after a download where they are not in the
+    cache.
 
-    Without the network the cache alone is looked at. Raises ConfigError where there is no such data set,
-    configuration or split.
+    Without the network the cache alone is looked at. Raises ConfigError where there is no such data
+    set, configuration or split.
     """
     import datasets
 
-    setting = f"task.path={name}" if config is None else f"task.path={name} with task.config={config}"
+    setting = (
+        f"task.path={name}" if config is None else f"task.path={name} with task.config={config}"
+    )
     with _quiet():
         try:
             splits = datasets.load_dataset(name, config)
@@ -35,7 +39,8 @@ def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, .
                     needs="a data set of the Hugging Face hub, or of its cache on this machine",
                     got=" ".join(str(error).split())[:_MOST_CHARACTERS],
                     reason="There is no such folder here, so it is taken for a name on the hub.",
-                    use="OWNER/NAME, task.config=NAME where it has several, or the path of a file or folder",
+                    use="OWNER/NAME, task.config=NAME where it has several, or the path of a file "
+                    "or folder",
                 )
             ) from error
     names = [str(name) for name in splits]

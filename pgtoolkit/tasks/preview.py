@@ -1,4 +1,5 @@
-"""The first prompt as tokens; what may surprise of prompts and answers as a model's tokenizer sees them."""
+"""The first prompt as tokens; what may surprise of prompts and answers as a model's tokenizer sees
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _AS_TEXTS = ("exact_match", "regular_expression")
 
 
 class Preview(NamedTuple):
-    """lines: show the first prompt and its tokens. notes: what may surprise of the first prompts and answers."""
+    """lines: show the first prompt and its tokens. notes: what may surprise of the first prompts
+    and answers."""
 
     lines: list[str]
     notes: list[str]
@@ -42,7 +44,8 @@ def preview(config: Config) -> Preview:
     text = repr(prompt.text)
     lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
     if isinstance(model, TinyModelConfig):
-        characters = tiny_tokenizer(task.alphabet)  # that of transformers around it takes a second to import
+        # that of transformers around it takes a second to import
+        characters = tiny_tokenizer(task.alphabet)
         encoding = characters.encode(prompt.text)
         tokens, names = encoding.ids, encoding.tokens
         notes = []
@@ -59,8 +62,12 @@ def preview(config: Config) -> Preview:
         notes = [] if chat is None else chat.notes(ends)
         notes += notes_on_rows(tokenized, config.task)
     else:
-        return Preview([*lines, f"its tokens are known where model.path={model.path} is a folder"], [])
-    shown = " ".join(f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20))
+        return Preview(
+            [*lines, f"its tokens are known where model.path={model.path} is a folder"], []
+        )
+    shown = " ".join(
+        f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20)
+    )
     more = f" and {len(tokens) - 20} more" if len(tokens) > 20 else ""
     return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
 
@@ -86,14 +93,15 @@ def _written_with_template(chat: ChatTemplate | None, prompts: Sequence[Prompt])
     places = dict.fromkeys(prompt.place for prompt, _ in found)
     prompt, mark = found[0]
     return [
-        f"{len(places)} of the first {len(prompts)} prompts hold {mark!r}, which the chat template writes itself, "
-        f"first that at {prompt.place}: they go through the template a second time. Use task.chat=never, or prompts "
-        "without it."
+        f"{len(places)} of the first {len(prompts)} prompts hold {mark!r}, which the chat template "
+        f"writes itself, first that at {prompt.place}: they go through the template a second time. "
+        "Use task.chat=never, or prompts without it."
     ]
 
 
 def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
-    """Prompts that begin with the token of the beginning, before which the tokenizer puts another."""
+    """Prompts that begin with the token of the beginning, before which the tokenizer puts
+    another."""
     beginning = tokenized.tokenizer.bos_token_id
     rows = tokenized.encode(prompts)
     twice = [p for p, row in zip(prompts, rows, strict=True) if row[:2] == [beginning, beginning]]
@@ -101,8 +109,9 @@ def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list
         return []
     name = tokenized.tokenizer.bos_token
     return [
-        f"{len(twice)} of the first {len(prompts)} prompts begin with {name} twice, first that at {twice[0].place}: "
-        f"the tokenizer adds one to that of the text. Leave {name} out of the prompts."
+        f"{len(twice)} of the first {len(prompts)} prompts begin with {name} twice, first that at "
+        f"{twice[0].place}: the tokenizer adds one to that of the text. Leave {name} out of the "
+        "prompts."
     ]
 
 
@@ -113,7 +122,9 @@ def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[st
         answer = prompt.answer.strip()
         try:
             tokens = tokenized.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        except Exception:  # what the tokenizers library raises for a character that it has no token for
+        except (
+            Exception
+        ):  # what the tokenizers library raises for a character that it has no token for
             tokens = []
         lengths.append(len(tokens))
         text = tokenized.text(tokens).strip()
@@ -123,23 +134,29 @@ def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[st
     if changed:
         prompt, text = changed[0]
         notes.append(
-            f"{len(changed)} of the first {len(prompts)} answers are texts that the model's tokens cannot write, first "
-            f"{prompt.answer[:60]!r} at {prompt.place}, which becomes {text[:60]!r}: no completion can equal them. "
-            "Write them as the tokenizer does, and without texts of rollout.stop."
+            f"{len(changed)} of the first {len(prompts)} answers are texts that the model's tokens "
+            f"cannot write, first {prompt.answer[:60]!r} at {prompt.place}, which becomes "
+            f"{text[:60]!r}: no completion can equal them. Write them as the tokenizer does, and "
+            "without texts of rollout.stop."
         )
     return notes
 
 
 def _too_long(prompts: Sequence[Prompt], lengths: Sequence[int], longest: int) -> list[str]:
     """lengths: of the answers, in tokens. longest: most tokens of a completion."""
-    beyond = [(prompt, length) for prompt, length in zip(prompts, lengths, strict=True) if length > longest]
+    beyond = [
+        (prompt, length)
+        for prompt, length in zip(prompts, lengths, strict=True)
+        if length > longest
+    ]
     if not beyond:
         return []
     prompt, length = beyond[0]
     return [
         f"{len(beyond)} of the first {len(prompts)} answers are longer than a completion may be "
-        f"(rollout.max_completion_length={longest}), first that at {prompt.place}, of {length} tokens: "
-        f"{prompt.answer[:60]!r}. No completion can equal them. Use final answers alone, or longer completions."
+        f"(rollout.max_completion_length={longest}), first that at {prompt.place}, of {length} "
+        f"tokens: {prompt.answer[:60]!r}. No completion can equal them. Use final answers alone, "
+        "or longer completions."
     ]
 
 
@@ -151,4 +168,8 @@ def _compares_texts(config: TaskConfig) -> bool:
 
 
 def _contents(prompt: Prompt) -> str:
-    return prompt.text if prompt.messages is None else "\n".join(one["content"] for one in prompt.messages)
+    return (
+        prompt.text
+        if prompt.messages is None
+        else "\n".join(one["content"] for one in prompt.messages)
+    )

@@ -1,8 +1,8 @@
 """Processes that answer questions with a time limit: those of verifiers, and those of environments.
 
-Questions go in and answers come out over the channel of a child process, which is under guard (system/child.py): it
-ends with the process that trains, whatever code of the user's is doing then. Both sides are here; nothing large is
-imported.
+Questions go in and answers come out over the channel of a child process, which is under guard
+(system/child.py): it ends with the process that trains, whatever code of the user's is doing then.
+Both sides are here; nothing large is imported.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.system.terminal import output_of_child
 
 START_SECONDS = 120
-"""For a process to import what it asks, and again for its first answer, at which code may import what it needs."""
+"""For a process to import what it asks, and again for its first answer, at which code may import
+what it needs."""
 
 TIMEOUT, CRASH, NOTHING = "timeout", "crash", "nothing"
-"""Kinds of failures: no answer in time, none since what was asked broke, and one that says nothing."""
+"""Kinds of failures: no answer in time, none since what was asked broke, and one that says
+nothing."""
 
 
 class Failure(NamedTuple):
-    """What a question has in the place of an answer. reason: in words that follow the name of what was asked."""
+    """What a question has in the place of an answer. reason: in words that follow the name of what
+    was asked."""
 
     kind: str
     reason: str
@@ -55,10 +58,13 @@ _SECONDS_TO_END = 10
 
 @dataclass(eq=False)
 class Processes:
-    """At most so many processes, started when they are first needed, which answer questions, from any thread.
+    """At most so many processes, started when they are first needed, which answer questions, from
+    any thread.
 
-    kind, told: each of them makes `kind(*told)`, and asks that; where there are to be none, this process does. what:
-    they are, in the names of keys and metrics. setting: what names it in the configuration. seconds: the most that one
+    kind, told: each of them makes `kind(*told)`, and asks that; where there are to be none, this
+        process does. what:
+    they are, in the names of keys and metrics. setting: what names it in the configuration.
+        seconds: the most that one
     answer may take, but for the first one of a process, which has START_SECONDS if that is longer.
     """
 
@@ -71,14 +77,17 @@ class Processes:
 
     def __post_init__(self):
         self._lock = threading.Lock()
-        self._here = functools.cache(lambda: self.kind(*self.told))  # once it is asked: this runs code of the user's
-        self._workers = [_Worker((self.kind, self.told), self.setting) for _ in range(self.processes)]
+        # once it is asked: this runs code of the user's
+        self._here = functools.cache(lambda: self.kind(*self.told))
+        self._workers = [
+            _Worker((self.kind, self.told), self.setting) for _ in range(self.processes)
+        ]
 
     def answers(self, questions: Sequence[Any]) -> list[Any]:
         """The answer to each question, in their order; a Failure where a process gave none.
 
-        Raises DataError where a function of the user's fails, for the first such question, and ConfigError where a
-        process cannot be started.
+        Raises DataError where a function of the user's fails, for the first such question, and
+        ConfigError where a process cannot be started.
         """
         if not self._workers:
             here = self._here()
@@ -87,7 +96,8 @@ class Processes:
             return self._answers(questions)
 
     def measures(self, outcomes: Sequence[Any]) -> dict[str, float]:
-        """Return whether one of these outcomes is a failure, by metric; none where nothing runs in processes."""
+        """Return whether one of these outcomes is a failure, by metric; none where nothing runs in
+        processes."""
         kinds = (TIMEOUT, CRASH) if self._workers else ()
         failed = {outcome.kind for outcome in outcomes if isinstance(outcome, Failure)}
         return {f"{self.what}_{kind}_fraction": float(kind in failed) for kind in kinds}
@@ -111,14 +121,19 @@ class Processes:
         for kind, value in outcomes:
             if kind == "error":
                 raise DataError(value)
-        return [value if kind == "answer" else self._failure(kind, value) for kind, value in outcomes]
+        return [
+            value if kind == "answer" else self._failure(kind, value) for kind, value in outcomes
+        ]
 
     def _failure(self, kind: str, value: Any) -> Failure:
         if kind == CRASH:
             return Failure(kind, f"ended its process: {value}")
         if value == self.seconds:
             return Failure(kind, f"gave no answer within task.{self.what}_seconds={value:g}")
-        return Failure(kind, f"gave no answer within the {value:g} seconds that the first call of a process has")
+        return Failure(
+            kind,
+            f"gave no answer within the {value:g} seconds that the first call of a process has",
+        )
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -134,7 +149,8 @@ class _Worker:
         self._made, self._setting, self.process, self._has_answered = made, setting, None, False
 
     def outcome(self, question: Any, seconds: float | None) -> tuple[str, Any]:
-        """("answer", value), ("error", text), TIMEOUT with the limit, or CRASH with how the process has ended."""
+        """("answer", value), ("error", text), TIMEOUT with the limit, or CRASH with how the process
+        has ended."""
         if self.process is None:
             self._start()
             self._has_answered = False
@@ -158,7 +174,9 @@ class _Worker:
                 refusal(
                     setting=self._setting,
                     needs="a process that imports it",
-                    got=f"none within {START_SECONDS} seconds" if kind == TIMEOUT else f"one that ended: {value}",
+                    got=f"none within {START_SECONDS} seconds"
+                    if kind == TIMEOUT
+                    else f"one that ended: {value}",
                     reason="Importing it runs its code.",
                     use="a module that can be imported in seconds",
                 )

@@ -31,12 +31,13 @@ _USUAL = ("train", "test", "validation", "valid", "dev", "eval")
 
 
 def prompt_files(path: str, split: str | None, config: str | None = None) -> list[Path]:
-    """Return the files of task.path, task.config and task.split, ordered by name, or as the data set lists them.
+    """Return the files of task.path, task.config and task.split, ordered by name, or as the data
+    set lists them.
 
-    A folder is a data set that `save_to_disk` has written, with or without splits; or, with a split, one of the hub:
-    files named `train.jsonl` or `train-00000-of-00002.parquet`, or in a folder `train`, at any depth. Anything else is
-    a file, a folder of files, a glob, or the name of a data set on the hub. Raises ConfigError where the split does not
-    fit, DataError without files.
+    A folder is a data set that `save_to_disk` has written, with or without splits; or, with a
+    split, one of the hub: files named `train.jsonl` or `train-00000-of-00002.parquet`, or in a
+    folder `train`, at any depth. Anything else is a file, a folder of files, a glob, or the name of
+    a data set on the hub. Raises ConfigError where the split does not fit, DataError without files.
     """
     from pgtoolkit.tasks.row_files import SUFFIXES, find_files
 
@@ -52,10 +53,18 @@ def prompt_files(path: str, split: str | None, config: str | None = None) -> lis
         if split in (None, *splits):
             return _saved(folder)
     else:
-        files = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()]
-        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+        files = [
+            file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()
+        ]
+        files = [
+            file
+            for file in files
+            if not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        ]
         here = [file for file in files if file.parent == folder]
-        splits = sorted({name for file in here or files for name in _USUAL if _is_of(file, name)}) or [None]
+        splits = sorted(
+            {name for file in here or files for name in _USUAL if _is_of(file, name)}
+        ) or [None]
         if split is None and (splits == [None] or (here and len(splits) == 1)):
             return find_files(path, "task.path")
         if split is not None and (files := [file for file in files if _is_of(file, split)]):
@@ -77,23 +86,32 @@ def _saved(folder: Path) -> list[Path]:
     state = _json(folder / "state.json")
     if state.get("_indices_data_files"):
         reason = "An old version of datasets kept an order beside the rows"
-        raise DataError(f"{folder} needs rows in the order of its files. {reason}. Save it again with a newer one.")
+        raise DataError(
+            f"{folder} needs rows in the order of its files. {reason}. Save it again with a newer "
+            "one."
+        )
     files = [folder / Path(one["filename"]).name for one in state["_data_files"]]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise DataError(f"{folder} lacks {', '.join(missing)}, which its state.json names. Copy or save it again.")
+        raise DataError(
+            f"{folder} lacks {', '.join(missing)}, which its state.json names. Copy or save it "
+            "again."
+        )
     return files
 
 
 def _of_one_data_set(path: str, split: str, folder: Path, files: list[Path]) -> list[Path]:
     """The files of a split; ConfigError where they are of several data sets."""
-    homes = sorted({file.parent.parent if file.parent.name == split else file.parent for file in files})
+    homes = sorted(
+        {file.parent.parent if file.parent.name == split else file.parent for file in files}
+    )
     if len(homes) > 1:
         raise ConfigError(
             refusal(
                 setting=f"task.path={path}",
                 needs="one data set",
                 got=len(homes),
-                reason=f"The split is in {', '.join(str(home.relative_to(folder)) for home in homes[:4])}.",
+                reason="The split is in "
+                f"{', '.join(str(home.relative_to(folder)) for home in homes[:4])}.",
                 use=f"task.path={homes[0]}",
             )
         )
@@ -109,7 +127,9 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         return json_object(file)
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read: {error}. Copy or save the data set again.") from error
+        raise DataError(
+            f"{file} cannot be read: {error}. Copy or save the data set again."
+        ) from error
 
 
 def read_prompts(
@@ -123,7 +143,8 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the rows of all files, by their numbers.
 
-    answer_pattern: its one group is the answer, where it matches last; None: the whole field is. keep_rows: with all
+    answer_pattern: its one group is the answer, where it matches last; None: the whole field is.
+        keep_rows: with all
     their columns, of which `answer` is then the answer.
     Raises DataError with all that is wrong with them.
     """
@@ -144,7 +165,10 @@ def read_prompts(
             if has_tools(row):
                 problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
             values = []
-            readers = {"prompt": _prompt, "answer": functools.partial(_answer, pattern=answer_pattern)}
+            readers = {
+                "prompt": _prompt,
+                "answer": functools.partial(_answer, pattern=answer_pattern),
+            }
             for key, column in (("prompt", prompt_field), ("answer", answer_field)):
                 try:
                     if row.get(column) is None:
@@ -166,7 +190,9 @@ def read_prompts(
     return prompts
 
 
-def notes_on_columns(path: str, split: str | None, config: str | None, answer_field: str) -> list[str]:
+def notes_on_columns(
+    path: str, split: str | None, config: str | None, answer_field: str
+) -> list[str]:
     """Return what may surprise of the columns that are read, by the first row."""
     from pgtoolkit.tasks.row_files import open_files
 
@@ -175,8 +201,9 @@ def notes_on_columns(path: str, split: str | None, config: str | None, answer_fi
     if isinstance(row, str) or not _is_of_verl(row, answer_field):
         return []
     return [
-        f"{file.label} has prompts as verl writes them: the answer is {_VERL}.ground_truth. data_source, by which verl "
-        "chooses how to score, ability and extra_info are not read: task.verifier scores."
+        f"{file.label} has prompts as verl writes them: the answer is {_VERL}.ground_truth. "
+        "data_source, by which verl chooses how to score, ability and extra_info are not read: "
+        "task.verifier scores."
     ]
 
 
@@ -191,7 +218,12 @@ def has_tools(row: dict[str, Any]) -> bool:
 def _is_of_verl(row: dict[str, Any], answer_field: str) -> bool:
     """Return whether a row has its answer where verl keeps it, and no other was asked for."""
     verl = row.get(_VERL)
-    return answer_field == "answer" and row.get("answer") is None and isinstance(verl, dict) and "ground_truth" in verl
+    return (
+        answer_field == "answer"
+        and row.get("answer") is None
+        and isinstance(verl, dict)
+        and "ground_truth" in verl
+    )
 
 
 def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
@@ -208,11 +240,17 @@ def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
 def messages_of(value: Any, needs: str = "a list of chat messages") -> list[Message]:
     """The messages of a chat. ValueError says what is wrong."""
     messages = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(one, dict) for one in messages)
+    ):
         raise ValueError(f"needs {needs} (got {messages!r:.40})")
     for one in messages:
         if not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"needs chat messages whose role and content are texts (got {one!r:.60})")
+            raise ValueError(
+                f"needs chat messages whose role and content are texts (got {one!r:.60})"
+            )
     # Columnar files give each message all keys that any of them has.
     return [{key: item for key, item in one.items() if item is not None} for one in messages]
 
@@ -227,13 +265,17 @@ def _plain(value: Any) -> Any:
 
 
 def _answer(value: Any, pattern: str | None = None) -> str:
-    """Return the text of an answer, or the part of it that the group of a pattern has matched last."""
+    """Return the text of an answer, or the part of it that the group of a pattern has matched
+    last."""
     answer = _text_of_answer(value)
     if pattern is None:
         return answer
     captured = [match.group(1) for match in re.finditer(pattern, answer)]
     if not captured or not (captured[-1] or "").strip():
-        raise ValueError(f"needs a text in which task.answer_pattern={pattern} captures something (got {answer!r:.60})")
+        raise ValueError(
+            f"needs a text in which task.answer_pattern={pattern} captures something (got "
+            f"{answer!r:.60})"
+        )
     return captured[-1].strip()
 
 
@@ -248,7 +290,8 @@ def _text_of_answer(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Write a number as a model would: whole ones without a point, those of a float32 column in its own digits."""
+    """Write a number as a model would: whole ones without a point, those of a float32 column in its
+    own digits."""
     import numpy as np
 
     if value.is_integer() and abs(value) < 1e16:

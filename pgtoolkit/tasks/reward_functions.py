@@ -1,4 +1,5 @@
-"""Reward functions of the user's own: what their parameters ask for, how they are called, and when again.
+"""Reward functions of the user's own: what their parameters ask for, how they are called, and when
+again.
 
 Nothing large is imported, for the sake of the processes of verifiers.
 """
@@ -28,8 +29,16 @@ NOT_REACHED = "could not reach the server that it asks: "
 SINGLE = ("completion", "answer", "prompt", "row")
 """What a function that scores one completion may ask for, by the names of its parameters."""
 
-OF_A_BATCH = ("completions", "prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What a function that scores a whole batch may ask for, in TRL's words, besides the columns of the file."""
+OF_A_BATCH = (
+    "completions",
+    "prompts",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+"""What a function that scores a whole batch may ask for, in TRL's words, besides the columns of the
+file."""
 
 WAITS = (0.5, 2.0, 8.0)
 """Seconds before each further call of a function whose server could not be reached."""
@@ -39,7 +48,8 @@ _LONGEST_LOGGED = 1000
 
 _NOT_REACHED = {"ConnectionError", "TimeoutError", "URLError", "gaierror", "HTTPException"}
 _NOT_REACHED |= {"Timeout", "TransportError", "ClientConnectionError", "APIConnectionError"}
-"""Exceptions that say so: of Python, requests, httpx, aiohttp, and the clients of OpenAI and Anthropic."""
+"""Exceptions that say so: of Python, requests, httpx, aiohttp, and the clients of OpenAI and
+Anthropic."""
 
 _BUSY = (408, 425, 429)
 """Statuses of HTTP below 500 with which a server asks to be called again."""
@@ -48,7 +58,8 @@ _BUSY = (408, 425, 429)
 class TrainerState(NamedTuple):
     """How far training is, to a reward function in TRL's form.
 
-    global_step: updates of the weights that wrote the completions. max_steps: updates of the whole run.
+    global_step: updates of the weights that wrote the completions. max_steps: updates of the whole
+        run.
     """
 
     global_step: int
@@ -87,7 +98,9 @@ class Signature(NamedTuple):
     @property
     def columns(self) -> list[str]:
         """Return the columns that every row must have."""
-        return [name for name in self.needed if self.is_batch and name not in (*OF_A_BATCH, "answer")]
+        return [
+            name for name in self.needed if self.is_batch and name not in (*OF_A_BATCH, "answer")
+        ]
 
 
 class Question(NamedTuple):
@@ -109,7 +122,8 @@ class BatchScores:
     """What a function says of a batch.
 
     scores: of each completion; None where the function does not score it.
-    metrics: by name the numbers that it has logged. columns: by name what it has logged of each completion, as text.
+    metrics: by name the numbers that it has logged. columns: by name what it has logged of each
+        completion, as text.
     """
 
     scores: Sequence[float | Failure | None]
@@ -137,7 +151,8 @@ class RewardFunction:
     ) -> float | Failure:
         """Return the score of one completion, or why there is none.
 
-        more: the prompt and the row, where the function asks for them. Raises DataError for what is no score, and
+        more: the prompt and the row, where the function asks for them. Raises DataError for what is
+            no score, and
         whatever the function raises.
         """
         positional, named = self._arguments(completion, answer, more or {})
@@ -156,7 +171,8 @@ class RewardFunction:
     def scores(self, inputs: Mapping[str, object], count: int) -> BatchScores:
         """Return what the function says of `count` completions in one call.
 
-        inputs: by parameter. Raises DataError for what is no list of scores, and whatever the function raises.
+        inputs: by parameter. Raises DataError for what is no list of scores, and whatever the
+            function raises.
         """
         logged = _Logged(self.setting)
         named = self._batch_arguments(inputs, logged)
@@ -169,7 +185,8 @@ class RewardFunction:
         return self._batch(await self._awaited(lambda: self._function(**named)), count, logged)
 
     def _called(self, call: Callable[[], object]) -> object:
-        """Return what a call returns, or the Failure of the last one that did not reach its server."""
+        """Return what a call returns, or the Failure of the last one that did not reach its
+        server."""
         failure = None
         for wait in self._retries.waits():
             time.sleep(wait)
@@ -236,13 +253,16 @@ class RewardFunction:
             values = None
         if values is None or isinstance(rewards, str | bytes | dict) or len(values) != count:
             got = repr(rewards)[:60] if values is None else f"{len(values)} of them"
-            raise DataError(f"{self.setting} must return a list of {count} scores, one for each completion (got {got})")
+            raise DataError(
+                f"{self.setting} must return a list of {count} scores, one for each completion "
+                f"(got {got})"
+            )
         scores = [None if is_nothing(value) else self._number(value) for value in values]
         for column, texts in logged.columns.items():
             if len(texts) != count:
                 raise DataError(
-                    f"log_extra of {self.setting} needs {count} values of {column}, one for each completion "
-                    f"(got {len(texts)} of them)"
+                    f"log_extra of {self.setting} needs {count} values of {column}, one for each "
+                    f"completion (got {len(texts)} of them)"
                 )
         return BatchScores(scores, logged.metrics, logged.columns)
 
@@ -250,13 +270,15 @@ class RewardFunction:
         number = as_number(reward)
         if not math.isfinite(number):
             raise DataError(
-                f"{self.setting} returned {repr(reward)[:60]}; a verifier returns a bool or a finite number"
+                f"{self.setting} returned {repr(reward)[:60]}; a verifier returns a bool or a "
+                "finite number"
             )
         return number
 
 
 class Awaited:
-    """Awaits reward functions, so many calls at a time, in an event loop that lasts as long as the run.
+    """Awaits reward functions, so many calls at a time, in an event loop that lasts as long as the
+    run.
 
     A client of HTTP that a module keeps belongs to the loop that it was first used in.
     """
@@ -267,7 +289,9 @@ class Awaited:
         self._lock = threading.Lock()
         self._runner = None
 
-    def each(self, function: RewardFunction, questions: Sequence[Question]) -> list[float | Failure]:
+    def each(
+        self, function: RewardFunction, questions: Sequence[Question]
+    ) -> list[float | Failure]:
         """Return the score that the function gives each, in their order."""
         import asyncio
 
@@ -315,7 +339,9 @@ class Awaited:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return Failure(TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}")
+            return Failure(
+                TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}"
+            )
 
     def _run(self, scores: Callable[[], Any]) -> Any:
         import asyncio
@@ -333,7 +359,8 @@ class Awaited:
 class _Retries:
     """How often a function is called again.
 
-    is_down: whether its server was not reached in time; until it is, further completions do not wait for it.
+    is_down: whether its server was not reached in time; until it is, further completions do not
+        wait for it.
     """
 
     is_down: bool = False
@@ -344,7 +371,8 @@ class _Retries:
 
 
 def _not_reached(setting: str, error: Exception) -> Failure | None:
-    """Return the failure of a call that could not reach its server; None where the error is another.
+    """Return the failure of a call that could not reach its server; None where the error is
+    another.
 
     Raises DataError, of one line, for a call that the server refuses.
     """
@@ -370,7 +398,9 @@ class _Logged:
         number = as_number(value)
         if not re.fullmatch(r"[A-Za-z][\w/]{0,39}", str(name)) or not math.isfinite(number):
             needs = "a name of up to 40 letters, digits, '_' and '/', and a finite number"
-            raise DataError(f"log_metric of {self._setting} needs {needs} (got {name!r:.60} and {value!r:.60})")
+            raise DataError(
+                f"log_metric of {self._setting} needs {needs} (got {name!r:.60} and {value!r:.60})"
+            )
         self.metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Sequence[object]) -> None:
@@ -378,7 +408,8 @@ class _Logged:
 
 
 def as_number(value: Any) -> float:
-    """Return a number that the user's code gave, such as a bool or a scalar of NumPy; NaN for anything else."""
+    """Return a number that the user's code gave, such as a bool or a scalar of NumPy; NaN for
+    anything else."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -391,7 +422,8 @@ def is_nothing(reward: object) -> bool:
 
 
 def _signature(setting: str, function: Callable[..., object]) -> Signature:
-    """Read from the parameters of a function how it is called; ConfigError where they ask for what there is not."""
+    """Read from the parameters of a function how it is called; ConfigError where they ask for what
+    there is not."""
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     try:
@@ -409,15 +441,20 @@ def _signature(setting: str, function: Callable[..., object]) -> Signature:
     if (names or takes_all) and set(needed) <= set(names):
         return Signature(False, is_async, names, takes_all, tuple(needed))
     first_two = [parameter.name for parameter in plain[:2]]
-    in_other_order = any(name in SINGLE and name != SINGLE[place] for place, name in enumerate(first_two))
+    in_other_order = any(
+        name in SINGLE and name != SINGLE[place] for place, name in enumerate(first_two)
+    )
     if not in_other_order and _takes_two(function):
         return Signature(False, is_async, None, False, ())
     raise ConfigError(
         refusal(
             setting=setting,
-            needs=f"a function with parameters among {', '.join(SINGLE)}, or with completions for a whole batch",
-            got=getattr(function, "__name__", type(function).__name__) + str(inspect.signature(function)),
-            reason="Its parameters say by name what it gets; two of other names are the completion and its answer.",
+            needs=f"a function with parameters among {', '.join(SINGLE)}, or with completions for "
+            "a whole batch",
+            got=getattr(function, "__name__", type(function).__name__)
+            + str(inspect.signature(function)),
+            reason="Its parameters say by name what it gets; two of other names are the completion "
+            "and its answer.",
             use="def score(completion, answer)",
         )
     )

@@ -1,4 +1,5 @@
-"""Reads the files that rollouts and prompts are kept in, JSONL, Parquet and Arrow, one row at a time."""
+"""Reads the files that rollouts and prompts are kept in, JSONL, Parquet and Arrow, one row at a
+time."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Problems:
-    """Collects what is wrong with the data and raises one DataError that lists it; at once at the tenth problem."""
+    """Collects what is wrong with the data and raises one DataError that lists it; at once at the
+    tenth problem."""
 
     def __init__(self, what: str):
         self._what = what
@@ -40,18 +42,23 @@ class Problems:
     def add(self, place: str, reason: str) -> None:
         self._lines.append(f"  {place}: {reason}")
         if len(self._lines) == MAX_PROBLEMS:
-            self._raise(f"{self._what}: {MAX_PROBLEMS} problems or more, the first {MAX_PROBLEMS} are")
+            self._raise(
+                f"{self._what}: {MAX_PROBLEMS} problems or more, the first {MAX_PROBLEMS} are"
+            )
 
     def raise_if_any(self) -> None:
         if self._lines:
-            self._raise(f"{self._what}: {len(self._lines)} problem{'s' if len(self._lines) > 1 else ''}")
+            self._raise(
+                f"{self._what}: {len(self._lines)} problem{'s' if len(self._lines) > 1 else ''}"
+            )
 
     def _raise(self, title: str) -> None:
         raise DataError("\n".join([title, *self._lines]))
 
 
 def count_rows(path: str, key: str) -> int | None:
-    """How many rows the files of `find_files` have; None where that cannot be said without reading them at length."""
+    """How many rows the files of `find_files` have; None where that cannot be said without reading
+    them at length."""
     count = 0
     for file in find_files(path, key):
         if file.suffix == ".parquet":
@@ -65,7 +72,8 @@ def count_rows(path: str, key: str) -> int | None:
 
 
 def find_files(path: str, key: str) -> list[Path]:
-    """The JSONL and Parquet files that a file, a folder or a glob names, ordered by name with 2 before 10.
+    """The JSONL and Parquet files that a file, a folder or a glob names, ordered by name with 2
+    before 10.
 
     Raises DataError that starts with the configuration key and says what is there instead.
     """
@@ -74,36 +82,56 @@ def find_files(path: str, key: str) -> list[Path]:
         files = [file for file in place.iterdir() if file.suffix in SUFFIXES and file.is_file()]
         files = [file for file in files if not file.name.startswith(".")]
     else:
-        files = [place] if place.exists() else [Path(name) for name in glob.glob(str(place), recursive=True)]
+        files = (
+            [place]
+            if place.exists()
+            else [Path(name) for name in glob.glob(str(place), recursive=True)]
+        )
     if not files:
-        there = listed(sorted(file.name for file in place.iterdir()), 8) or "nothing" if place.is_dir() else ""
+        there = (
+            listed(sorted(file.name for file in place.iterdir()), 8) or "nothing"
+            if place.is_dir()
+            else ""
+        )
         got = f"a folder with {there}" if there else "no such file"
         raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {got}).")
     for file in files:
         if file.suffix not in SUFFIXES:
-            raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it: docs/data.md.")
+            raise DataError(
+                f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it: "
+                "docs/data.md."
+            )
     return in_order(files)
 
 
 def in_order(files: list[Path]) -> list[Path]:
     """Ordered by name, with 2 before 10."""
-    return sorted(files, key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))])
+    return sorted(
+        files,
+        key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))],
+    )
 
 
 def open_files(paths: Sequence[Path], columns: Collection[str] | None) -> list[RowFile]:
-    """The files, ready to read `columns` (None: all); labelled by their paths below the folder that holds them all."""
+    """The files, ready to read `columns` (None: all); labelled by their paths below the folder that
+    holds them all."""
     common = os.path.commonpath([file.absolute().parent for file in paths])
     kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile, ".arrow": ArrowFile}
-    return [kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns) for file in paths]
+    return [
+        kinds[file.suffix](file, os.path.relpath(file.absolute(), common), columns)
+        for file in paths
+    ]
 
 
 class RowFile:
-    """A file of rows, which must stay as it was opened: `RecordedRollouts` compares a row that it reads again.
+    """A file of rows, which must stay as it was opened: `RecordedRollouts` compares a row that it
+    reads again.
 
     names: all its columns, where the file has columns; known at the latest with its first row.
-    rows(): number from 1, place, and fields of every row, or the reason why a line is no row; row(place): one of them.
-    What rows() has read is in `digest`, the SHA-256 of the whole file once it has come to its end.
-    Raise DataError for a file that cannot be read or is damaged, row also for one that was changed meanwhile.
+    rows(): number from 1, place, and fields of every row, or the reason why a line is no row;
+    row(place): one of them. What rows() has read is in `digest`, the SHA-256 of the whole file once
+    it has come to its end. Raise DataError for a file that cannot be read or is damaged, row also
+    for one that was changed meanwhile.
     """
 
     names: list[str] | None = None
@@ -131,8 +159,9 @@ class RowFile:
 
     def changed(self) -> DataError:
         return DataError(
-            f"{self.label} was changed while it was in use. A run reads its files again and again, and the rows were "
-            "checked as they were at its start. Keep them as they are until the run has ended."
+            f"{self.label} was changed while it was in use. A run reads its files again and again, "
+            "and the rows were checked as they were at its start. Keep them as they are until the "
+            "run has ended."
         )
 
     @contextlib.contextmanager
@@ -143,7 +172,9 @@ class RowFile:
         except DataError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(f"{self.label} is not a whole {kind}: {error}. Copy or write it again.") from error
+            raise DataError(
+                f"{self.label} is not a whole {kind}: {error}. Copy or write it again."
+            ) from error
 
 
 class JsonlFile(RowFile):
@@ -165,7 +196,8 @@ class JsonlFile(RowFile):
 
 
 class ParquetFile(RowFile):
-    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where there are some."""
+    """A Parquet file; the place of a row is its number from 0. Page checksums are verified where
+    there are some."""
 
     def __init__(self, path: Path, label: str, columns: Collection[str] | None):
         super().__init__(path, label, columns)
@@ -185,7 +217,8 @@ class ParquetFile(RowFile):
             for number in range(file.num_row_groups):
                 group, wanted = file.metadata.row_group(number), self._wanted(file, number)
                 size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                self._read_on(whole, whole.tell() + size)  # before it is decoded, so that the disk is read once
+                # before it is decoded, so that the disk is read once
+                self._read_on(whole, whole.tell() + size)
                 yield from file.iter_batches(_BATCH_ROWS, [number], wanted, use_threads=False)
             self._read_on(whole, math.inf)
 
@@ -202,7 +235,9 @@ class ParquetFile(RowFile):
     def _starts(self) -> list[int]:
         """The first row of each row group, and the end."""
         with self._opened() as file:
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            sizes = [
+                file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
+            ]
         return [0, *itertools.accumulate(sizes)]
 
     def _read_row_group(self, group: int) -> list[dict]:
@@ -211,26 +246,34 @@ class ParquetFile(RowFile):
         return [row for batch in table.to_batches() for row in rows_of(batch)]
 
     def _wanted(self, file: pq.ParquetFile, group: int) -> list[str]:
-        """The wanted columns that the file has. DataError where those of a row group are too large."""
+        """The wanted columns that the file has. DataError where those of a row group are too
+        large."""
         metadata = file.metadata.row_group(group)
         columns = [metadata.column(place) for place in range(metadata.num_columns)]
-        wanted = [column for column in columns if self._is_wanted(column.path_in_schema.partition(".")[0])]
+        wanted = [
+            column for column in columns if self._is_wanted(column.path_in_schema.partition(".")[0])
+        ]
         if (size := sum(column.total_uncompressed_size for column in wanted)) > MAX_ROW_GROUP_BYTES:
             raise DataError(
-                f"{self.label} has a row group of {size / 2**20:.0f} MiB; the limit is {MAX_ROW_GROUP_BYTES // 2**20} "
-                "MiB. Row groups are read whole. Write the file again with a smaller row_group_size."
+                f"{self.label} has a row group of {size / 2**20:.0f} MiB; the limit is "
+                f"{MAX_ROW_GROUP_BYTES // 2**20} MiB. Row groups are read whole. Write the file "
+                "again with a smaller row_group_size."
             )
         return [name for name in file.schema_arrow.names if self._is_wanted(name)]
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[pq.ParquetFile]:
         options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
-        with self._whole("Parquet file, truncated or damaged"), pq.ParquetFile(self.path, **options) as file:
+        with (
+            self._whole("Parquet file, truncated or damaged"),
+            pq.ParquetFile(self.path, **options) as file,
+        ):
             yield file
 
 
 class ArrowFile(RowFile):
-    """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last only."""
+    """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last
+    only."""
 
     def rows(self) -> Iterator[tuple[int, int, dict | str]]:
         with self._whole("Arrow stream"), pa.memory_map(str(self.path)) as file:
@@ -246,7 +289,9 @@ class ArrowFile(RowFile):
 
 
 def _numbered(batches: Iterable[list[dict]]) -> Iterator[tuple[int, int, dict]]:
-    return ((place + 1, place, row) for place, row in enumerate(itertools.chain.from_iterable(batches)))
+    return (
+        (place + 1, place, row) for place, row in enumerate(itertools.chain.from_iterable(batches))
+    )
 
 
 def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
@@ -264,8 +309,11 @@ def _values(column: pa.Array) -> list:
         column = column.cast(pa.list_(column.type.value_type))
     if not isinstance(column, (pa.ListArray, pa.LargeListArray)):
         return column.to_pylist()
-    if column.null_count or column.values.null_count:  # a null within a list makes another type of that list alone
-        return [cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column]
+    # a null within a list makes another type of that list alone
+    if column.null_count or column.values.null_count:
+        return [
+            cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column
+        ]
     values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
     return [values[start:end] for start, end in itertools.pairwise(ends)]
 
@@ -275,14 +323,23 @@ def _parse_line(line: bytes) -> dict | str:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         if not line.endswith(b"\n"):
-            return "the file ends within this row: it was truncated, or is still being written. Remove the row"
+            return (
+                "the file ends within this row: it was truncated, or is still being written. "
+                "Remove the row"
+            )
         return f"not JSON: {error}"
-    return row if isinstance(row, dict) else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
+    return (
+        row
+        if isinstance(row, dict)
+        else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
+    )
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice")
+        raise ValueError(
+            f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice"
+        )
     return row

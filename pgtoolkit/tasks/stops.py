@@ -1,4 +1,5 @@
-"""Texts that end a completion: which of its tokens are the last, and which part of its text is scored."""
+"""Texts that end a completion: which of its tokens are the last, and which part of its text is
+scored."""
 
 from __future__ import annotations
 
@@ -9,14 +10,16 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal
 
 _MARGIN = 8
-"""Tokens before those of a stop string, since some decoders treat the first token of a text as they treat no other."""
+"""Tokens before those of a stop string, since some decoders treat the first token of a text as they
+treat no other."""
 
 
 class StopStrings:
     """`rollout.stop` as a model's tokenizer sees it; the same rule for every sampler.
 
-    A completion ends with the first token after which its text contains one of the strings. The text is what the
-    tokenizer decodes without special tokens, of the completion alone: a string that begins in the prompt ends nothing.
+    A completion ends with the first token after which its text contains one of the strings. The
+    text is what the tokenizer decodes without special tokens, of the completion alone: a string
+    that begins in the prompt ends nothing.
     strings: those of `rollout.stop`. window: tokens in which the end of a completion is seen.
     Raises ConfigError for a string with a special token, which no text contains.
     """
@@ -24,11 +27,18 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer):
         self.strings = list(strings)
         self._tokenizer = tokenizer
-        longest = max((len(one.encode()) for one in strings), default=0)  # in bytes: no token of a text has less
+        # in bytes: no token of a text has less
+        longest = max((len(one.encode()) for one in strings), default=0)
         self.window = longest + _MARGIN
         for one in strings:
-            added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-            if names := [token for token in dict.fromkeys([*tokenizer.all_special_tokens, *added]) if token in one]:
+            added = [
+                token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+            ]
+            if names := [
+                token
+                for token in dict.fromkeys([*tokenizer.all_special_tokens, *added])
+                if token in one
+            ]:
                 raise ConfigError(
                     refusal(
                         setting=f"rollout.stop={self.strings}",
@@ -36,8 +46,8 @@ class StopStrings:
                         got=" ".join(names),
                         reason="A completion ends by its text without special tokens.",
                         use=(
-                            "the text alone, and ids of special tokens in eos_token_id of the model's "
-                            "generation_config.json"
+                            "the text alone, and ids of special tokens in eos_token_id of the "
+                            "model's generation_config.json"
                         ),
                     )
                 )
@@ -46,21 +56,35 @@ class StopStrings:
         return bool(self.strings)
 
     def end(self, tokens: Sequence[int]) -> int | None:
-        """How many of a completion's tokens it takes until it ends; None if no string is in its text."""
+        """How many of a completion's tokens it takes until it ends; None if no string is in its
+        text."""
         if not self.strings or not self._found(self._text(tokens)):
             return None
-        return bisect.bisect_left(range(len(tokens)), True, key=lambda n: self._found(self._text(tokens[: n + 1]))) + 1
+        return (
+            bisect.bisect_left(
+                range(len(tokens)), True, key=lambda n: self._found(self._text(tokens[: n + 1]))
+            )
+            + 1
+        )
 
     def seem_to_end(self, last_tokens: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether completions may end here, by their last `window` tokens alone: quick, for a sampler as it goes on.
+        """Whether completions may end here, by their last `window` tokens alone: quick, for a
+        sampler as it goes on.
 
         What ends is not missed, except after special tokens; whether and where it ends, `end` says.
         """
-        return [self._found(text) for text in self._tokenizer.batch_decode(last_tokens, skip_special_tokens=True)]
+        return [
+            self._found(text)
+            for text in self._tokenizer.batch_decode(last_tokens, skip_special_tokens=True)
+        ]
 
     def before(self, text: str) -> str:
         """The text up to where the first of the strings begins."""
-        return text[: min((place for one in self.strings if (place := text.find(one)) >= 0), default=len(text))]
+        return text[
+            : min(
+                (place for one in self.strings if (place := text.find(one)) >= 0), default=len(text)
+            )
+        ]
 
     def _found(self, text: str) -> bool:
         return any(one in text for one in self.strings)

@@ -29,10 +29,13 @@ from pgtoolkit.tasks.verifiers import Named, Response, Scoring
 
 @dataclass(frozen=True)
 class Score:
-    """reward: finite; None where scoring failed and the completion is left out (`task.verifier_failure=exclude`).
+    """reward: finite; None where scoring failed and the completion is left out
+    (`task.verifier_failure=exclude`).
 
-    exact_match: whether the completion is right, whatever partial reward there is. measures: further numbers of the
-    document by name, see there. failed: whether scoring failed, also where `task.failure_score` took its place.
+    exact_match: whether the completion is right, whatever partial reward there is. measures:
+        further numbers of the
+    document by name, see there. failed: whether scoring failed, also where `task.failure_score`
+        took its place.
     logged: what reward functions have logged of it, by name.
     """
 
@@ -57,23 +60,28 @@ class Task:
         raise NotImplementedError
 
     def row(self, index: int) -> int:
-        """Return the number of the row that a prompt is; without an end each is a row of its own."""
+        """Return the number of the row that a prompt is; without an end each is a row of its
+        own."""
         return index
 
     def rows(self) -> Iterator[Prompt]:
-        """Each different prompt once, by the number of its row; where they never end a few, some of the longest."""
+        """Each different prompt once, by the number of its row; where they never end a few, some of
+        the longest."""
         return map(self.prompt, range(64))
 
     def drop(self, rows: set[int]) -> None:
         """Never ask these again; not of a task without end."""
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        """finished: whether the completion ended by itself, with the end of the sequence or a stop string."""
+        """finished: whether the completion ended by itself, with the end of the sequence or a stop
+        string."""
         raise NotImplementedError
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
         """Return the `score` of each, in their order."""
-        return [self.score(response.prompt, response.text, response.finished) for response in responses]
+        return [
+            self.score(response.prompt, response.text, response.finished) for response in responses
+        ]
 
     def close(self) -> None:
         """End what scoring has started."""
@@ -86,8 +94,9 @@ Once = Callable[[Callable[[], Any]], Any]
 class ReverseTask(Task):
     """A number written backwards: `482913=` asks for `319284` and the end of the sequence.
 
-    The reward is the fraction of right positions among the n digits and the end: the end is right if it comes after
-    exactly n characters. So a policy without any skill gets some reward, and every position is learnt by itself.
+    The reward is the fraction of right positions among the n digits and the end: the end is right
+    if it comes after exactly n characters. So a policy without any skill gets some reward, and
+    every position is learnt by itself.
     """
 
     alphabet = ReverseTaskConfig.alphabet
@@ -101,13 +110,22 @@ class ReverseTask(Task):
         return Prompt(digits + "=", digits[::-1], index, f"prompt {index}")
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        right = sum(given == wanted for given, wanted in zip(completion, prompt.answer, strict=False))
+        right = sum(
+            given == wanted for given, wanted in zip(completion, prompt.answer, strict=False)
+        )
         ends = finished and len(completion) == len(prompt.answer)
-        return Score((right + ends) / (len(prompt.answer) + 1), ends and completion == prompt.answer)
+        return Score(
+            (right + ends) / (len(prompt.answer) + 1), ends and completion == prompt.answer
+        )
 
     def _digit(self, index: int, place: int) -> int:
         # A hash, not a generator of random numbers: the same in every version of every library.
-        return int.from_bytes(hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()[:8], "little") % 10
+        return (
+            int.from_bytes(
+                hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()[:8], "little"
+            )
+            % 10
+        )
 
 
 class Seeds(Task):
@@ -147,10 +165,11 @@ class _NumberedRows(Task):
 
 
 class ReasoningGymTask(_NumberedRows):
-    """A data set of the reasoning-gym package, which writes its questions from a seed and scores answers itself.
+    """A data set of the reasoning-gym package, which writes its questions from a seed and scores
+    answers itself.
 
-    The package's score, 0 to 1, is the reward; the completion is stripped of white space around it first.
-    `options` are the data set's own, among them `size`, the number of different questions.
+    The package's score, 0 to 1, is the reward; the completion is stripped of white space around it
+    first. `options` are the data set's own, among them `size`, the number of different questions.
     """
 
     def __init__(self, config: ReasoningGymTaskConfig, seed: int):
@@ -161,7 +180,9 @@ class ReasoningGymTask(_NumberedRows):
         self._data = GymData(*told)
         self._has_processes = config.verifier_processes > 0
         limits = config.verifier_processes, config.verifier_seconds
-        self._scorers = Processes(GymData, told, "verifier", f"task.dataset={config.dataset}", *limits)
+        self._scorers = Processes(
+            GymData, told, "verifier", f"task.dataset={config.dataset}", *limits
+        )
         self._failed_scores = FailedScores(config)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
@@ -169,12 +190,16 @@ class ReasoningGymTask(_NumberedRows):
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
         questions = [
-            GymQuestion(self.row(response.prompt.index), response.text, str(response)) for response in responses
+            GymQuestion(self.row(response.prompt.index), response.text, str(response))
+            for response in responses
         ]
         ask = self._scorers.answers if self._has_processes else self._answers_here
         outcomes = ask(questions)
         failures = [
-            (f"the scorer of {self._dataset} of reasoning-gym {outcome.reason} on {question.on}", outcome)
+            (
+                f"the scorer of {self._dataset} of reasoning-gym {outcome.reason} on {question.on}",
+                outcome,
+            )
             for question, outcome in zip(questions, outcomes, strict=True)
             if isinstance(outcome, Failure)
         ]
@@ -199,7 +224,8 @@ class ReasoningGymTask(_NumberedRows):
 
 
 class PromptRows(_NumberedRows):
-    """Prompts from files, all of them read at the start. They come in another seeded order in every pass."""
+    """Prompts from files, all of them read at the start. They come in another seeded order in every
+    pass."""
 
     def __init__(
         self,
@@ -208,15 +234,20 @@ class PromptRows(_NumberedRows):
         once: Once,
         keep_rows: bool = False,
     ):
-        from pgtoolkit.tasks.shuffle import shuffled  # not above: `pgtk check` does without NumPy and pyarrow
+        # not above: `pgtk check` does without NumPy and pyarrow
+        from pgtoolkit.tasks.shuffle import shuffled
 
         chosen = config.path, config.split, config.prompt_field, config.answer_field
         cut = getattr(config, "config", None), getattr(config, "answer_pattern", None)
         self._read = once(functools.partial(read_prompts, *chosen, *cut, keep_rows))
         super().__init__(len(self._read))
-        self.alphabet = "".join(sorted({character for row in self._read for character in row.text + row.answer}))
+        self.alphabet = "".join(
+            sorted({character for row in self._read for character in row.text + row.answer})
+        )
         # The number of prompts is among the arguments since some may be dropped.
-        self._order = functools.lru_cache(maxsize=2)(lambda number, count: shuffled(count, seed, number))
+        self._order = functools.lru_cache(maxsize=2)(
+            lambda number, count: shuffled(count, seed, number)
+        )
 
     def row(self, index: int) -> int:
         number, place = divmod(index, self.num_prompts)
@@ -229,23 +260,31 @@ class PromptRows(_NumberedRows):
 class PromptsTask(PromptRows):
     """Prompts with reference answers from files, scored by verifiers.
 
-    Verifiers see the text of a completion whether it was finished or cut off at its maximum length. The reward is the
-    sum of each one's score times its weight, of those that score the completion; a score of 1 or more by the first of
-    them is an exact match.
+    Verifiers see the text of a completion whether it was finished or cut off at its maximum length.
+    The reward is the sum of each one's score times its weight, of those that score the completion;
+    a score of 1 or more by the first of them is an exact match.
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
         chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
         self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}
         self.named = [
-            Named(f"task.verifiers.{name}.verifier" if name else "task.verifier", one["verifier"], one.get("pattern"))
+            Named(
+                f"task.verifiers.{name}.verifier" if name else "task.verifier",
+                one["verifier"],
+                one.get("pattern"),
+            )
             for name, one in chosen.items()
         ]
         self._failed_scores = FailedScores(config)
         processes = config.verifier_processes
-        self._scoring = Scoring(self.named, processes, config.verifier_seconds, config.verifier_concurrency)
+        self._scoring = Scoring(
+            self.named, processes, config.verifier_seconds, config.verifier_concurrency
+        )
         self.signatures = self._scoring.signatures
-        keep_rows = any(signature is not None and signature.wants_rows for signature in self.signatures)
+        keep_rows = any(
+            signature is not None and signature.wants_rows for signature in self.signatures
+        )
         super().__init__(config, seed, once, keep_rows)
         for verifier, signature in zip(self.named, self.signatures, strict=True):
             if signature is not None:
@@ -256,7 +295,10 @@ class PromptsTask(PromptRows):
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
         said = [self._scoring.scores(number, responses) for number in range(len(self.named))]
-        outcomes = [list(of_response) for of_response in zip(*(of_one.scores for of_one in said), strict=True)]
+        outcomes = [
+            list(of_response)
+            for of_response in zip(*(of_one.scores for of_one in said), strict=True)
+        ]
         for of_response in outcomes:
             if all(outcome is None for outcome in of_response):
                 of_response[:] = [Failure(NOTHING, "returned None")] * len(of_response)
@@ -267,8 +309,11 @@ class PromptsTask(PromptRows):
             for place, of_response in enumerate(outcomes)
         ]
 
-    def outcomes(self, number: int, responses: Sequence[Response]) -> Sequence[float | Failure | None]:
-        """Return what the verifier of this number in `named` says of each; None where it does not score it."""
+    def outcomes(
+        self, number: int, responses: Sequence[Response]
+    ) -> Sequence[float | Failure | None]:
+        """Return what the verifier of this number in `named` says of each; None where it does not
+        score it."""
         return self._scoring.scores(number, responses).scores
 
     def close(self) -> None:
@@ -277,14 +322,17 @@ class PromptsTask(PromptRows):
     def _check_columns(self, verifier: Named, signature: Signature) -> None:
         """Raise DataError where a row lacks a column that a function asks for."""
         for name in signature.columns:
-            lacking = next((prompt for prompt in self.rows() if name not in (prompt.row or {})), None)
+            lacking = next(
+                (prompt for prompt in self.rows() if name not in (prompt.row or {})), None
+            )
             if lacking is not None:
                 raise DataError(
                     refusal(
                         setting=str(verifier),
                         needs=f"a column {name} in every row, which its function asks for",
                         got=f"{', '.join(lacking.row or {})} at {lacking.place}",
-                        reason="Parameters without a default are columns of the file, beside completions and prompts.",
+                        reason="Parameters without a default are columns of the file, beside "
+                        "completions and prompts.",
                         use=f"a file with this column, or a default: {name}=None",
                     )
                 )
@@ -294,29 +342,39 @@ class PromptsTask(PromptRows):
         metrics = {}
         for name, scores in zip(self._weights, said, strict=True):
             prefix = f"verifier/{name}/" if name else "verifier/"
-            metrics |= {prefix + metric: sum(values) / len(values) for metric, values in scores.metrics.items()}
+            metrics |= {
+                prefix + metric: sum(values) / len(values)
+                for metric, values in scores.metrics.items()
+            }
         return metrics
 
     def _logged(self, said: Sequence[BatchScores], place: int) -> dict[str, str]:
-        """Return what functions have logged of the completion at this place; a verifier's name tells equal columns."""
+        """Return what functions have logged of the completion at this place; a verifier's name
+        tells equal columns."""
         logged = {}
         for name, scores in zip(self._weights, said, strict=True):
             for column, texts in scores.columns.items():
                 logged[f"{name}/{column}" if name else column] = texts[place]
         return logged
 
-    def _note_failures(self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]) -> None:
-        """Tell of each completion's first failure. outcomes: of each completion what its verifiers say."""
+    def _note_failures(
+        self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]
+    ) -> None:
+        """Tell of each completion's first failure. outcomes: of each completion what its verifiers
+        say."""
         failures = []
         for response, of_response in zip(responses, outcomes, strict=True):
             asked = zip(self.named, of_response, strict=True)
-            failed = [(verifier, outcome) for verifier, outcome in asked if isinstance(outcome, Failure)]
+            failed = [
+                (verifier, outcome) for verifier, outcome in asked if isinstance(outcome, Failure)
+            ]
             for verifier, failure in failed[:1]:
                 failures.append((f"{verifier} {failure.reason} on {response}", failure))
         self._failed_scores.note(failures, len(responses))
 
     def _score(self, outcomes: list[float | Failure | None], metrics: dict[str, float]) -> Score:
-        """Return the score of one completion; without that of a verifier that failed there is no sum."""
+        """Return the score of one completion; without that of a verifier that failed there is no
+        sum."""
         failed = any(isinstance(outcome, Failure) for outcome in outcomes)
         scored = [
             (name, weight, self._failed_scores.score if isinstance(outcome, Failure) else outcome)
@@ -325,7 +383,9 @@ class PromptsTask(PromptRows):
         ]
         counted = [weight * score for _, weight, score in scored if score is not None]
         reward = sum(counted) if len(counted) == len(scored) else None
-        measures = {f"reward/{name}": score for name, _, score in scored if name and score is not None}
+        measures = {
+            f"reward/{name}": score for name, _, score in scored if name and score is not None
+        }
         first = next(outcome for outcome in outcomes if outcome is not None)
         is_right = not isinstance(first, Failure) and first >= 1
         measures |= metrics | self._scoring.measures(outcomes)

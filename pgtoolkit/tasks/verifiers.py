@@ -1,4 +1,5 @@
-"""Verifiers: whether a completion answers its prompt; in this process, or in some of their own with a time limit."""
+"""Verifiers: whether a completion answers its prompt; in this process, or in some of their own with
+a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ Verifier = Callable[[str, str], float | Failure]
 
 
 class Named(NamedTuple):
-    """A verifier of the configuration: its key there, which names it or has its dotted path, and its pattern."""
+    """A verifier of the configuration: its key there, which names it or has its dotted path, and
+    its pattern."""
 
     key: str
     name: str
@@ -60,13 +62,14 @@ class Response:
 
     def __str__(self) -> str:
         return (
-            f"the completion {self.text[:200]!r} of the prompt at {self.prompt.place}, whose answer is "
-            f"{self.prompt.answer[:60]!r}"
+            f"the completion {self.text[:200]!r} of the prompt at {self.prompt.place}, whose "
+            f"answer is {self.prompt.answer[:60]!r}"
         )
 
 
 class BatchQuestion(NamedTuple):
-    """What a verifier is asked about several completions at once. inputs: by its parameters. on: them in words."""
+    """What a verifier is asked about several completions at once. inputs: by its parameters. on:
+    them in words."""
 
     number: int
     inputs: dict[str, object]
@@ -85,7 +88,8 @@ class Verifiers:
         self,
         question: Question | BatchQuestion | None,
     ) -> float | Failure | BatchScores | list[Signature | None]:
-        """Return the score, or why there is none; of None the signature of each verifier, if it is the user's.
+        """Return the score, or why there is none; of None the signature of each verifier, if it is
+        the user's.
 
         Raises DataError where a function of the user's fails.
         """
@@ -109,7 +113,9 @@ class Scoring:
     Raises ConfigError for a verifier that cannot be imported.
     """
 
-    def __init__(self, named: Sequence[Named], processes: int, seconds: float | None, concurrency: int):
+    def __init__(
+        self, named: Sequence[Named], processes: int, seconds: float | None, concurrency: int
+    ):
         self._named = named
         self._pool = verifiers_of(named, processes, seconds)
         self.signatures: list[Signature | None] = [None] * len(named)
@@ -124,7 +130,8 @@ class Scoring:
         }
 
     def scores(self, number: int, responses: Sequence[Response]) -> BatchScores:
-        """Return what the verifier of this number says of each; DataError where a function of the user's fails."""
+        """Return what the verifier of this number says of each; DataError where a function of the
+        user's fails."""
         signature = self.signatures[number]
         function = self._async_functions.get(number)
         if not responses:
@@ -139,7 +146,13 @@ class Scoring:
                 outcome = BatchScores([outcome] * len(responses))
             return outcome
         questions = [
-            Question(number, response.text, response.prompt.answer, str(response), _more(signature, response))
+            Question(
+                number,
+                response.text,
+                response.prompt.answer,
+                str(response),
+                _more(signature, response),
+            )
             for response in responses
         ]
         if function is not None:
@@ -147,7 +160,8 @@ class Scoring:
         return BatchScores(self._pool.answers(questions))
 
     def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
-        """Return whether one of these outcomes of a completion is a failure, by metric; see `Processes`."""
+        """Return whether one of these outcomes of a completion is a failure, by metric; see
+        `Processes`."""
         return self._pool.measures(outcomes)
 
     def close(self) -> None:
@@ -168,15 +182,20 @@ def _more(signature: Signature | None, response: Response) -> dict[str, object] 
 def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, object]:
     """Return what a function that scores a batch asks for, each as TRL's trainers have it."""
     inputs: dict[str, object] = {}
-    rows = [{"answer": response.prompt.answer, **(response.prompt.row or {})} for response in responses]
+    rows = [
+        {"answer": response.prompt.answer, **(response.prompt.row or {})} for response in responses
+    ]
     for name in dict.fromkeys(name for row in rows for name in row):
         if signature.wants(name) and (name != "prompt" or name in signature.named):
             inputs[name] = [row.get(name) for row in rows]
     inputs["prompts"] = [
-        response.prompt.text if response.messages is None else [*response.messages] for response in responses
+        response.prompt.text if response.messages is None else [*response.messages]
+        for response in responses
     ]
     inputs["completions"] = [
-        response.text if response.messages is None else [{"role": "assistant", "content": response.text}]
+        response.text
+        if response.messages is None
+        else [{"role": "assistant", "content": response.text}]
         for response in responses
     ]
     inputs["completion_ids"] = [[*response.tokens] for response in responses]
@@ -184,9 +203,14 @@ def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, ob
     return inputs
 
 
-def verifiers_of(named: Sequence[Named], processes: int = 0, seconds: float | None = None) -> Processes:
-    """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this process asks it."""
-    verifiers = Processes(Verifiers, ([*named],), "verifier", ", ".join(map(str, named)), processes, seconds)
+def verifiers_of(
+    named: Sequence[Named], processes: int = 0, seconds: float | None = None
+) -> Processes:
+    """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this
+    process asks it."""
+    verifiers = Processes(
+        Verifiers, ([*named],), "verifier", ", ".join(map(str, named)), processes, seconds
+    )
     verifiers.answers([])  # this process imports them now
     return verifiers
 
@@ -196,8 +220,10 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
 
     exact_match: the completion is the answer, up to white space around both.
     last_number: the last number of the completion is the answer, as a number; see `last_number`.
-    regular_expression: what the one group of `pattern` captured last in the completion is the answer, likewise.
-    math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how answers are read.
+    regular_expression: what the one group of `pattern` captured last in the completion is the
+        answer, likewise.
+    math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how
+        answers are read.
     A function of the user's is a `RewardFunction`.
 
     Raises ConfigError for a verifier that cannot be imported.
@@ -215,7 +241,8 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
 
 
 _A_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
-"""A number with a sign, perhaps with commas at thousands; a minus behind a number or a word subtracts."""
+"""A number with a sign, perhaps with commas at thousands; a minus behind a number or a word
+subtracts."""
 
 
 def last_number(text: str) -> Decimal | None:
@@ -237,7 +264,9 @@ def _regular_expression(pattern: str) -> Verifier:
     def verify(completion: str, answer: str) -> float:
         # The last match: a completion that reasons may mention other candidates first.
         captured = [match.group(1) for match in expression.finditer(completion)]
-        return float(bool(captured) and captured[-1] is not None and captured[-1].strip() == answer.strip())
+        return float(
+            bool(captured) and captured[-1] is not None and captured[-1].strip() == answer.strip()
+        )
 
     return verify
 
@@ -250,7 +279,11 @@ def _math_verify() -> Verifier:
     def equal(completion: str, answer: str) -> float:
         # Its time limit is a signal, which only the main thread may set.
         limit = 5 if threading.current_thread() is threading.main_thread() else None
-        golds = [gold for text in math_golds(answer) for gold in library.parse(text, parsing_timeout=limit)]
+        golds = [
+            gold
+            for text in math_golds(answer)
+            for gold in library.parse(text, parsing_timeout=limit)
+        ]
         parsed = library.parse(completion, parsing_timeout=limit)
         return float(library.verify(golds, parsed, timeout_seconds=limit))
 
@@ -265,11 +298,13 @@ _WITH_UNIT = re.compile(r"(-?\\?\$?[\d., /]*\d)(?:\s*\\?%|\s+[A-Za-z]{4}[A-Za-z.
 
 
 def math_golds(answer: str) -> list[str]:
-    """Return the texts that math-verify is to read an answer from; a completion may equal any of them.
+    """Return the texts that math-verify is to read an answer from; a completion may equal any of
+    them.
 
-    math-verify reads LaTeX only where it is marked, and in other texts the last plain number: of `3\\sqrt{2}` it would
-    be 3. So an answer without marks is put into a box, as verl does. Of a number with its unit the number alone is
-    right as well, which in a box math-verify knows only of units that it has a list of.
+    math-verify reads LaTeX only where it is marked, and in other texts the last plain number: of
+    `3\\sqrt{2}` it would be 3. So an answer without marks is put into a box, as verl does. Of a
+    number with its unit the number alone is right as well, which in a box math-verify knows only of
+    units that it has a list of.
     """
     if _DELIMITED.search(answer):
         return [answer]

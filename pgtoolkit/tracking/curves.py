@@ -25,7 +25,8 @@ _SMOOTH_FROM = 40
 
 
 def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
-    """Draw what metrics.jsonl has, by `read_metrics`: a panel for each of its metrics that there is a number of."""
+    """Draw what metrics.jsonl has, by `read_metrics`: a panel for each of its metrics that there is
+    a number of."""
     with without():
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -38,7 +39,9 @@ def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
     # Room for labels; a layout engine would draw the picture three times to measure them.
     across = 0.16 / columns
     down = 0.19 / rows
-    figure.subplots_adjust(left=across, right=0.99, bottom=down, top=1 - down - 0.04 / rows, wspace=0.24, hspace=0.42)
+    figure.subplots_adjust(
+        left=across, right=0.99, bottom=down, top=1 - down - 0.04 / rows, wspace=0.24, hspace=0.42
+    )
     figure.suptitle(title if present else f"{title}: nothing was measured", fontsize=11)
     axis = "step" if np.isnan(recorded.get("documents_seen", np.nan)).any() else "documents_seen"
     for place, names in enumerate(present, start=1):
@@ -71,7 +74,10 @@ def _draw(axes: Axes, recorded: Columns, axis: str, names: list[str]) -> None:
             # The dots at the edge of the panel are those beyond it.
             label += f"\n(spikes to {y.min() if low > y.min() else y.max():.3g} are cut off)"
             if low > y.min() and high < y.max():
-                label = f"{name.replace('_', ' ')}\n(spikes from {y.min():.3g} to {y.max():.3g} are cut off)"
+                label = (
+                    f"{name.replace('_', ' ')}\n(spikes from {y.min():.3g} to {y.max():.3g} "
+                    "are cut off)"
+                )
         titles.append(label)
     axes.set_title("; ".join(titles), fontsize=9, y=1.0)  # given a place, it is fixed
     if len(names) > 1:
@@ -82,16 +88,29 @@ def _line(axes, x, y, color, label):
     if len(y) < _SMOOTH_FROM:
         axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)
         return
-    # Points alone: lines between the steps of one batch of rollouts, of which the first clips nothing, would hatch.
-    axes.plot(x, y, color=color, alpha=0.45, linestyle="none", marker=".", markersize=4.5, markeredgewidth=0)
+    # Points alone: lines between the steps of one batch of rollouts, of which the first clips
+    #   nothing, would hatch.
+    axes.plot(
+        x,
+        y,
+        color=color,
+        alpha=0.45,
+        linestyle="none",
+        marker=".",
+        markersize=4.5,
+        markeredgewidth=0,
+    )
     x, y = thinned(x, y)
     axes.plot(x, smooth(y, max(2, len(y) // 50)), color=color, label=label, linewidth=1.6)
 
 
 def _limits(values: np.ndarray) -> tuple[float, float]:
-    """What the axis shows: all values but spikes, one in a hundred on each side that lie further from the others than
-    these are apart."""
-    low, high = np.quantile(values, 0.01, method="higher"), np.quantile(values, 0.99, method="lower")
+    """What the axis shows: all values but spikes, one in a hundred on each side that lie further
+    from the others than these are apart."""
+    low, high = (
+        np.quantile(values, 0.01, method="higher"),
+        np.quantile(values, 0.99, method="lower"),
+    )
     if (reach := high - low) > 0:
         values = values[(values >= low - reach) & (values <= high + reach)]
     return values.min(), values.max()

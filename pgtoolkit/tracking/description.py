@@ -19,7 +19,8 @@ from pgtoolkit.tracking.store import flatten, parameter_name, text_of
 _LONGEST_TAG = 4000
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
-"""Metrics that are logged a second time as `NAME_by_documents`, with documents_seen in the place of the step.
+"""Metrics that are logged a second time as `NAME_by_documents`, with documents_seen in the place of
+the step.
 
 The name comes first, since MLflow cuts the titles of its charts after a few letters.
 """
@@ -35,7 +36,8 @@ _BEGIN = re.compile(rb'{"step": (\d+), "time": (\d+\.\d+),')
 class Description(NamedTuple):
     """What trackers are told of one run, without secrets.
 
-    settings: the configuration by dotted keys, numbers as numbers. params: the same as MLflow takes it, as texts.
+    settings: the configuration by dotted keys, numbers as numbers. params: the same as MLflow takes
+        it, as texts.
     """
 
     run_name: str
@@ -59,39 +61,53 @@ def description_of(run_dir: Path) -> Description:
         "run_directory": str(run_dir),
         "pgtk.id": status.get("id"),
         "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
-        "mlflow.source.git.commit": code[0][0] if code else None,  # the column "Version" of MLflow's table
+        # the column "Version" of MLflow's table
+        "mlflow.source.git.commit": code[0][0] if code else None,
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
     }
-    # In a sweep the folder's name ends with digits that stand for the configuration; here the parameters say it.
+    # In a sweep the folder's name ends with digits that stand for the configuration; here the
+    # parameters say it.
     folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
     return Description(
         run_name=settings.get("tracking.run_name") or folder,
         settings=_typed_settings(config),
         params=flatten(config),
-        tags={key: text_of(key, value, _LONGEST_TAG) for key, value in tags.items() if value is not None},
+        tags={
+            key: text_of(key, value, _LONGEST_TAG)
+            for key, value in tags.items()
+            if value is not None
+        },
     )
 
 
 def _typed_settings(config: dict) -> dict[str, str | float]:
-    """Return what tells runs apart by its keys: numbers and truth values as they are, the rest as texts."""
+    """Return what tells runs apart by its keys: numbers and truth values as they are, the rest as
+    texts."""
     pairs = ((key, value) for key, value in leaves(config) if changes_learning(key, config))
-    return {key: value if isinstance(value, int | float) else text_of(key, value) for key, value in pairs}
+    return {
+        key: value if isinstance(value, int | float) else text_of(key, value)
+        for key, value in pairs
+    }
 
 
 class RowFile:
     """A file of rows, each with its step, and how far it has been delivered.
 
-    delivered: {set of prompts, None for metrics: the last step that the store has}. metrics_of: a row as what the
+    delivered: {set of prompts, None for metrics: the last step that the store has}. metrics_of: a
+        row as what the
     tracker takes.
     """
 
-    def __init__(self, path: Path, delivered: dict[str | None, int], metrics_of: Callable[[dict], list]):
+    def __init__(
+        self, path: Path, delivered: dict[str | None, int], metrics_of: Callable[[dict], list]
+    ):
         self.offset = 0
         self.last_time: int | None = None  # of the last row, in milliseconds
         self._path, self._delivered, self._metrics_of = path, delivered, metrics_of
 
     def next_batch(self) -> tuple[int, list, int]:
-        """(rows, metrics of the rows from the current offset on, at most one call's worth; offset after them)."""
+        """(rows, metrics of the rows from the current offset on, at most one call's worth; offset
+        after them)."""
         rows, metrics, offset = 0, [], self.offset
         if not self._path.exists():
             return rows, metrics, offset
@@ -105,7 +121,11 @@ class RowFile:
                     row, new = {"time": float(begin[2])}, []  # of half a million no more is read
                 else:
                     row = json.loads(line)
-                    new = self._metrics_of(row) if row["step"] > self._delivered.get(row.get("set"), -1) else []
+                    new = (
+                        self._metrics_of(row)
+                        if row["step"] > self._delivered.get(row.get("set"), -1)
+                        else []
+                    )
                 if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
                     break
                 metrics += new
@@ -116,7 +136,8 @@ class RowFile:
 
 
 def metrics_of(row: dict) -> list:
-    """A row of metrics.jsonl: all its metrics, and some of them once more over the documents seen."""
+    """A row of metrics.jsonl: all its metrics, and some of them once more over the documents
+    seen."""
     metrics = _as_metrics(row, row["step"], values_of(row, row))
     if "documents_seen" in row:
         metrics += _as_metrics(row, row["documents_seen"], by_documents_of(row))
@@ -129,9 +150,15 @@ def evaluation_metrics_of(row: dict) -> list:
 
 
 def evaluation_values_of(row: dict) -> dict[str, float]:
-    """Return what a row of evaluations.jsonl measured, as evaluation/SET/NAME, in whose names pass@k is pass_at_k."""
-    measured = {name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED}
-    return {EVALUATION.format(row["set"], name): value for name, value in values_of(measured, measured).items()}
+    """Return what a row of evaluations.jsonl measured, as evaluation/SET/NAME, in whose names
+    pass@k is pass_at_k."""
+    measured = {
+        name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED
+    }
+    return {
+        EVALUATION.format(row["set"], name): value
+        for name, value in values_of(measured, measured).items()
+    }
 
 
 def by_documents_of(row: dict) -> dict[str, float]:
@@ -142,12 +169,15 @@ def by_documents_of(row: dict) -> dict[str, float]:
 def values_of(row: dict, names: Iterable[str]) -> dict[str, float]:
     """Return the finite values of these names, as far as the row has them."""
     return {
-        name: row[name] for name in names if name in row and name not in ("step", "time") and math.isfinite(row[name])
+        name: row[name]
+        for name in names
+        if name in row and name not in ("step", "time") and math.isfinite(row[name])
     }
 
 
 def _as_metrics(row: dict, step: int, measured: dict[str, float]) -> list:
-    """Return MLflow's metrics at the time of the row: a row that is sent again is the same row to MLflow."""
+    """Return MLflow's metrics at the time of the row: a row that is sent again is the same row to
+    MLflow."""
     from mlflow.entities import Metric
 
     time = _milliseconds(row)

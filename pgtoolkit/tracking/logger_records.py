@@ -1,4 +1,5 @@
-"""Records of Weights & Biases and of TensorBoard, by Lightning's loggers: a thread tells them what a run appends."""
+"""Records of Weights & Biases and of TensorBoard, by Lightning's loggers: a thread tells them what
+a run appends."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ Point = tuple[int, dict[str, float]]
 
 _SECONDS_BETWEEN_DELIVERIES = 1.0
 _SECONDS_TO_FINISH = 30.0
-_EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}  # 255 is what wandb itself says of Ctrl-C
+# 255 is what wandb itself says of Ctrl-C
+_EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
 _IN_THE_SUMMARY = ("reward", "exact_match", "loss")
 
 _log = logging.getLogger(__name__)
@@ -44,10 +46,12 @@ _log = logging.getLogger(__name__)
 class LoggerRecord:
     """A record of one run by one of Lightning's loggers, which follows the run directory.
 
-    The directory is the only source, as for `MlflowTracker`: a thread reads what is appended to its metrics.jsonl
-    and evaluations.jsonl, about once a second. A record that lies in the run directory is written anew from the
-    first step when the run is resumed, so that it has each step once, whatever a kill has left of it. What a server
-    has is not sent again. A logger that raises ends its record, never the training; one note says so.
+    The directory is the only source, as for `MlflowTracker`: a thread reads what is appended to its
+        metrics.jsonl
+    and evaluations.jsonl, about once a second. A record that lies in the run directory is written
+    anew from the first step when the run is resumed, so that it has each step once, whatever a kill
+    has left of it. What a server has is not sent again. A logger that raises ends its record, never
+    the training; one note says so.
     """
 
     title: ClassVar[str]
@@ -59,19 +63,23 @@ class LoggerRecord:
     _logger: Logger
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
-        """Open the record of a directory, which has its config.yaml and status.json, and begin to deliver.
+        """Open the record of a directory, which has its config.yaml and status.json, and begin to
+        deliver.
 
-        On a resume call it after `drop_metrics_after`. Raises StorageError, ending with `consequence`, where the
-        logger cannot be opened.
+        On a resume call it after `drop_metrics_after`. Raises StorageError, ending with
+        `consequence`, where the logger cannot be opened.
         """
         self._run_dir = Path(run_dir)
         try:
             description = description_of(self._run_dir)
             last_step = self._open(description)
         except Exception as error:  # the libraries raise their own
-            raise StorageError(f"{self.title} failed: {_in_one_line(error)}. {consequence}") from error
+            raise StorageError(
+                f"{self.title} failed: {_in_one_line(error)}. {consequence}"
+            ) from error
         delivered: dict[str | None, int] = {None: last_step}
-        # The evaluation of a step comes after its metrics: of the last one it is not known whether it arrived.
+        # The evaluation of a step comes after its metrics: of the last one it is not known whether
+        #   it arrived.
         sets = {row["set"] for row in read_evaluations(self._run_dir)}
         evaluated: dict[str | None, int] = dict.fromkeys(sets, last_step - 1)
         self._files = (
@@ -79,7 +87,9 @@ class LoggerRecord:
             RowFile(self._run_dir / "evaluations.jsonl", evaluated, _evaluation_points),
         )
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._deliver_until_ended, name=self.title, daemon=True)
+        self._thread = threading.Thread(
+            target=self._deliver_until_ended, name=self.title, daemon=True
+        )
         self._thread.start()
 
     def finish(self, state: str) -> list[str]:
@@ -124,8 +134,9 @@ class LoggerRecord:
                 self._ended.wait(_SECONDS_BETWEEN_DELIVERIES)
         except Exception as error:  # whatever the library raises: training goes on
             _log.warning(
-                f"note: {self.title} failed and gets nothing more of this run: {_in_one_line(error)}. Nothing is lost: "
-                f"metrics are kept in {shell_path(self._run_dir / 'metrics.jsonl')}, and a resumed run delivers them."
+                f"note: {self.title} failed and gets nothing more of this run: "
+                f"{_in_one_line(error)}. Nothing is lost: metrics are kept in "
+                f"{shell_path(self._run_dir / 'metrics.jsonl')}, and a resumed run delivers them."
             )
 
     def _deliver(self, file: RowFile) -> None:
@@ -140,8 +151,10 @@ class LoggerRecord:
 class WandbRecord(LoggerRecord):
     """A run of Weights & Biases, with the id of the run directory.
 
-    wandb's own settings count: WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and the rest. What it would gather by itself
-    is left out: the command with what secrets may be in it, code, the terminal; provenance.json has them, redacted.
+    wandb's own settings count: WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and the rest. What it would
+    gather by itself
+    is left out: the command with what secrets may be in it, code, the terminal; provenance.json has
+        them, redacted.
 
     project: where the run belongs. system_metrics: let wandb measure the machine.
     """
@@ -175,14 +188,16 @@ class WandbRecord(LoggerRecord):
             dir=str(self._run_dir),
             settings=settings,
         )
-        # The axis of steps by which WandbLogger logs, as it defines it itself for a run that it opens.
+        # The axis of steps by which WandbLogger logs, as it defines it itself for a run that it
+        # opens.
         self._run.define_metric("trainer/global_step")
         self._run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         self._logger = WandbLogger(experiment=self._run)
         folder_of_run = {"run_directory": description.tags["run_directory"]}
         self._logger.log_hyperparams(description.settings | folder_of_run)
         folder = Path(self._run.dir).parent
-        # A run directory with links is refused, and this one leads to the log of wandb's process, in the user's cache.
+        # A run directory with links is refused, and this one leads to the log of wandb's process,
+        # in the user's cache.
         (folder / "logs" / "debug-core.log").unlink(missing_ok=True)
         if self._run.settings.mode != "offline":
             self.where = self._run.url or ""
@@ -209,7 +224,11 @@ class TensorBoardRecord(LoggerRecord):
         folder = self._run_dir / TENSORBOARD_FOLDER
         # TensorBoard forgets what an earlier process has written from the step `purge_step` on.
         self._logger = TensorBoardLogger(
-            self._run_dir, name=None, version=TENSORBOARD_FOLDER, default_hp_metric=False, purge_step=0
+            self._run_dir,
+            name=None,
+            version=TENSORBOARD_FOLDER,
+            default_hp_metric=False,
+            purge_step=0,
         )
         self._settings = description.settings
         self.where = f"tensorboard --logdir {shell_path(folder)}"
@@ -225,7 +244,8 @@ class TensorBoardRecord(LoggerRecord):
     def _log_points(self, points: Iterable[Point]) -> None:
         for step, metrics in points:
             if self._settings:
-                # TensorBoard shows hyperparameters beside the last values of the metrics that they come with.
+                # TensorBoard shows hyperparameters beside the last values of the metrics that they
+                # come with.
                 self._logger.log_hyperparams(self._settings, metrics, step)
                 self._settings = {}
             else:

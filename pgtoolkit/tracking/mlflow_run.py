@@ -1,4 +1,5 @@
-"""MLflow as a replica of the run directory: a thread delivers what is appended there, `pgtk sync` what it lacks."""
+"""MLflow as a replica of the run directory: a thread delivers what is appended there, `pgtk sync`
+what it lacks."""
 
 from __future__ import annotations
 
@@ -25,11 +26,20 @@ from pgtoolkit.tracking import description, store
 from pgtoolkit.tracking.description import RowFile, evaluation_metrics_of, metrics_of
 
 _AT_THE_START = ("config.yaml", "overrides.yaml", "provenance.json", "data.json", "drift.jsonl")
-ARTIFACTS = (*_AT_THE_START, "status.json", "metrics.jsonl", "evaluations.jsonl", "curves.png", "run.log")
-"""Files of the run directory that MLflow keeps a copy of, as far as they exist; at the end all of them once more."""
+ARTIFACTS = (
+    *_AT_THE_START,
+    "status.json",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "curves.png",
+    "run.log",
+)
+"""Files of the run directory that MLflow keeps a copy of, as far as they exist; at the end all of
+them once more."""
 
 _IN_EACH_ROW = ("documents_seen", "loss")
-"""By either of them it is known which rows are delivered: a row arrives whole, in one transaction."""
+"""By either of them it is known which rows are delivered: a row arrives whole, in one
+transaction."""
 
 _PARAMS_PER_CALL = 100  # MLflow's own limit
 _SECONDS_BETWEEN_DELIVERIES = 1.0
@@ -42,13 +52,16 @@ _log = logging.getLogger(__name__)
 class MlflowTracker:
     """One MLflow run that follows one run directory.
 
-    The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within about a second, in
-    batches, from a thread of its own. While the store does not answer, training goes on and the thread tries again;
-    whatever is still missing stays in the file, and the next `start` for the same directory delivers it. Rows arrive
-    in their order, so the last step that the store has says which are missing; the run is known by its tag `pgtk.id`.
+    The directory is the only source: what is appended to its metrics.jsonl reaches MLflow within
+        about a second, in
+    batches, from a thread of its own. While the store does not answer, training goes on and the
+    thread tries again; whatever is still missing stays in the file, and the next `start` for the
+    same directory delivers it. Rows arrive in their order, so the last step that the store has says
+    which are missing; the run is known by its tag `pgtk.id`.
 
-    uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory, with artifacts in
-        outputs/artifacts. experiment: its name; made if there is none. system_metrics: also measure the machine.
+    uri: an MLflow tracking URI; None is `sqlite:///outputs/mlflow.db` under the current directory,
+        with artifacts in outputs/artifacts. experiment: its name; made if there is none.
+        system_metrics: also measure the machine.
     """
 
     def __init__(self, uri: str | None, experiment: str, system_metrics: bool = False):
@@ -64,25 +77,37 @@ class MlflowTracker:
     def start(self, run_dir: Path, consequence: str = "") -> None:
         """Open the MLflow run of this directory, or make it, and begin to deliver.
 
-        The directory has its config.yaml and status.json. MLflow's parameters never change: a continued run keeps its
-        first ones, and what changed is in drift.jsonl. On a resume call it after `drop_metrics_after`.
-        Afterwards `info` holds uri, experiment_id and run_id.
+        The directory has its config.yaml and status.json. MLflow's parameters never change: a
+        continued run keeps its first ones, and what changed is in drift.jsonl. On a resume call it
+        after `drop_metrics_after`. Afterwards `info` holds uri, experiment_id and run_id.
 
-        Raises StorageError, ending with `consequence`: at once if the store refuses, after `patiently` if it is there
+        Raises StorageError, ending with `consequence`: at once if the store refuses, after
+            `patiently` if it is there
         and does not answer in time.
         """
         self._run_dir = Path(run_dir)
         described, status = description.description_of(self._run_dir), read_status(self._run_dir)
         with store.raising_storage_errors(self.uri, consequence):
             run = store.patiently(self.uri, lambda: self._open(described, status))
-        self.info = {"uri": redact(self.uri), "experiment_id": run.info.experiment_id, "run_id": self._run_id}
+        self.info = {
+            "uri": redact(self.uri),
+            "experiment_id": run.info.experiment_id,
+            "run_id": self._run_id,
+        }
         steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         delivered: dict[str | None, int] = {None: max(steps.get(name, 0) for name in _IN_EACH_ROW)}
         of_set = re.compile(description.EVALUATION.format("(.*)", "avg"))
-        evaluated = {named[1]: step for name, step in steps.items() if (named := of_set.fullmatch(name))}
+        evaluated = {
+            named[1]: step for name, step in steps.items() if (named := of_set.fullmatch(name))
+        }
         self._metrics = RowFile(self._run_dir / "metrics.jsonl", delivered, metrics_of)
-        self._files = [self._metrics, RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of)]
-        self._thread = threading.Thread(target=self._deliver_until_stopped, name="mlflow", daemon=True)
+        self._files = [
+            self._metrics,
+            RowFile(self._run_dir / "evaluations.jsonl", evaluated, evaluation_metrics_of),
+        ]
+        self._thread = threading.Thread(
+            target=self._deliver_until_stopped, name="mlflow", daemon=True
+        )
         self._thread.start()
         if self._measures_system:
             self._system = _system_monitor(self._run_id, self.uri)
@@ -90,9 +115,11 @@ class MlflowTracker:
         atexit.register(self.finish, "failed")
 
     def _open(self, described: description.Description, status: dict):
-        """The MLflow run of the directory: the one with its tag `pgtk.id` in any experiment of the store, or a new one.
+        """The MLflow run of the directory: the one with its tag `pgtk.id` in any experiment of the
+        store, or a new one.
 
-        By the tag a run is found that a killed process could not write down, or whose making was answered too late.
+        By the tag a run is found that a killed process could not write down, or whose making was
+        answered too late.
         """
         self._client, experiment_id = store.open_store(self.uri, self.experiment)
         everywhere = [experiment.experiment_id for experiment in self._client.search_experiments()]
@@ -103,23 +130,33 @@ class MlflowTracker:
                 self._client.delete_tag(run.info.run_id, "reason")
         else:
             started = status.get("started")
-            start_time = int(1000 * datetime.strptime(started, TIME).timestamp()) if started else None
+            start_time = (
+                int(1000 * datetime.strptime(started, TIME).timestamp()) if started else None
+            )
             known = {"pgtk.id": status["id"]} if status.get("id") else {}
             run = self._client.create_run(experiment_id, start_time, known, described.run_name)
         self._run_id = run.info.run_id
         from mlflow.entities import Param, RunTag
 
-        params = [] if run.data.params else [Param(key, value) for key, value in described.params.items()]
+        params = (
+            []
+            if run.data.params
+            else [Param(key, value) for key, value in described.params.items()]
+        )
         for first in range(0, len(params), _PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=params[first : first + _PARAMS_PER_CALL], synchronous=True)
+            self._client.log_batch(
+                self._run_id, params=params[first : first + _PARAMS_PER_CALL], synchronous=True
+            )
         tags = [RunTag(store.parameter_name(key), value) for key, value in described.tags.items()]
         self._client.log_batch(self._run_id, tags=tags, synchronous=True)
         return run
 
     def finish(self, state: str, limited: bool = True) -> list[str]:
-        """Deliver the rest and close the run; returns what did not reach MLflow, by name. A second call does nothing.
+        """Deliver the rest and close the run; returns what did not reach MLflow, by name. A second
+        call does nothing.
 
-        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds in all;
+        state: done, failed or interrupted. limited: give up after 6 * MLFLOW_HTTP_REQUEST_TIMEOUT
+            seconds in all;
         otherwise only each call has its limit.
         """
         if not self._thread:
@@ -128,7 +165,9 @@ class MlflowTracker:
         atexit.unregister(self.finish)
         if self._system:
             with contextlib.suppress(TimeoutError):  # of a store that does not answer any more
-                in_background(self._system.finish).result(store.request_seconds() if limited else None)
+                in_background(self._system.finish).result(
+                    store.request_seconds() if limited else None
+                )
         self._missing = ["metrics", "artifacts", "the end of the run"]
         self._end_status = _END_STATUS[state]
         self._ended.set()
@@ -145,16 +184,23 @@ class MlflowTracker:
         while True:
             last = self._ended.is_set()
             try:
-                self._log_artifacts(first_files)  # now, so that a run that is killed has them there, too
+                # now, so that a run that is killed has them there, too
+                self._log_artifacts(first_files)
                 first_files = ()
                 self._deliver()
                 if failed:
                     _log.info("MLflow answers again: metrics are complete")
                 pause, failed = _SECONDS_BETWEEN_DELIVERIES, False
-            except Exception as error:  # whatever MLflow, its HTTP client or its database raise: training goes on
+            except (
+                Exception
+            ) as error:  # whatever MLflow, its HTTP client or its database raise: training goes on
                 if not failed:
                     kept = self._run_dir / "metrics.jsonl"
-                    _log.warning("%s. Nothing is lost: metrics are kept in %s", store.failure(self.uri, error), kept)
+                    _log.warning(
+                        "%s. Nothing is lost: metrics are kept in %s",
+                        store.failure(self.uri, error),
+                        kept,
+                    )
                 pause, failed = min(2 * pause, _LONGEST_PAUSE), True
             if last:
                 if not failed:
@@ -195,20 +241,25 @@ class MlflowTracker:
 
 
 def _system_monitor(run_id: str, uri: str):
-    """MLflow's own measurements of the machine, every ten seconds until `finish`, straight into the store."""
+    """MLflow's own measurements of the machine, every ten seconds until `finish`, straight into the
+    store."""
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)  # of each metric that the machine lacks
+    # of each metric that the machine lacks
+    logging.getLogger("mlflow.system_metrics").setLevel(logging.ERROR)
     monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
     monitor.start()
     return monitor
 
 
 def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -> str:
-    """Deliver to MLflow what it lacks of one run and say so on one line; a second call finds nothing to do.
+    """Deliver to MLflow what it lacks of one run and say so on one line; a second call finds
+    nothing to do.
 
-    uri: another store than the run's own, which gets the whole run; needed for a run with tracking=none.
-    experiment: another one than the run's own. Raises ConfigError for a run that is still running or has no store,
+    uri: another store than the run's own, which gets the whole run; needed for a run with
+        tracking=none.
+    experiment: another one than the run's own. Raises ConfigError for a run that is still running
+        or has no store,
     StorageError if the store does not answer or fails on the way.
     """
     refuse_links(run_dir)
@@ -216,8 +267,9 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
     tracking = config.get("tracking", {})
     if uri is None and tracking.get("name", "mlflow") != "mlflow":
         raise ConfigError(
-            f"pgtk sync {run_dir} needs a store (got tracking={tracking['name']}). The run was made without MLflow. "
-            "Use --uri=sqlite:///outputs/mlflow.db, or the address of a server."
+            f"pgtk sync {run_dir} needs a store (got tracking={tracking['name']}). The run was "
+            "made without MLflow. Use --uri=sqlite:///outputs/mlflow.db, or the address of a "
+            "server."
         )
     # A relative address was meant from where the run was started; its status has the absolute one.
     if uri is None:
@@ -229,11 +281,19 @@ def sync(run_dir: Path, uri: str | None = None, experiment: str | None = None) -
         check_rows(run.path)
         state = status.get("state", "failed")
         tracker = MlflowTracker(uri, experiment or tracking.get("experiment") or "pgtoolkit")
-        tracker.start(run.path, "Nothing was lost: the run directory keeps it. Try again when the store answers.")
-        # A killed run says that it runs. However much is missing, it is delivered while the store answers.
+        tracker.start(
+            run.path,
+            "Nothing was lost: the run directory keeps it. Try again when the store answers.",
+        )
+        # A killed run says that it runs. However much is missing, it is delivered while the store
+        # answers.
         missing = tracker.finish("interrupted" if state == "running" else state, limited=False)
     if missing:
-        raise StorageError(f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}. Try again later.")
+        raise StorageError(
+            f"MLflow still lacks {', '.join(missing)} of {shell_path(run_dir)}. Try again later."
+        )
     rows = tracker.rows_delivered
     delivered = f"{plural(rows, 'row')} delivered" if rows else "nothing was missing"
-    return f"{shell_path(run_dir)}: {delivered} ({tracker.info['uri']}, run {tracker.info['run_id']})"
+    return (
+        f"{shell_path(run_dir)}: {delivered} ({tracker.info['uri']}, run {tracker.info['run_id']})"
+    )

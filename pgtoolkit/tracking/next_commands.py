@@ -22,7 +22,8 @@ UI_ADDRESS = "http://127.0.0.1:5000"
 """Where `mlflow server` listens unless told otherwise."""
 
 _OF_TRAINING = "workflowType=machine_learning"
-"""In an address, the mode of MLflow's pages that shows runs and their charts; it opens in that for language models."""
+"""In an address, the mode of MLflow's pages that shows runs and their charts; it opens in that for
+language models."""
 
 
 def _pgtk(*arguments: str) -> str:
@@ -31,7 +32,8 @@ def _pgtk(*arguments: str) -> str:
 
 
 def ui_command(uri: str | None) -> str | None:
-    """The shell command that shows a local store on UI_ADDRESS; None for a server, which shows itself."""
+    """The shell command that shows a local store on UI_ADDRESS; None for a server, which shows
+    itself."""
     uri = absolute_uri(uri)
     if uri.startswith("http"):
         return None
@@ -42,21 +44,29 @@ def ui_command(uri: str | None) -> str | None:
     return _pgtk("ui", f"--uri={store}")
 
 
-def ui_url(uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None) -> str:
-    """The address of a run's page, or without run_id of the page that charts all runs of the experiment or sweep."""
+def ui_url(
+    uri: str | None, experiment_id: str, run_id: str | None = None, sweep: str | None = None
+) -> str:
+    """The address of a run's page, or without run_id of the page that charts all runs of the
+    experiment or sweep."""
     page = f"/{run_id}?" if run_id else "?compareRunsMode=CHART&"
     page += _OF_TRAINING
     if sweep:
-        # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told otherwise.
+        # The summary run has no seed: it has no curves, and MLflow draws ten runs unless told
+        #   otherwise.
         found = f"tags.sweep = {search_literal(sweep)} and tags.seed LIKE '%'"
         page += f"&searchFilter={quote(found, safe='')}"
     return f"{_server(uri)}/#/experiments/{experiment_id}/runs{page}"
 
 
 def compare_url(uri: str | None, experiment_ids: Sequence[str], run_ids: Sequence[str]) -> str:
-    """The address of the page that sets runs side by side, with their parameters and final metrics."""
+    """The address of the page that sets runs side by side, with their parameters and final
+    metrics."""
     lists = {"runs": list(run_ids), "experiments": list(experiment_ids)}
-    query = "&".join(f"{key}={quote(json.dumps(ids, separators=(',', ':')), safe='')}" for key, ids in lists.items())
+    query = "&".join(
+        f"{key}={quote(json.dumps(ids, separators=(',', ':')), safe='')}"
+        for key, ids in lists.items()
+    )
     return f"{_server(uri)}/#/compare-runs?{query}&{_OF_TRAINING}"
 
 
@@ -70,19 +80,24 @@ def _server(uri):
 
 
 def resume_command(run_dir: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The command that continues a run, with overrides if any; what no file may say is typed again."""
+    """The command that continues a run, with overrides if any; what no file may say is typed
+    again."""
     return _pgtk("resume", shortest_path(run_dir), *_only_typed(run_dir), *overrides)
 
 
 def sync_command(run_dir: str | Path, uri: str | None) -> str:
-    """Return the command that delivers to MLflow what it lacks of a run; a server's address is typed."""
+    """Return the command that delivers to MLflow what it lacks of a run; a server's address is
+    typed."""
     return _pgtk(
-        "sync", shortest_path(run_dir), *([f"--uri={redact(uri)}"] if uri is not None and is_server(uri) else [])
+        "sync",
+        shortest_path(run_dir),
+        *([f"--uri={redact(uri)}"] if uri is not None and is_server(uri) else []),
     )
 
 
 def _only_typed(run_dir):
-    """Return overrides with the programs, and the folders outside of the run, that its own file may not decide."""
+    """Return overrides with the programs, and the folders outside of the run, that its own file may
+    not decide."""
     try:
         config = read_resolved(run_dir)
     except Exception:  # before the configuration is written, or where it is damaged
@@ -99,12 +114,17 @@ def _quoted(value: str | list) -> str:
 
 
 def has_counterpart(run_dir: str | Path) -> bool:
-    """Whether the other loss could train otherwise on the same documents: old log-probs may lack, or advantages."""
+    """Whether the other loss could train otherwise on the same documents: old log-probs may lack,
+    or advantages."""
     config = read_config(run_dir)[0]
     family = FAMILIES.get(config["loss"]["name"])
     if config.get("advantage", {}).get("estimator") == "none":
         return False
-    return config.get("rollout", {}).get("name") != "recorded" or family is None or family.reads_old_log_probs
+    return (
+        config.get("rollout", {}).get("name") != "recorded"
+        or family is None
+        or family.reads_old_log_probs
+    )
 
 
 def counterpart_command(run_dir: str | Path) -> str:
@@ -117,12 +137,17 @@ def counterpart_command(run_dir: str | Path) -> str:
     dropped = ("loss=", "loss.", "rollout.save_path=", "tracking.run_name=")
     kept = [override for override in overrides if not override.lstrip("+~").startswith(dropped)]
     folder = _config_dir(run_dir)
-    return _pgtk(*([f"--config-dir={shortest_path(folder)}"] if folder else []), f"loss={other}", *kept)
+    return _pgtk(
+        *([f"--config-dir={shortest_path(folder)}"] if folder else []), f"loss={other}", *kept
+    )
 
 
 def _config_dir(run_dir):
     """The folder with options of the user's own that the run was started with, or None."""
-    provenance, parser = known_provenance(Path(run_dir)), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    provenance, parser = (
+        known_provenance(Path(run_dir)),
+        argparse.ArgumentParser(add_help=False, allow_abbrev=False),
+    )
     parser.add_argument("--config-dir", "-cd", nargs="?")
     folder = parser.parse_known_args(provenance.get("command", [])[1:])[0].config_dir
     return folder and Path(provenance.get("directory", ""), folder)

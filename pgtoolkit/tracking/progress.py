@@ -1,4 +1,5 @@
-"""What is shown of a run: its first lines, a line per step or one that renews itself, and the summary at its end."""
+"""What is shown of a run: its first lines, a line per step or one that renews itself, and the
+summary at its end."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ _RENEWED_FIELDS = {
 
 
 class Progress:
-    """Shows each step of a run by a line in its log, and on a terminal by one line that renews itself, in its place.
+    """Shows each step of a run by a line in its log, and on a terminal by one line that renews
+    itself, in its place.
 
     max_steps: the run's last step.
     """
@@ -83,12 +85,14 @@ class Progress:
         self._renewed = None
 
     def above(self, text: str) -> bytes:
-        """Return a line as it is written past the streams of this process, by the handler of a signal."""
+        """Return a line as it is written past the streams of this process, by the handler of a
+        signal."""
         return f"{'' if self._renewed is None else ERASE_LINE}{text}\n".encode()
 
 
 class ProgressLine:
-    """The line of each step, with the time left by the pace since the first line; max_steps is the run's last step."""
+    """The line of each step, with the time left by the pace since the first line; max_steps is the
+    run's last step."""
 
     def __init__(self, max_steps: int):
         self._max_steps = max_steps
@@ -111,7 +115,8 @@ class ProgressLine:
 
     def _left(self, step: int) -> str:
         now = time.monotonic()
-        # The first step of a process warms up (imports, allocators, compilation), so its end is where the clock starts.
+        # The first step of a process warms up (imports, allocators, compilation), so its end is
+        # where the clock starts.
         self._first = self._first or (step, now)
         first_step, began = self._first
         if step == first_step and step < self._max_steps:
@@ -120,7 +125,8 @@ class ProgressLine:
 
 
 def _fields(forms: dict[str, str], metrics: dict[str, float]) -> list[str]:
-    """Return each metric that there is in its form, the means of single verifiers after that of the reward."""
+    """Return each metric that there is in its form, the means of single verifiers after that of the
+    reward."""
     fields = []
     for name, form in forms.items():
         if name in metrics:
@@ -150,7 +156,12 @@ def mlflow_entries(info: dict[str, str]) -> list[str]:
 def evaluation_line(row: dict, max_steps: int, is_best: bool) -> str:
     """What was measured on one set of prompts; row: of evaluations.jsonl."""
     ks = [name for name in row if name.startswith("pass@") and not name.endswith("_error")]
-    fields = [f"step {row['step']:>{len(str(max_steps))}}/{max_steps} {row['set']}{' (best)' if is_best else ''}:"]
+    fields = [
+        (
+            f"step {row['step']:>{len(str(max_steps))}}/{max_steps} "
+            f"{row['set']}{' (best)' if is_best else ''}:"
+        )
+    ]
     fields += [_with_error(name, row) for name in dict.fromkeys((ks[0], ks[-1], "avg"))]
     return " ".join([*fields, f"length {row['length']:.1f}", f"{row['seconds']:.1f} s"])
 
@@ -161,16 +172,24 @@ def _with_error(name: str, row: dict) -> str:
 
 
 def summary(
-    recorded: Columns, run_dir: Path, mlflow: dict[str, str] | None, records: Iterable[tuple[str, str]] = ()
+    recorded: Columns,
+    run_dir: Path,
+    mlflow: dict[str, str] | None,
+    records: Iterable[tuple[str, str]] = (),
 ) -> str:
-    """The end of a run in a few lines: what rose, on held-out prompts too, where everything lies, what to type next.
+    """The end of a run in a few lines: what rose, on held-out prompts too, where everything lies,
+    what to type next.
 
-    recorded: the columns of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow. records: other
+    recorded: the columns of metrics.jsonl. mlflow: `MlflowTracker.info`, or None without MLflow.
+        records: other
     trackers, with what shows their record.
     """
     rises = [_rise(name, recorded) for name in ("reward", "exact_match")]
     lines = [*filter(None, rises)] or [_rise("loss", recorded)]
-    lines += _held_out(read_evaluations(Path(run_dir)), best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))))
+    lines += _held_out(
+        read_evaluations(Path(run_dir)),
+        best_checkpoint(Path(run_dir), watched(read_resolved(run_dir))),
+    )
     lines.append(reached := read_status(run_dir).get("reason") or "")
     entries = [entry("run", shell_path(run_dir))]
     if parent := read_status(run_dir).get("parent"):
@@ -196,19 +215,22 @@ def summary(
 
 
 def _held_out(rows: list[dict], best: dict | None) -> Iterator[str]:
-    """Of each set its pass@1 over the evaluations of the run; best: the row of the best checkpoint."""
+    """Of each set its pass@1 over the evaluations of the run; best: the row of the best
+    checkpoint."""
     for name in dict.fromkeys(row["set"] for row in rows):
         own = [row for row in rows if row["set"] == name]
         shares = [row["pass@1"] for row in own]
         kept = f"; best checkpoint: step {best['step']}" if best and best["set"] == name else ""
         yield (
             f"{name:<12} {shares[0]:.3f} -> {shares[-1]:.3f}  {sparkline(shares, span=(0, 1))}  "
-            f"(pass@1 of {own[-1]['prompts']} held-out prompts, ± {own[-1].get('pass@1_error', 0):.3f}{kept})"
+            f"(pass@1 of {own[-1]['prompts']} held-out prompts, ± "
+            f"{own[-1].get('pass@1_error', 0):.3f}{kept})"
         )
 
 
 def sparkline(values: list[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
-    """The values as bars, averaged into at most `width` of them; span: the lowest and highest bar, else their range."""
+    """The values as bars, averaged into at most `width` of them; span: the lowest and highest bar,
+    else their range."""
     width = min(width, len(values))
     cuts = [round(i * len(values) / width) for i in range(width + 1)] if width else []
     means = [mean(values[first:last]) for first, last in itertools.pairwise(cuts)]

@@ -1,4 +1,5 @@
-"""The line at the foot of a terminal that renews itself; what is printed meanwhile stands above it."""
+"""The line at the foot of a terminal that renews itself; what is printed meanwhile stands above
+it."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ _NEVER = 1e9
 """Seconds until tqdm would show its bar by itself."""
 
 _ERASE = "\x1b[K"
-"""Erases what a terminal shows from the cursor to the end of the line, such as the ^C that it has echoed."""
+"""Erases what a terminal shows from the cursor to the end of the line, such as the ^C that it has
+echoed."""
 
 _RESERVED = 3
-"""Columns left free at the end of the line, for ^C and the cursor: a line that is full would become two."""
+"""Columns left free at the end of the line, for ^C and the cursor: a line that is full would become
+two."""
 
 _COLUMNS_OF_BAR = 13
 _LEAST_WITH_BAR = 50
@@ -33,7 +36,8 @@ _LEAST_WITH_BAR = 50
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a line of the stream can be renewed: not in a file or a pipe, or where no cursor moves."""
+    """Return whether a line of the stream can be renewed: not in a file or a pipe, or where no
+    cursor moves."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
     except ValueError:  # it is closed
@@ -43,12 +47,13 @@ def is_terminal(stream: TextIO) -> bool:
 class RenewedLine:
     """A progress bar with numbers on one line of standard output, which is a terminal.
 
-    While it is shown, whatever else this process prints, by any thread, stands above it. `close` leaves the line as it
-    was last.
+    While it is shown, whatever else this process prints, by any thread, stands above it. `close`
+    leaves the line as it was last.
     """
 
     def __init__(self, total: int, done: int = 0):
-        self._lock = threading.RLock()  # a signal handler may print while its thread renews the line
+        # a signal handler may print while its thread renews the line
+        self._lock = threading.RLock()
         self._stream = sys.stdout
         self._bar = _Bar(total=total, initial=done, file=self._stream, disable=False, delay=_NEVER)
         self._bar.ncols = self._bar.nrows = None  # of the terminal as it was: it is asked each time
@@ -81,7 +86,8 @@ class RenewedLine:
                 self._draw()
 
     def close(self, leave: bool = True) -> None:
-        """Leave the line as it is now, or take it away. What is printed from here on stands below it."""
+        """Leave the line as it is now, or take it away. What is printed from here on stands below
+        it."""
         with self._lock:
             for wrapper in (sys.stdout, sys.stderr):
                 if isinstance(wrapper, _AboveLine):
@@ -116,7 +122,8 @@ class RenewedLine:
 
 
 class _Bar(tqdm):
-    """tqdm without what is meant for several bars: its threads, its list of bars, and a lock between processes."""
+    """tqdm without what is meant for several bars: its threads, its list of bars, and a lock
+    between processes."""
 
     monitor_interval = 0
     _instances: ClassVar[WeakSet] = WeakSet()

@@ -1,4 +1,5 @@
-"""A signal before training catches signals itself: the run directory says so, and the run can be resumed."""
+"""A signal before training catches signals itself: the run directory says so, and the run can be
+resumed."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from pgtoolkit.system.report import say
 from pgtoolkit.tracking.next_commands import resume_command
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-"""Let a run finish its step, save and stop. SIGHUP comes when a terminal is closed or a connection to another machine
-ends; SIGUSR2 is what SLURM is asked to send before it takes a node away."""
+"""Let a run finish its step, save and stop. SIGHUP comes when a terminal is closed or a connection
+to another machine ends; SIGUSR2 is what SLURM is asked to send before it takes a node away."""
 
 
 def answer_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
@@ -40,7 +41,8 @@ class StopSignal(KeyboardInterrupt):
 
 
 _swallowed: list[StopSignal] = []
-"""The first signal since `stop_signals_recorded` began; still there when training begins, it was swallowed."""
+"""The first signal since `stop_signals_recorded` began; still there when training begins, it was
+swallowed."""
 
 
 @contextlib.contextmanager
@@ -56,7 +58,8 @@ def answered_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 @contextlib.contextmanager
 def stop_signals_wait() -> Iterator[None]:
-    """Around imports: an exception amid them leaves modules half made, of which libraries make errors of their own."""
+    """Around imports: an exception amid them leaves modules half made, of which libraries make
+    errors of their own."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -70,9 +73,9 @@ def stop_signals_recorded(
 ) -> Iterator[None]:
     """Around the imports of training, which take seconds, and the training itself.
 
-    A first signal raises StopSignal where the program is, unless training has set handlers of its own; if it ends the
-    program, the run directory records it and Interrupted is raised with the command that resumes the run. A second
-    signal ends the process at once.
+    A first signal raises StopSignal where the program is, unless training has set handlers of its
+    own; if it ends the program, the run directory records it and Interrupted is raised with the
+    command that resumes the run. A second signal ends the process at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -91,15 +94,16 @@ def stop_signals_recorded(
                 say(f"stopped as asked ({stop}) after the run was done")
                 return
             raise Interrupted(
-                f"stopped as asked ({stop}); the run is {status['state']} at step {status['step']}. "
-                f"Continue with: {resume_command(run_dir)}"
+                f"stopped as asked ({stop}); the run is {status['state']} at step "
+                f"{status['step']}. Continue with: {resume_command(run_dir)}"
             ) from None
         finally:
             _swallowed.clear()
 
 
 def raise_swallowed() -> None:
-    """Raise the StopSignal that has ended nothing: Python drops what is raised within a finalizer such as __del__."""
+    """Raise the StopSignal that has ended nothing: Python drops what is raised within a finalizer
+    such as __del__."""
     if _swallowed:
         raise _swallowed[0]
 
@@ -107,7 +111,8 @@ def raise_swallowed() -> None:
 def _raise(number, _frame):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for repeated in (signal.SIGHUP, signal.SIGUSR2):  # may come to each process of a job, and from the one above it
+    # may come to each process of a job, and from the one above it
+    for repeated in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(repeated, signal.SIG_IGN)
     _swallowed.append(StopSignal(signal.Signals(number).name))
     raise _swallowed[0]

@@ -1,4 +1,5 @@
-"""MLflow stores: how one is opened, the error where that fails, and names and values as MLflow takes them."""
+"""MLflow stores: how one is opened, the error where that fails, and names and values as MLflow
+takes them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _BUSY = re.compile("read timed out|database is locked|error code (429|502|503|50
 
 
 def client_of(uri: str):
-    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no telemetry.
+    """An MlflowClient that fails in seconds where MLflow would try for minutes, and sends no
+    telemetry.
 
     MLflow limits the wait for each byte alone; here each whole call is limited, to 4 such waits.
     """
@@ -62,19 +64,23 @@ def importing_mlflow() -> Iterator[None]:
 
 
 def request_seconds() -> float:
-    """The longest wait for a server's next byte; what is set in the environment wins, once `client_of` was called."""
+    """The longest wait for a server's next byte; what is set in the environment wins, once
+    `client_of` was called."""
     return float(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"])
 
 
 class _ClientWithTimeouts:
-    """A client whose calls run in threads of their own, which are given up when their time is over."""
+    """A client whose calls run in threads of their own, which are given up when their time is
+    over."""
 
     def __init__(self, client):
         self._client = client
 
     def __getattr__(self, name):
         attribute = getattr(self._client, name)
-        return functools.partial(_call_within_limit, attribute) if callable(attribute) else attribute
+        return (
+            functools.partial(_call_within_limit, attribute) if callable(attribute) else attribute
+        )
 
 
 def _call_within_limit(function, *arguments, **keywords):
@@ -84,13 +90,17 @@ def _call_within_limit(function, *arguments, **keywords):
     except TimeoutError as error:
         if error.args:  # the call's own
             raise
-        raise TimeoutError(f"no whole answer within {seconds:g} s, which is 4 * MLFLOW_HTTP_REQUEST_TIMEOUT") from None
+        raise TimeoutError(
+            f"no whole answer within {seconds:g} s, which is 4 * MLFLOW_HTTP_REQUEST_TIMEOUT"
+        ) from None
 
 
 def patiently(uri: str, call: Callable[[], Result]) -> Result:
-    """What `call` returns, which is called again where the store is there but too busy to answer in time.
+    """What `call` returns, which is called again where the store is there but too busy to answer in
+    time.
 
-    One line says so. After 12 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds the error of the last call is raised.
+    One line says so. After 12 * MLFLOW_HTTP_REQUEST_TIMEOUT seconds the error of the last call is
+    raised.
     """
     end = None
     while True:
@@ -102,14 +112,21 @@ def patiently(uri: str, call: Callable[[], Result]) -> Result:
                 raise
             if end is None:
                 end = time.monotonic() + 12 * request_seconds()
-                _log.warning("%s; asking again for %g s", failure(uri, error), 12 * request_seconds())
+                _log.warning(
+                    "%s; asking again for %g s", failure(uri, error), 12 * request_seconds()
+                )
             time.sleep(1)
 
 
 def open_store(uri: str, experiment: str):
-    """(client, id of the experiment), both made if there are none. Of several processes one at a time is let in."""
+    """(client, id of the experiment), both made if there are none. Of several processes one at a
+    time is let in."""
     path = sqlite_path(uri)
-    artifacts = None if uri.startswith("http") else (path.parent if path else Path("outputs").resolve()) / "artifacts"
+    artifacts = (
+        None
+        if uri.startswith("http")
+        else (path.parent if path else Path("outputs").resolve()) / "artifacts"
+    )
     with _creation_lock(path):
         client = client_of(uri)
         known = client.get_experiment_by_name(experiment)
@@ -117,7 +134,9 @@ def open_store(uri: str, experiment: str):
             raise StorageError(deleted_experiment(experiment, uri, known.experiment_id))
         if known:
             return client, known.experiment_id
-        return client, client.create_experiment(experiment, artifact_location=artifacts and artifacts.as_uri())
+        return client, client.create_experiment(
+            experiment, artifact_location=artifacts and artifacts.as_uri()
+        )
 
 
 @contextlib.contextmanager
@@ -133,15 +152,16 @@ def _creation_lock(database):
 
 
 def require_store(uri: str, setting: str, use: str) -> None:
-    """Raise ConfigError if an absolute sqlite URI names no file; MLflow itself would make an empty store.
+    """Raise ConfigError if an absolute sqlite URI names no file; MLflow itself would make an empty
+    store.
 
     setting: what the user typed. use: the end of the message.
     """
     path = sqlite_path(uri)
     if path and not path.exists():
         raise ConfigError(
-            f"{setting} needs an MLflow store (got {shortest_path(path)}: no such file). Runs with tracking=mlflow "
-            f"make outputs/mlflow.db where they are started. Use {use}."
+            f"{setting} needs an MLflow store (got {shortest_path(path)}: no such file). Runs with "
+            f"tracking=mlflow make outputs/mlflow.db where they are started. Use {use}."
         )
 
 
@@ -161,14 +181,19 @@ def failure(uri: str, error: BaseException) -> str:
     message = " ".join(redact(str(error)).split())
     if tables := re.search(r"database schema \(found version (\w+)", message):
         return out_of_date(f"tracking.uri={redact(uri)}", uri, tables[1]).rstrip(".")
-    # What the HTTP client says of a server that is down: the address twice, and the cause at the very end.
+    # What the HTTP client says of a server that is down: the address twice, and the cause at the
+    #   very end.
     if cause := re.search(r"Caused by \w+\((.*?)\)*$", message):
         message = cause[1].strip("\"'")
-    return f"MLflow at tracking.uri={redact(uri)} failed: {textwrap.shorten(message, 300, placeholder=' …')}"
+    return (
+        f"MLflow at tracking.uri={redact(uri)} failed: "
+        f"{textwrap.shorten(message, 300, placeholder=' …')}"
+    )
 
 
 def flatten(config: dict) -> dict[str, str]:
-    """The nested configuration as MLflow parameters: keys and values as overrides have them, long text cut.
+    """The nested configuration as MLflow parameters: keys and values as overrides have them, long
+    text cut.
 
     What tells no runs apart is left out; the artifact config.yaml has it all.
     """

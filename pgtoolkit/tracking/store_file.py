@@ -1,4 +1,5 @@
-"""An MLflow store in a file of this machine, looked at without MLflow, whose import takes seconds: can a run use it."""
+"""An MLflow store in a file of this machine, looked at without MLflow, whose import takes seconds:
+can a run use it."""
 
 from __future__ import annotations
 
@@ -20,24 +21,36 @@ from pgtoolkit.system.report import program, refusal, shell_path, shortest_path
 
 
 def problem_of_store(path: Path, experiment: str) -> str | None:
-    """Return why a run could not deliver to the store in this file; None where it could. Changes nothing.
+    """Return why a run could not deliver to the store in this file; None where it could. Changes
+    nothing.
 
     path: absolute. There need not be a file: MLflow makes one. experiment: the name of the run's.
     """
     setting = f"tracking.uri=sqlite:///{shortest_path(path)}"
     another = "tracking.uri=sqlite:///outputs/other.db, or tracking=none"
     if why := cannot_hold_files(path.parent):
-        return refusal(setting, "a folder where files can be made", why, "MLflow writes its store there.", another)
+        return refusal(
+            setting,
+            "a folder where files can be made",
+            why,
+            "MLflow writes its store there.",
+            another,
+        )
     if not path.exists():
         return None
     if not os.access(path, os.W_OK):
-        return refusal(setting, "a file that can be written", "none", "Metrics are delivered there.", another)
+        return refusal(
+            setting, "a file that can be written", "none", "Metrics are delivered there.", another
+        )
     try:
         revision, deleted = _read(path, experiment)
     except sqlite3.DatabaseError as error:
         if "locked" in str(error):  # another process writes to it: MLflow waits
             return None
-        reason = "It is damaged, or none. Every run directory keeps its metrics, and `pgtk sync` delivers them again."
+        reason = (
+            "It is damaged, or none. Every run directory keeps its metrics, and `pgtk sync` "
+            "delivers them again."
+        )
         return refusal(setting, "an MLflow store", first_line(error), reason, another)
     uri = f"sqlite:///{path}"
     if revision is not None and _newest_revision() not in (None, revision):
@@ -55,7 +68,10 @@ def out_of_date(setting: str, uri: str, revision: str) -> str:
     installed = importlib.metadata.version("mlflow")
     needs = f"a store with the tables of the installed MLflow {installed}"
     if revision not in _revisions():
-        reason, use = "A newer MLflow has changed them.", "that version of MLflow, or another tracking.uri"
+        reason, use = (
+            "A newer MLflow has changed them.",
+            "that version of MLflow, or another tracking.uri",
+        )
         return refusal(setting, needs, f"revision {revision}, unknown to it", reason, use)
     upgrade = f"{program('mlflow')} db upgrade {shlex.quote(redact(uri))}"
     if uri.startswith("sqlite:///"):
@@ -68,39 +84,58 @@ def out_of_date(setting: str, uri: str, revision: str) -> str:
 def deleted_experiment(experiment: str, uri: str, number: str) -> str:
     """Return the problem with an experiment that was deleted from a store; number: its id there."""
     # Without the address, mlflow would look in another store.
-    restore = f"MLFLOW_TRACKING_URI={shlex.quote(redact(uri))} {program('mlflow')} experiments restore -x {number}"
+    restore = (
+        f"MLFLOW_TRACKING_URI={shlex.quote(redact(uri))} {program('mlflow')} experiments "
+        f"restore -x {number}"
+    )
     reason = "MLflow takes no runs for it, and its name is not free."
     setting = f"tracking.experiment={experiment}"
     return refusal(
-        setting, "an experiment that is not deleted", "a deleted one", reason, f"another name, or `{restore}`"
+        setting,
+        "an experiment that is not deleted",
+        "a deleted one",
+        reason,
+        f"another name, or `{restore}`",
     )
 
 
 def _read(path: Path, experiment: str) -> tuple[str | None, int | None]:
     """Return the revision of the tables, and the id of the experiment if it was deleted."""
     with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=1)) as store:
-        tables = {name for (name,) in store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        tables = {
+            name for (name,) in store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        }
         if not {"alembic_version", "experiments"} <= tables:
             return None, None  # a new database, in which MLflow makes them
         revision = store.execute("SELECT version_num FROM alembic_version").fetchone()
-        query = "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
+        query = (
+            "SELECT experiment_id FROM experiments WHERE name = ? AND lifecycle_stage = 'deleted'"
+        )
         deleted = store.execute(query, [experiment]).fetchone()
     return revision and revision[0], deleted and deleted[0]
 
 
 @functools.cache
 def _revisions() -> dict[str, str | None]:
-    """Return the revisions of the tables that the installed MLflow knows, each with the one before it."""
+    """Return the revisions of the tables that the installed MLflow knows, each with the one before
+    it."""
     package = importlib.util.find_spec("mlflow")
     if package is None or package.origin is None:
         return {}
     folder = Path(package.origin).parent / "store" / "db_migrations" / "versions"
     pattern = re.compile(r"^(revision|down_revision)\s*=\s*['\"](\w+)['\"]", re.MULTILINE)
-    scripts = [dict(pattern.findall(file.read_text(encoding="utf-8"))) for file in folder.glob("*.py")]
-    return {script["revision"]: script.get("down_revision") for script in scripts if "revision" in script}
+    scripts = [
+        dict(pattern.findall(file.read_text(encoding="utf-8"))) for file in folder.glob("*.py")
+    ]
+    return {
+        script["revision"]: script.get("down_revision")
+        for script in scripts
+        if "revision" in script
+    }
 
 
 def _newest_revision() -> str | None:
-    """Return the revision that follows all others; None where MLflow's migrations are not as they are known here."""
+    """Return the revision that follows all others; None where MLflow's migrations are not as they
+    are known here."""
     newest = set(_revisions()) - set(_revisions().values())
     return newest.pop() if len(newest) == 1 else None

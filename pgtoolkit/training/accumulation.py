@@ -1,4 +1,5 @@
-"""Dynamic accumulation: one optimizer update over as many micro-batches as the documents of a step need."""
+"""Dynamic accumulation: one optimizer update over as many micro-batches as the documents of a step
+need."""
 
 from __future__ import annotations
 
@@ -31,31 +32,41 @@ _MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
 
 
 class StepOutput(TypedDict):
-    """What `training_step` returns to Lightning, which keeps the key "loss" at the top level for a tensor."""
+    """What `training_step` returns to Lightning, which keeps the key "loss" at the top level for a
+    tensor."""
 
     metrics: dict[str, float]
 
 
 class DynamicAccumulation(lightning.LightningModule):
-    """A LightningModule whose batch is a whole Step: each `training_step` is one update of its single optimizer.
+    """A LightningModule whose batch is a whole Step: each `training_step` is one update of its
+    single optimizer.
 
-    A subclass says what a micro-batch's share of the loss is (`micro_batch_loss`) and which optimizer takes it
-    (`configure_optimizers`). The rest is here: forward and backward of every micro-batch, the sum of gradients and
-    metrics over ranks, clipping, and the update, which is left out where nothing is trained or a number is not finite.
-    Steps come with their totals: from `rollouts.steps.StepLoader`, which gathers documents until `docs_per_step`, or
+    A subclass says what a micro-batch's share of the loss is (`micro_batch_loss`) and which
+    optimizer takes it (`configure_optimizers`). The rest is here: forward and backward of every
+    micro-batch, the sum of gradients and metrics over ranks, clipping, and the update, which is
+    left out where nothing is trained or a number is not finite.
+    Steps come with their totals: from `rollouts.steps.StepLoader`, which gathers documents until
+        `docs_per_step`, or
     from a DataLoader that collates with `rollouts.steps.make_step`.
 
     layout: the ranks that share each step. To Lightning each of them trains alone, on one device.
-    max_grad_norm: the gradient is scaled down to this norm; None: never. max_bad_steps: so many steps in a row whose
-        loss or gradient is not finite raise NumericalError.
-    num_updates counts the updates made; documents_seen all documents delivered, also those of a step that was skipped.
-    loss_scale: for gradients that pass through float16; None: they do not. A step in which they overflow makes no
-        update on any rank, and does not count among the bad ones.
+    max_grad_norm: the gradient is scaled down to this norm; None: never. max_bad_steps: so many
+        steps in a row whose loss or gradient is not finite raise NumericalError.
+    num_updates counts the updates made; documents_seen all documents delivered, also those of a
+    step that was skipped.
+    loss_scale: for gradients that pass through float16; None: they do not. A step in which they
+        overflow makes no update on any rank, and does not count among the bad ones.
     """
 
     loss_scale: LossScale | None = None
 
-    def __init__(self, layout: Layout = ONE_PROCESS, max_grad_norm: float | None = None, max_bad_steps: int = 3):
+    def __init__(
+        self,
+        layout: Layout = ONE_PROCESS,
+        max_grad_norm: float | None = None,
+        max_bad_steps: int = 3,
+    ):
         super().__init__()
         self.automatic_optimization = False
         self.layout = layout
@@ -67,18 +78,24 @@ class DynamicAccumulation(lightning.LightningModule):
         self._bad_steps_in_a_row = 0
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
-        """This micro-batch's share of the step's loss, as `pgtoolkit.policy_loss(..., totals=totals)` gives it.
+        """This micro-batch's share of the step's loss, as `pgtoolkit.policy_loss(...,
+        totals=totals)` gives it.
 
-        micro_batch: on the module's device; without any token where other ranks have more micro-batches.
+        micro_batch: on the module's device; without any token where other ranks have more
+            micro-batches.
         """
-        raise TypeError(f"{type(self).__name__} needs a method micro_batch_loss(micro_batch, totals)")
+        raise TypeError(
+            f"{type(self).__name__} needs a method micro_batch_loss(micro_batch, totals)"
+        )
 
     def before_update(self) -> dict[str, float]:
-        """May set the learning rate of the update that follows; what it returns is among the step's metrics."""
+        """May set the learning rate of the update that follows; what it returns is among the step's
+        metrics."""
         return {}
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
-        """After a step's last backward: (group, parameters whose gradients here are to be summed over it), in order."""
+        """After a step's last backward: (group, parameters whose gradients here are to be summed
+        over it), in order."""
         if self.layout.loss_group is None:
             return []
         return [(self.layout.loss_group, [p for p in self.parameters() if p.requires_grad])]
@@ -91,7 +108,9 @@ class DynamicAccumulation(lightning.LightningModule):
         """Whether a step may be made: its losses and the norms of its gradients are numbers."""
         return all(math.isfinite(metrics[name]) for name in _MUST_BE_FINITE if name in metrics)
 
-    def backward_of_all(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
+    def backward_of_all(
+        self, micro_batches: list[MicroBatch], totals: StepTotals
+    ) -> list[PolicyLoss]:
         """Forward and backward of each micro-batch; gradients add up in the parameters."""
         outputs = []
         for micro_batch in micro_batches:
@@ -113,16 +132,19 @@ class DynamicAccumulation(lightning.LightningModule):
         """Refuses what would silently give other gradients."""
         if self.trainer.world_size > 1:
             raise ValueError(
-                f"DynamicAccumulation needs a Trainer of one device in each process (got {self.trainer.world_size} "
-                "devices). Lightning would average gradients that are shares of one sum. Use devices=1, and a layout "
-                "for several processes."
+                "DynamicAccumulation needs a Trainer of one device in each process (got "
+                f"{self.trainer.world_size} devices). Lightning would average gradients that are "
+                "shares of one sum. Use devices=1, and a layout for several processes."
             )
 
-    def transfer_batch_to_device(self, batch: Step, device: torch.device, dataloader_idx: int) -> Step:
+    def transfer_batch_to_device(
+        self, batch: Step, device: torch.device, dataloader_idx: int
+    ) -> Step:
         return batch  # the micro-batches are moved one at a time
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
-        """One optimizer update, or none; the step's metrics by name, for `on_train_batch_end`, under "metrics"."""
+        """One optimizer update, or none; the step's metrics by name, for `on_train_batch_end`,
+        under "metrics"."""
         started = time.perf_counter()
         self.documents_seen += int(step.totals.num_documents)
         metrics = data_metrics(step.documents, self.num_updates)
@@ -130,7 +152,10 @@ class DynamicAccumulation(lightning.LightningModule):
             self.num_skipped_steps += 1
         else:
             metrics |= self._update(step)
-        metrics |= {"documents_seen": self.documents_seen, "num_skipped_steps": self.num_skipped_steps}
+        metrics |= {
+            "documents_seen": self.documents_seen,
+            "num_skipped_steps": self.num_skipped_steps,
+        }
         metrics |= self._measured(step, started)
         return {"metrics": metrics}
 
@@ -142,12 +167,17 @@ class DynamicAccumulation(lightning.LightningModule):
             measured["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
         update = time.perf_counter() - started
-        measured |= {f"seconds_{stage}": value for stage, value in (step.seconds | {"update": update}).items()}
+        measured |= {
+            f"seconds_{stage}": value
+            for stage, value in (step.seconds | {"update": update}).items()
+        }
         return measured | {"tokens_per_second": int(step.totals.num_tokens) / update}
 
     def _update(self, step: Step) -> dict[str, float]:
         self.optimizer.zero_grad()
-        micro_batches = [local_tokens(micro_batch, self.layout) for micro_batch in step.micro_batches]
+        micro_batches = [
+            local_tokens(micro_batch, self.layout) for micro_batch in step.micro_batches
+        ]
         outputs = self.backward_of_all(micro_batches, step.totals)
         for group, parameters in self.gradient_groups():
             sum_gradients(parameters, group)
@@ -162,7 +192,9 @@ class DynamicAccumulation(lightning.LightningModule):
             overflowed = self._move_scale(self.loss_scale, metrics, is_finite)
             metrics["num_overflows"] = self.loss_scale.num_overflows
         if is_finite:
-            optimizer = cast("lightning.pytorch.core.optimizer.LightningOptimizer", self.optimizers())
+            optimizer = cast(
+                "lightning.pytorch.core.optimizer.LightningOptimizer", self.optimizers()
+            )
             optimizer.step()  # Lightning's, which counts it in trainer.global_step
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
@@ -171,7 +203,8 @@ class DynamicAccumulation(lightning.LightningModule):
         return metrics
 
     def _move_scale(self, scale: LossScale, metrics: dict[str, float], is_finite: bool) -> bool:
-        """Return whether the step's gradient has overflowed float16, which the next steps' scale follows."""
+        """Return whether the step's gradient has overflowed float16, which the next steps' scale
+        follows."""
         if is_finite:
             scale.rise()
             return False
@@ -179,46 +212,63 @@ class DynamicAccumulation(lightning.LightningModule):
             return False
         if scale.num_overflows == 1:
             log.info(
-                f"the gradient of a loss times {metrics['loss_scale']:g} overflowed float16: the step made no update, "
-                "and the scale is halved. Said once; the metrics loss_scale and num_overflows tell more."
+                f"the gradient of a loss times {metrics['loss_scale']:g} overflowed float16: the "
+                "step made no update, and the scale is halved. Said once; the metrics loss_scale "
+                "and num_overflows tell more."
             )
         return True
 
     def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
-        """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer to the host."""
+        """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer
+        to the host."""
         loss, sums = self._over_ranks(outputs)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        metrics = {"loss": loss, "grad_norm": clip_gradients(self.parameters_to_clip(), self.layout, limit)}
+        metrics = {
+            "loss": loss,
+            "grad_norm": clip_gradients(self.parameters_to_clip(), self.layout, limit),
+        }
         metrics |= sums.finalize(step.totals, have_old_log_probs(step.documents))
-        values = torch.stack([value.to(self.device, torch.float64) for value in metrics.values()]).tolist()
+        values = torch.stack(
+            [value.to(self.device, torch.float64) for value in metrics.values()]
+        ).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}
-        return {name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)}
+        return {
+            name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)
+        }
 
     def _over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
         """The step's loss and metrics, from the shares of every rank that has one."""
         if outputs:
             loss = torch.stack([out.loss.detach().double() for out in outputs]).sum()
             sums = functools.reduce(MetricSums.merge, [out.metric_sums for out in outputs])
-        else:  # a pipeline stage before the last; there are several at level none only: one sum, no extrema
+        else:
+            # A pipeline stage before the last. Several stages have metrics of level none only: one
+            # sum, no extrema.
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = MetricSums("none", loss.new_zeros(1), loss.new_empty(0))
         for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
             loss, sums = sums.all_reduce(loss, group)
         return loss, sums
 
-    def _skip_bad_step(self, step: Step, bad_documents: list[str], metrics: dict[str, float]) -> None:
+    def _skip_bad_step(
+        self, step: Step, bad_documents: list[str], metrics: dict[str, float]
+    ) -> None:
         """Leaves the weights as they are; raises NumericalError after `max_bad_steps` in a row."""
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
-        names = [name for of_rank in gather_objects(bad_documents, self.layout.world_group) for name in of_rank]
+        names = [
+            name
+            for of_rank in gather_objects(bad_documents, self.layout.world_group)
+            for name in of_rank
+        ]
         where, names = "Not finite already in the log-probs of", list(dict.fromkeys(names))
         if not names:
             where = "Every log-prob is finite; the step's documents are"
             names = [document.name for document in step.documents]
+        values = [f"{name}={metrics[name]:g}" for name in _MUST_BE_FINITE if name in metrics]
+        further = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         message = (
-            f"{', '.join(f'{name}={metrics[name]:g}' for name in _MUST_BE_FINITE if name in metrics)}: no update was "
-            f"made. {where}: "
-            f"{'; '.join(names[:8])}{f'; and {len(names) - 8} more' if len(names) > 8 else ''}."
+            f"{', '.join(values)}: no update was made. {where}: {'; '.join(names[:8])}{further}."
         )
         if self._bad_steps_in_a_row >= self.max_bad_steps:
             raise NumericalError(
@@ -231,7 +281,8 @@ class DynamicAccumulation(lightning.LightningModule):
 def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
     """Names of this rank's documents that have a number which is not finite before any gradient."""
     names = []
-    for micro_batch, out in zip(micro_batches, outputs, strict=False):  # no output on early pipeline stages
+    # no output on early pipeline stages
+    for micro_batch, out in zip(micro_batches, outputs, strict=False):
         vectors = "advantages", *known_vectors(micro_batch)
         total = sum((getattr(micro_batch, name) for name in vectors), out.log_probs.cpu())
         bad = ~torch.isfinite(total) & (micro_batch.labels >= 0)

@@ -1,4 +1,5 @@
-"""From the configuration to what is trained, its reference, the steps it is trained on, and the loop that does it."""
+"""From the configuration to what is trained, its reference, the steps it is trained on, and the
+loop that does it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def build(
 ) -> tuple[PolicyGradientModule, StepLoader]:
     """The module, and the steps it trains on from the start of the data; nothing is trained yet.
 
-    run_dir: where servers that are started write their logs, and the index of recorded rollouts is kept; None: servers
+    run_dir: where servers that are started write their logs, and the index of recorded rollouts is
+        kept; None: servers
     write in the current directory, and no index is kept.
     Whoever calls this closes the steps when the run is over, whatever ends it.
     """
@@ -68,7 +70,9 @@ def build(
         reference = parallelize(reference, layout, config)
     critic = critic_of(config, policy, layout)
     spread = parallelize(policy, layout, config)
-    module = PolicyGradientModule(config, spread, layout, spread if reference is policy else reference)
+    module = PolicyGradientModule(
+        config, spread, layout, spread if reference is policy else reference
+    )
     if critic is not None:
         module.add_critic(parallelize(critic, layout, config))
     room = min(policy.max_positions, config.accumulation.max_tokens)
@@ -82,23 +86,33 @@ def build(
 def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:
     """The policy, as it computes in a run of the configuration `run`; None: in none."""
     on_gpu = accelerator(config) == "gpu"
-    compiles, reason = compilation(run, on_gpu) if run else (config.model.compile is True, "since nothing is trained")
+    compiles, reason = (
+        compilation(run, on_gpu)
+        if run
+        else (config.model.compile is True, "since nothing is trained")
+    )
     policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
     if problem := unknown_parts(config.model, policy.model.config.model_type):
         raise ConfigError(problem)
-    if config.model.compile == "auto" and config.model.name == "huggingface" and policy.compiled == compiles:
+    if (
+        config.model.compile == "auto"
+        and config.model.name == "huggingface"
+        and policy.compiled == compiles
+    ):
         log.info(f"model.compile=auto: {'on' if compiles else 'off'}, {reason}")
     return policy
 
 
 def refuse_any_order(policy: Policy) -> None:
-    """A model whose attention on a GPU is not ours, where trainer.deterministic=true was asked for."""
+    """A model whose attention on a GPU is not ours, where trainer.deterministic=true was asked
+    for."""
     if not policy.by_document:
         raise ConfigError(
             refusal(
                 setting="trainer.deterministic=true",
                 needs=f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16 or float16",
-                got=f"{policy.model.config.model_type} in {str(policy.compute_dtype).removeprefix('torch.')}",
+                got=f"{policy.model.config.model_type} in "
+                f"{str(policy.compute_dtype).removeprefix('torch.')}",
                 reason="PyTorch may add up attention's gradients in any order in others.",
                 use="trainer.deterministic=auto",
             )
@@ -108,7 +122,9 @@ def refuse_any_order(policy: Policy) -> None:
 def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:
     """The steps that a run of this configuration makes of the documents of a source."""
     closes_on_groups = AGGREGATIONS[config.aggregation.mode].needs_groups
-    return StepLoader(source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout)
+    return StepLoader(
+        source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout
+    )
 
 
 def begin(config: Config) -> None:
@@ -119,14 +135,17 @@ def begin(config: Config) -> None:
     fixed_order.switch(not samples_beside(config) if repeats == "auto" else repeats)
 
 
-def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback) -> None:
+def fit(
+    module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback
+) -> None:
     """Train until the last step or until the recorder stops it."""
     kind = accelerator(config)
     several = module.layout.world_size > 1
     trainer = lightning.Trainer(
         accelerator=kind,
         devices=[torch.cuda.current_device()] if several and kind == "gpu" else 1,
-        # To Lightning each rank trains alone; it must not take part in a launcher's or SLURM's world on its own.
+        # To Lightning each rank trains alone; it must not take part in a launcher's or SLURM's
+        # world on its own.
         plugins=[LightningEnvironment()] if several else None,
         max_epochs=1,
         logger=False,
@@ -140,19 +159,22 @@ def fit(module: PolicyGradientModule, loader: StepLoader, config: Config, record
 
 def accelerator(config: Config) -> str:
     """What to compute on, "gpu" or "cpu"; ConfigError where it is asked for and missing."""
-    if problems := lacking_devices(config):  # not only where it was typed: a sweep's job may run on another machine
+    # not only where it was typed: a sweep's job may run on another machine
+    if problems := lacking_devices(config):
         raise ConfigError(" ".join(problems))
     return "gpu" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
 
 
 def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -> Policy | None:
-    """Return the reference, without gradient and whole, or the policy itself where its adapters are left out.
+    """Return the reference, without gradient and whole, or the policy itself where its adapters are
+    left out.
 
     None where none is needed. One that moves has weights in float32, as the policy has.
 
-    policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its checkpoint is read. So
-    the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be loaded, or whose tokens
-    are others.
+    policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its
+        checkpoint is read. So
+    the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be
+    loaded, or whose tokens are others.
     """
     if not config.kl.needs_model:
         return None
@@ -164,7 +186,14 @@ def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -
     else:
         assert config.kl.reference is not None
         dtype = NumberType(str(policy.compute_dtype).removeprefix("torch."))
-        loaded = _loaded("kl.reference", config.kl.reference, policy, layout, dtype, partial(other_vocabulary, config))
+        loaded = _loaded(
+            "kl.reference",
+            config.kl.reference,
+            policy,
+            layout,
+            dtype,
+            partial(other_vocabulary, config),
+        )
     model = loaded.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32 and config.kl.update_every is None:
         _narrow(model, policy.compute_dtype)
@@ -209,35 +238,52 @@ def _loaded(
 ) -> Policy:
     """Return another model with the policy's tokens.
 
-    key: that names it. dtype: of its weights. refused: (needs, got) -> what is said of one whose tokens are others.
+    key: that names it. dtype: of its weights. refused: (needs, got) -> what is said of one whose
+        tokens are others.
     """
     off = {"random_weights": False, "fp32_lm_head": False, "compile": False}
     no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
     chosen = HuggingFaceModelConfig(
-        name="huggingface", path=path, dtype=dtype, gradient_checkpointing=gradient_checkpointing, **off, **no_lora
+        name="huggingface",
+        path=path,
+        dtype=dtype,
+        gradient_checkpointing=gradient_checkpointing,
+        **off,
+        **no_lora,
     )
     try:
-        loaded = build_policy(chosen, None, policy.by_document, layout, policy.compiled)  # as the policy was built
+        # as the policy was built
+        loaded = build_policy(chosen, None, policy.by_document, layout, policy.compiled)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
     sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
     if loaded.tokenizer.get_vocab() != tokens or sizes[0] != sizes[1]:
         own = len(set(tokens.items()) & set(loaded.tokenizer.get_vocab().items()))
-        needs = f"the vocabulary of the policy, {sizes[0]} rows of the head and {len(tokens)} tokens"
+        needs = (
+            f"the vocabulary of the policy, {sizes[0]} rows of the head and {len(tokens)} tokens"
+        )
         got = f"{sizes[1]} rows, and {own} of these tokens under the same number"
         raise ConfigError(refused(needs, got))
     return loaded
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep what autocast would cast at each call in that type already: the matrices of linear layers.
+    """Keep what autocast would cast at each call in that type already: the matrices of linear
+    layers.
 
-    The rest, such as norms and embeddings, computes in float32 in the policy as well: at the start of a run both then
-    have the same log-probs to the last bit.
+    The rest, such as norms and embeddings, computes in float32 in the policy as well: at the start
+    of a run both then have the same log-probs to the last bit.
     """
     from transformers.pytorch_utils import Conv1D
 
-    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    embeddings = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
     for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not embeddings & {id(p) for p in module.parameters()}:
+        if isinstance(module, nn.Linear | Conv1D) and not embeddings & {
+            id(p) for p in module.parameters()
+        }:
             module.to(dtype)

@@ -1,10 +1,11 @@
-"""Checkpoints: folders that are whole or not there, written by any number of processes and read by any other.
+"""Checkpoints: folders that are whole or not there, written by any number of processes and read by
+any other.
 
-`step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of LoRA's adapters, which
-name their model. Its subfolder `training/` holds what else the next step depends on: the optimizer's moments by the
-names of their parameters, a reference that moves, a critic with its moments, and state.json, whose tensors are in
-state.safetensors.
-manifest.json names the format, and the size and CRC-32 of each file, and of the rows that the run had recorded by
+`step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of
+LoRA's adapters, which name their model. Its subfolder `training/` holds what else the next step
+depends on: the optimizer's moments by the names of their parameters, a reference that moves, a
+critic with its moments, and state.json, whose tensors are in state.safetensors. manifest.json names
+the format, and the size and CRC-32 of each file, and of the rows that the run had recorded by
 then. Nothing is pickled: reading a checkpoint runs no code.
 """
 
@@ -35,9 +36,15 @@ from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
-WEIGHTS, ADAPTERS, MOMENTS, REFERENCE = "model", "adapter_model", "training/optimizer", "training/reference"
+WEIGHTS, ADAPTERS, MOMENTS, REFERENCE = (
+    "model",
+    "adapter_model",
+    "training/optimizer",
+    "training/reference",
+)
 CRITIC, CRITIC_MOMENTS = "training/critic", "training/moments_of_critic"
-"""Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no more."""
+"""Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no
+more."""
 
 
 def _is_scale(value: object) -> bool:
@@ -46,9 +53,13 @@ def _is_scale(value: object) -> bool:
 
 _MANIFEST, _STATE = "manifest.json", "training/state"
 _IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "config"}
-_STATE_SHAPE = dict.fromkeys(("step", "num_updates", "num_skipped_steps", "documents_seen"), is_count)
+_STATE_SHAPE = dict.fromkeys(
+    ("step", "num_updates", "num_skipped_steps", "documents_seen"), is_count
+)
 _STATE_SHAPE |= {"data": {"position": is_count, "num_steps": is_count, "source": dict}}
-_STATE_SHAPE |= {"loss_scale?": {"value": _is_scale, "good_steps": is_count, "num_overflows": is_count}}
+_STATE_SHAPE |= {
+    "loss_scale?": {"value": _is_scale, "good_steps": is_count, "num_overflows": is_count}
+}
 _STATE_SHAPE |= {"config": str, "without_moments?": [str], "base_digest?": str | None}
 _STATE_SHAPE |= {"critic_updates?": is_count, "critic_without_moments?": [str]}
 _SHARD_BYTES = 2**30
@@ -65,14 +76,19 @@ def save_checkpoint(
     best: int | None = None,
     rows: dict[str, dict[str, int]] | None = None,
 ) -> Path:
-    """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step `best`; by every rank.
+    """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step
+    `best`; by every rank.
 
-    state: what is the same on all ranks, `step` included: values that JSON has, and tensors. tensors: of WEIGHTS or
-    ADAPTERS, of MOMENTS, of a REFERENCE that moves, and of a critic, by name; DTensors are written whole.
-    write_settings: puts the other files into a folder; called by rank 0. rows: checksums of the rows that the run has
+    state: what is the same on all ranks, `step` included: values that JSON has, and tensors.
+        tensors: of WEIGHTS or
+    ADAPTERS, of MOMENTS, of a REFERENCE that moves, and of a critic, by name; DTensors are written
+    whole.
+    write_settings: puts the other files into a folder; called by rank 0. rows: checksums of the
+        rows that the run has
     recorded, of rank 0.
-    All is written under a temporary name, flushed to disk, and renamed: killed at any moment, `folder` holds only whole
-    checkpoints beside at most one `.tmp`. Raises StorageError on all ranks if the disk refuses any of them.
+    All is written under a temporary name, flushed to disk, and renamed: killed at any moment,
+    `folder` holds only whole checkpoints beside at most one `.tmp`. Raises StorageError on all
+    ranks if the disk refuses any of them.
     """
     path = folder / f"step-{state['step']:06d}"
     temporary = folder / f".{path.name}.tmp"
@@ -100,9 +116,11 @@ def save_checkpoint(
 
 
 def load_newest(folder: Path, before: int | None = None) -> dict | None:
-    """The state of the newest checkpoint that can be read; a damaged one is passed over with a warning.
+    """The state of the newest checkpoint that can be read; a damaged one is passed over with a
+    warning.
 
-    before: a step; only checkpoints of earlier ones are looked at. `path` is added to the state; weights and moments
+    before: a step; only checkpoints of earlier ones are looked at. `path` is added to the state;
+        weights and moments
     stay in its folder. None where no checkpoint was written yet.
     Raises StorageError if there are checkpoints but none can be read.
     """
@@ -111,17 +129,20 @@ def load_newest(folder: Path, before: int | None = None) -> dict | None:
         try:
             return read_checkpoint(path)
         except Exception as error:  # a damaged file of any kind, each with errors of its own
-            log.warning(f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}")
+            log.warning(
+                f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}"
+            )
     if paths:
         raise StorageError(
-            f"none of the {len(paths)} checkpoints in {folder} can be read; start the run anew in another directory. "
-            "Its configuration and metrics are in other files."
+            f"none of the {len(paths)} checkpoints in {folder} can be read; start the run anew in "
+            "another directory. Its configuration and metrics are in other files."
         )
     return None
 
 
 def read_checkpoint(path: Path, check: bool = True) -> dict:
-    """The state in one checkpoint, as `load_newest` gives it; without `check` its files are taken for undamaged."""
+    """The state in one checkpoint, as `load_newest` gives it; without `check` its files are taken
+    for undamaged."""
     files = _manifest(path)
     for name in files if check else ():
         if checksum(path / name) != files[name]:
@@ -153,20 +174,34 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
     """Raise what a forged state raises inside the block as StorageError."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise StorageError(damaged(path, first_line(error))) from error
 
 
 def damaged(path: Path, problem: str) -> str:
     """Return what is said of a checkpoint that does not hold what pgtk writes there."""
-    return f"the checkpoint {path} is damaged: {problem}. Remove it, and pgtk resume goes on from the one before."
+    return (
+        f"the checkpoint {path} is damaged: {problem}. Remove it, and pgtk resume goes on from "
+        "the one before."
+    )
 
 
 @contextlib.contextmanager
 def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
     """The tensors of one kind in a checkpoint: the open file of each, by the tensor's name."""
     with contextlib.ExitStack() as opened:
-        names = [name for name in _manifest(path) if name.startswith(kind) and name.endswith(".safetensors")]
+        names = [
+            name
+            for name in _manifest(path)
+            if name.startswith(kind) and name.endswith(".safetensors")
+        ]
         try:
             files = [opened.enter_context(safe_open(path / name, "pt")) for name in names]
         except SafetensorError as error:
@@ -177,12 +212,17 @@ def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
 def settings_of(path: Path) -> dict[str, bytes]:
     """The files of a checkpoint's Hugging Face folder but for the weights, by name."""
     kinds = (WEIGHTS, ADAPTERS, "training/")
-    return {name: (path / name).read_bytes() for name in _manifest(path) if not name.startswith(kinds)}
+    return {
+        name: (path / name).read_bytes() for name in _manifest(path) if not name.startswith(kinds)
+    }
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, oldest first."""
-    return sorted((path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)
+    return sorted(
+        (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)),
+        key=step_of,
+    )
 
 
 def step_of(path: Path) -> int:
@@ -191,25 +231,35 @@ def step_of(path: Path) -> int:
 
 
 def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
-    """ConfigError where the newest checkpoint that a run has saved was deleted; use: the command, for what is said.
+    """ConfigError where the newest checkpoint that a run has saved was deleted; use: the command,
+    for what is said.
 
-    To go on from an earlier step, or from the first, would overwrite what the run has recorded since.
+    To go on from an earlier step, or from the first, would overwrite what the run has recorded
+    since.
     """
-    newest = max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)  # damaged or not
+    # damaged or not
+    newest = max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
     saved = read_status(run_dir).get("saved", 0)
     if newest < saved:
         raise ConfigError(
             f"{use} needs the checkpoint of step {saved}, which the run has saved (got "
-            f"{f'step {newest} as the newest' if newest else 'none'}). It was deleted, and to train the steps after "
-            f"step {newest} again would overwrite their record. Use a new run in another directory"
-            + (f", or a copy of this one without its status.json to go on from step {newest}." if newest else ".")
+            f"{f'step {newest} as the newest' if newest else 'none'}). It was deleted, and to "
+            f"train the steps after step {newest} again would overwrite their record. Use a new "
+            "run in another directory"
+            + (
+                f", or a copy of this one without its status.json to go on from step {newest}."
+                if newest
+                else "."
+            )
         )
 
 
 def _prune(newest: Path, keep: int, best: int | None) -> None:
-    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before it and the best.
+    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before
+    it and the best.
 
-    One of a later step goes, too: the run was continued from before it, since it was damaged. What a kill left half
+    One of a later step goes, too: the run was continued from before it, since it was damaged. What
+        a kill left half
     written or half deleted goes as well. That one cannot be deleted is a warning.
     """
     step, checkpoints = step_of(newest), list_checkpoints(newest.parent)
@@ -220,11 +270,16 @@ def _prune(newest: Path, keep: int, best: int | None) -> None:
             try:
                 remove(old)
             except OSError as error:
-                log.warning(f"the old checkpoint {old} cannot be deleted: {error.strerror or error}")
+                log.warning(
+                    f"the old checkpoint {old} cannot be deleted: {error.strerror or error}"
+                )
 
 
-def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: Layout) -> list[tuple]:
-    """Write this rank's share of the tensors: (name, fingerprint, names of the tensors) of each file."""
+def _write_tensors(
+    folder: Path, tensors: dict[str, dict[str, Tensor]], layout: Layout
+) -> list[tuple]:
+    """Write this rank's share of the tensors: (name, fingerprint, names of the tensors) of each
+    file."""
     files, failure = [], None
     for kind, named in tensors.items():
         for number, shard in enumerate(_shards(named, layout, kind == ADAPTERS), start=1):
@@ -233,18 +288,21 @@ def _write_tensors(folder: Path, tensors: dict[str, dict[str, Tensor]], layout: 
                 save_file(shard, folder / name, {"format": "pt"})
                 files.append((name, checksum(folder / name), list(shard)))
             except (OSError, SafetensorError) as error:
-                failure = error  # only now: other ranks need this one's parts of the tensors that they write
+                # only now: other ranks need this one's parts of the tensors that they write
+                failure = error
     if failure is not None:
         raise failure
     _flush(folder / name for name, _, _ in files)
     return files
 
 
-def _shards(tensors: dict[str, Tensor], layout: Layout, in_one_file: bool) -> Iterator[dict[str, Tensor]]:
+def _shards(
+    tensors: dict[str, Tensor], layout: Layout, in_one_file: bool
+) -> Iterator[dict[str, Tensor]]:
     """The tensors that this rank is to write, whole and on the CPU, for each of its files.
 
-    Ranks that hold parts of the same tensors, those of a pipeline stage, bring them together one at a time and share
-    them out evenly by size, or leave them all to the first.
+    Ranks that hold parts of the same tensors, those of a pipeline stage, bring them together one at
+    a time and share them out evenly by size, or leave them all to the first.
     """
     count = layout.world_size // layout.size("pipeline_parallel")
     shares, shard, size = [0] * count, {}, 0
@@ -262,7 +320,9 @@ def _shards(tensors: dict[str, Tensor], layout: Layout, in_one_file: bool) -> It
         yield shard
 
 
-def _write_rest(folder: Path, state: dict, written: list[tuple], rows: dict[str, dict[str, int]]) -> None:
+def _write_rest(
+    folder: Path, state: dict, written: list[tuple], rows: dict[str, dict[str, int]]
+) -> None:
     """Write the state, the index of the weights and, at last, the manifest.
 
     written: what `_write_tensors` gave on every rank. rows: as of `save_checkpoint`.
@@ -274,8 +334,13 @@ def _write_rest(folder: Path, state: dict, written: list[tuple], rows: dict[str,
         files[whole := f"{only.partition('-')[0]}.safetensors"] = files.pop(only)
         (folder / only).rename(folder / whole)
     else:
-        index = {"metadata": {}, "weight_map": {tensor: name for name in weights for tensor in weights[name]}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        index = {
+            "metadata": {},
+            "weight_map": {tensor: name for name in weights for tensor in weights[name]},
+        }
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=1), encoding="utf-8"
+        )
     stored = {}
 
     def put_aside(tensor: Tensor) -> dict[str, str]:
@@ -284,17 +349,22 @@ def _write_rest(folder: Path, state: dict, written: list[tuple], rows: dict[str,
 
     (folder / f"{_STATE}.json").write_text(json.dumps(state, default=put_aside), encoding="utf-8")
     save_file(stored, folder / f"{_STATE}.safetensors")
-    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    paths = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
     new = {name: path for name, path in paths.items() if name not in files}
     files |= {name: checksum(path) for name, path in new.items()}
-    (folder / _MANIFEST).write_text(json.dumps({"format": 2, "files": files, "rows": rows}, indent=1), encoding="utf-8")
+    (folder / _MANIFEST).write_text(
+        json.dumps({"format": 2, "files": files, "rows": rows}, indent=1), encoding="utf-8"
+    )
     _flush([*new.values(), folder / _MANIFEST])
     for part in {path.parent for path in paths.values()}:
         sync_folder(part)
 
 
 def _flush(paths: Iterable[Path]) -> None:
-    """Bring new files to the disk, all at once, which takes a fraction of the time of one after the other's writing."""
+    """Bring new files to the disk, all at once, which takes a fraction of the time of one after the
+    other's writing."""
     for path in paths:
         path.chmod(0o644)  # safetensors writes for the owner alone
         with path.open("rb") as file:
@@ -316,4 +386,6 @@ def _storage(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise StorageError(f"the checkpoint {path} cannot be written: {error}. Earlier ones are intact.") from error
+        raise StorageError(
+            f"the checkpoint {path} cannot be written: {error}. Earlier ones are intact."
+        ) from error

@@ -1,4 +1,5 @@
-"""The critic of advantage=gae: a value for the state in which each token is drawn, its loss, and its updates."""
+"""The critic of advantage=gae: a value for the state in which each token is drawn, its loss, and
+its updates."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 def with_value_head(policy: Policy) -> Policy:
     """Return a copy of a policy, not yet spread over ranks, with one value in the place of logits.
 
-    The head starts at 0. So does every value, whatever the body and the seed: the first advantages are those of the
-    rewards alone, and nothing of them is noise of a head that has learned nothing.
+    The head starts at 0. So does every value, whatever the body and the seed: the first advantages
+    are those of the rewards alone, and nothing of them is noise of a head that has learned nothing.
     """
     model = copy.deepcopy(policy.model)
     before = cast("nn.Linear", model.get_output_embeddings())
@@ -42,8 +43,8 @@ def with_value_head(policy: Policy) -> Policy:
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Return the loss of each value: half its squared distance from the return.
 
-    The larger one of it and of the distance of the value that has moved from the old one by at most `clip`, as PPO
-    clips its ratios (verl's `compute_value_loss`). All are (T,).
+    The larger one of it and of the distance of the value that has moved from the old one by at most
+    `clip`, as PPO clips its ratios (verl's `compute_value_loss`). All are (T,).
     """
     losses = (values - returns) ** 2
     if clip is not None:
@@ -53,9 +54,11 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
 
 
 class Critic:
-    """The value model with its optimizer, trained on the micro-batches that the policy is trained on.
+    """The value model with its optimizer, trained on the micro-batches that the policy is trained
+    on.
 
-    body: with one value in the place of logits, spread over the ranks of `layout` like the policy. loss: of the
+    body: with one value in the place of logits, spread over the ranks of `layout` like the policy.
+        loss: of the
     policy, whose weights the value loss has. num_updates: how many updates its weights have had.
     """
 
@@ -80,12 +83,16 @@ class Critic:
         self.optimizer = make_optimizer(self.body.model, self._rate)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) value of the state that each position's token leads to; differentiable."""
+        """Return the (T,) value of the state that each position's token leads to;
+        differentiable."""
         hidden, head, _ = self.body.loss_inputs(micro_batch)
         return functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).squeeze(-1)
 
-    def gradient(self, micro_batches: list[MicroBatch], totals: StepTotals, limit: float | None) -> dict[str, float]:
-        """Compute the gradient of a step, over all ranks, scale it down to the norm `limit`, and return the metrics.
+    def gradient(
+        self, micro_batches: list[MicroBatch], totals: StepTotals, limit: float | None
+    ) -> dict[str, float]:
+        """Compute the gradient of a step, over all ranks, scale it down to the norm `limit`, and
+        return the metrics.
 
         micro_batches: as many on each rank.
         """
@@ -98,7 +105,9 @@ class Critic:
             sums += of_piece
         for group, parameters in self.body.gradient_groups():
             sum_gradients(parameters, group)
-        norm = clip_gradients(self.body.model.parameters(), self.layout, math.inf if limit is None else limit)
+        norm = clip_gradients(
+            self.body.model.parameters(), self.layout, math.inf if limit is None else limit
+        )
         sums = all_sum(sums, self.layout.loss_group)
         *totals_of_step, grad_norm = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
         return _metrics(dict(zip(_SUMS, totals_of_step, strict=True)), int(totals.num_tokens)) | {
@@ -116,7 +125,8 @@ class Critic:
         return {"critic_learning_rate": rate}
 
     def _piece(self, micro_batch: MicroBatch, totals: StepTotals) -> tuple[Tensor, Tensor]:
-        """Return this micro-batch's share of the value loss, and of the sums that metrics are made of."""
+        """Return this micro-batch's share of the value loss, and of the sums that metrics are made
+        of."""
         values = self.values(micro_batch)
         trained = micro_batch.labels >= 0
         # None where other ranks have more micro-batches, and this one is empty.

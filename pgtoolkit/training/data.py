@@ -1,4 +1,5 @@
-"""What a run reads from outside of its directory: prompts, recorded rollouts, model folders; whether they changed."""
+"""What a run reads from outside of its directory: prompts, recorded rollouts, model folders;
+whether they changed."""
 
 from __future__ import annotations
 
@@ -35,8 +36,10 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
     """Keep the digests of the run's data in its data.json: {key: {file: {"bytes", "sha256"}}}.
 
     Those of recorded rollouts are compared here; `record_rollouts` adds them where the run starts.
-    step: that the run is continued from; None where it starts. Raises ConfigError if it is continued with other data
-    than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the list `accepted`.
+    step: that the run is continued from; None where it starts. Raises ConfigError if it is
+        continued with other data
+    than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the
+    list `accepted`.
     """
     current = digests(config)
     if step is not None and isinstance(config.rollout, RecordedRolloutConfig):
@@ -44,13 +47,19 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
         current["rollout.path"] = _digests(files, sampled=False, index=read_index(run_dir))
     before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
-    read = {key: files for key, files in before.items() if key in current or not key.startswith("evaluation.")}
+    read = {
+        key: files
+        for key, files in before.items()
+        if key in current or not key.startswith("evaluation.")
+    }
     changes = {key: _difference(files, current.get(key, {})) for key, files in read.items()}
     changes = {key: difference for key, difference in changes.items() if difference}
     if changes:
         assert step is not None  # a run that starts has no data before
         if not config.trainer.accept_changed_data:
-            refusals = [_refusal(config, key, step, difference) for key, difference in changes.items()]
+            refusals = [
+                _refusal(config, key, step, difference) for key, difference in changes.items()
+            ]
             raise ConfigError("\n".join(refusals))
         for key, difference in changes.items():
             log.warning(f"note: from step {step + 1} on {key} has other contents: {difference}.")
@@ -60,10 +69,14 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
 
 
 def record_rollouts(run_dir: Path, index: RecordedIndex) -> None:
-    """Add the digests of recorded rollouts, as the run reads them. DataError where data.json has others."""
+    """Add the digests of recorded rollouts, as the run reads them. DataError where data.json has
+    others."""
     data, current = read_data(run_dir), index.digests()
     if difference := _difference(data.get("rollout.path", current), current):
-        raise DataError(f"rollout.path needs files that stay as they are (got {difference}). Start the run again.")
+        raise DataError(
+            f"rollout.path needs files that stay as they are (got {difference}). Start the run "
+            "again."
+        )
     _write(run_dir, data | {"rollout.path": current})
 
 
@@ -73,21 +86,30 @@ def _write(run_dir: Path, content: dict) -> None:
 
 
 def digests(config: Config) -> dict[str, dict[str, dict]]:
-    """By key: the files that it names, by their paths below the folder that holds them all; without recorded rollouts.
+    """By key: the files that it names, by their paths below the folder that holds them all; without
+    recorded rollouts.
 
-    Prompts are read whole. Of a model folder all files count that lie in it, but for hidden ones and
-    README.md; of one larger than WHOLE_BYTES its size, the first and the last MiB, and 64 blocks of 64 KiB between
-    them. A model of the Hugging Face hub is known by its name alone.
+    Prompts are read whole. Of a model folder all files count that lie in it, but for hidden ones
+    and README.md; of one larger than WHOLE_BYTES its size, the first and the last MiB, and 64
+    blocks of 64 KiB between them. A model of the Hugging Face hub is known by its name alone.
     """
     files: dict[str, list[Path]] = {}
-    models = {"model.path": config.model.path} if isinstance(config.model, HuggingFaceModelConfig) else {}
+    models = (
+        {"model.path": config.model.path}
+        if isinstance(config.model, HuggingFaceModelConfig)
+        else {}
+    )
     if config.kl.reference is not None and config.kl.reference not in NO_FOLDER:
         models["kl.reference"] = config.kl.reference
     if config.critic.path is not None:
         models["critic.path"] = config.critic.path
     for key, path in models.items():
         if (folder := Path(path)).is_dir():
-            inside = [file for file in folder.iterdir() if not file.name.startswith(".") and file.name != "README.md"]
+            inside = [
+                file
+                for file in folder.iterdir()
+                if not file.name.startswith(".") and file.name != "README.md"
+            ]
             files[key] = sorted(file for file in inside if file.is_file())
     prompts = _prompts(config)
     for key, task in prompts.items():
@@ -108,11 +130,18 @@ def _prompts(config: Config) -> dict[str, PromptsTaskConfig | ConversationTaskCo
     }
 
 
-def _digests(paths: list[Path], sampled: bool, index: RecordedIndex | None = None) -> dict[str, dict]:
-    """index: of the run; what it knows of a file whose size and time have not changed is not computed again."""
+def _digests(
+    paths: list[Path], sampled: bool, index: RecordedIndex | None = None
+) -> dict[str, dict]:
+    """index: of the run; what it knows of a file whose size and time have not changed is not
+    computed again."""
     common = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
     names = {os.path.relpath(path.absolute(), common): path for path in paths}
-    known = {} if index is None else {name: index.digests()[name] for name in names if index.knows(name, names[name])}
+    known = (
+        {}
+        if index is None
+        else {name: index.digests()[name] for name in names if index.knows(name, names[name])}
+    )
     return {name: known.get(name) or _digest(path, sampled) for name, path in names.items()}
 
 
@@ -124,7 +153,11 @@ def _digest(path: Path, sampled: bool) -> dict:
                 return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
             digest = hashlib.sha256()
             between = range(_END_BYTES, size - _END_BYTES, (size - 2 * _END_BYTES) // _SAMPLES)
-            for start, length in [(0, _END_BYTES), *((b, _SAMPLE_BYTES) for b in between), (size - _END_BYTES, -1)]:
+            for start, length in [
+                (0, _END_BYTES),
+                *((b, _SAMPLE_BYTES) for b in between),
+                (size - _END_BYTES, -1),
+            ]:
                 file.seek(start)
                 digest.update(file.read(length))
             return {"bytes": size, "sha256": digest.hexdigest(), "sampled": True}
@@ -139,7 +172,11 @@ def _difference(before: dict, now: dict) -> str:
         "missing": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
     }
-    shown = {kind: ", ".join(names[:3]) + (", …" if len(names) > 3 else "") for kind, names in kinds.items() if names}
+    shown = {
+        kind: ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        for kind, names in kinds.items()
+        if names
+    }
     return "; ".join(f"{names} {kind}" for kind, names in shown.items())
 
 
@@ -148,5 +185,6 @@ def _refusal(config: Config, key: str, step: int, difference: str) -> str:
     value = operator.attrgetter(key)(config) if task is None else task.path
     return (
         f"{key}={value} needs the contents that the run began with (got {difference}). "
-        f"Its first {step} steps were made with those. Restore them, or use trainer.accept_changed_data=true."
+        f"Its first {step} steps were made with those. Restore them, or use "
+        "trainer.accept_changed_data=true."
     )

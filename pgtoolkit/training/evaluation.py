@@ -1,4 +1,5 @@
-"""Evaluations of a run: when they are made, the best checkpoint, the goal; and of a policy that is not trained."""
+"""Evaluations of a run: when they are made, the best checkpoint, the goal; and of a policy that is
+not trained."""
 
 from __future__ import annotations
 
@@ -49,12 +50,15 @@ class Evaluations:
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint; that of the latest evaluation has to be saved yet where it is the best."""
+        """The step of the best checkpoint; that of the latest evaluation has to be saved yet where
+        it is the best."""
         return None if self._best is None else self._best["step"]
 
     def is_due(self, step: int) -> bool:
         """Whether the run is evaluated after this step, and has not been."""
-        is_planned = step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
+        is_planned = (
+            step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
+        )
         return is_planned and not self.has(step)
 
     def has(self, step: int) -> bool:
@@ -64,16 +68,20 @@ class Evaluations:
         """Evaluate the weights after this step on every set. Called by every rank."""
         rows, layout = measure(self._module, step), self._module.layout
         if self._module.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._module.device)  # what follows is the next step's
+            # what follows is the next step's
+            torch.cuda.reset_peak_memory_stats(self._module.device)
         with failing_together(layout):
             if self._run is not None:
                 self._run.append_evaluations(rows)
         self._rows += rows
-        if step > 0 and self._watched is not None:  # no checkpoint is of the weights before the first step
+        # no checkpoint is of the weights before the first step
+        if step > 0 and self._watched is not None:
             candidates = [*([self._best] if self._best else []), *rows]
             self._best = best_of(candidates, self._watched, {step, self.best_step})
         for row in rows:
-            log.info(evaluation_line(row, self._config.trainer.max_steps, is_best=row is self._best))
+            log.info(
+                evaluation_line(row, self._config.trainer.max_steps, is_best=row is self._best)
+            )
 
     def reached(self, step: int) -> str | None:
         """In words that trainer.stop_at was reached at this step; None if it was not."""
@@ -89,22 +97,32 @@ class Evaluations:
 
 
 def measure(module: Any, step: int) -> list[dict[str, Any]]:
-    """The rows of evaluations.jsonl of a module's evaluator, for its weights after this step; called by every rank."""
+    """The rows of evaluations.jsonl of a module's evaluator, for its weights after this step;
+    called by every rank."""
     rows = []
     for one in module.evaluator.sets:
         numbers = module.evaluator.evaluate(one, step)
-        rows.append({"step": step, "time": round(time.time(), 3), "documents": module.documents_seen, **numbers})
+        rows.append(
+            {
+                "step": step,
+                "time": round(time.time(), 3),
+                "documents": module.documents_seen,
+                **numbers,
+            }
+        )
     return rows
 
 
 def evaluate_policy(
     config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
 ) -> list[dict[str, Any]]:
-    """The rows, as of evaluations.jsonl, of the sets of a configuration; completions go to `folder`.
+    """The rows, as of evaluations.jsonl, of the sets of a configuration; completions go to
+    `folder`.
 
-    trained: the configuration of the run that a checkpoint is of. state: of the checkpoint; None for the weights that
-    the configuration begins with. The numbers are those that the run itself has measured with these weights, where the
-    prompts and the machine are the same.
+    trained: the configuration of the run that a checkpoint is of. state: of the checkpoint; None
+        for the weights that
+    the configuration begins with. The numbers are those that the run itself has measured with these
+    weights, where the prompts and the machine are the same.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -119,7 +137,9 @@ def evaluate_policy(
         try:
             load_weights(policy, state)
         except (ValueError, KeyError) as error:
-            raise ConfigError(f"the checkpoint does not fit the configured model: {first_line(error)}") from error
+            raise ConfigError(
+                f"the checkpoint does not fit the configured model: {first_line(error)}"
+            ) from error
         module.num_updates, module.documents_seen = state["num_updates"], state["documents_seen"]
     module.to("cuda" if accelerator(config) == "gpu" else "cpu")
     module.evaluator = evaluator_of(config, None, module, None, folder)

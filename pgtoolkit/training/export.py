@@ -1,5 +1,5 @@
-"""A checkpoint in a folder of its own: as a Hugging Face model with a card on how it came about (`pgtk export`), or as
-a run that goes on from there (`pgtk resume --step`)."""
+"""A checkpoint in a folder of its own: as a Hugging Face model with a card on how it came about
+(`pgtk export`), or as a run that goes on from there (`pgtk resume --step`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ from pgtoolkit.errors import ConfigError, StorageError, first_line
 from pgtoolkit.runs.checksums import check_rows
 from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.runs.find import is_run, not_a_run
-from pgtoolkit.runs.records import best_checkpoint, read_config, read_data, read_drift, read_resolved, storage
+from pgtoolkit.runs.records import (
+    best_checkpoint,
+    read_config,
+    read_data,
+    read_drift,
+    read_resolved,
+    storage,
+)
 from pgtoolkit.system.model_folder import ADAPTER_SETTINGS, load_config
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import refusal, shell_path
@@ -52,14 +59,15 @@ _OWN = ("checkpoints", "status.json", "curves.png", "*.log", ".lock", ".hydra")
 
 
 def export(run_dir: Path, folder: Path, best: bool = False) -> int:
-    """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's step.
+    """Write the run's newest checkpoint to `folder`, all of it or nothing; returns the checkpoint's
+    step.
 
     best: write the one with the highest evaluation.best instead.
 
-    The folder holds the checkpoint's model, its weights in the number type that training began with, and README.md;
-    transformers loads it to the same logits (in bfloat16: rounded). LoRA's adapters are merged into the model that
-    model.path names.
-    Raises ConfigError if there is no checkpoint or the folder has files, StorageError if it cannot be written.
+    The folder holds the checkpoint's model, its weights in the number type that training began
+    with, and README.md; transformers loads it to the same logits (in bfloat16: rounded). LoRA's
+    adapters are merged into the model that model.path names. Raises ConfigError if there is no
+    checkpoint or the folder has files, StorageError if it cannot be written.
     """
     use = f"pgtk export {run_dir} {folder}"
     if not is_run(run_dir):
@@ -78,12 +86,13 @@ def export(run_dir: Path, folder: Path, best: bool = False) -> int:
 
 
 def branch(parent: Path, step: int, folder: Path) -> None:
-    """Make `folder` a run that stands where the parent stood after this step, which `train` can resume.
+    """Make `folder` a run that stands where the parent stood after this step, which `train` can
+    resume.
 
-    It has the parent's checkpoint, history and configuration as of that step (a resume takes away the rows of later
-    ones), and names the parent in status.json. The parent is only read. All or nothing is written. Raises ConfigError
-    for a step without a checkpoint or a folder that has files, StorageError where the disk refuses, or the checkpoint
-    is damaged.
+    It has the parent's checkpoint, history and configuration as of that step (a resume takes away
+    the rows of later ones), and names the parent in status.json. The parent is only read. All or
+    nothing is written. Raises ConfigError for a step without a checkpoint or a folder that has
+    files, StorageError where the disk refuses, or the checkpoint is damaged.
     """
     checkpoint = saved_state(parent, f"pgtk resume {shell_path(parent)}", step)["path"]
     if folder.resolve().is_relative_to(parent.resolve()):
@@ -124,7 +133,8 @@ def _put_back(config: dict, key: str, value: Any) -> None:
 
 
 def _take_back_data(run_dir: Path, step: int) -> None:
-    """Let data.json say what the steps up to this one were made with, and what was accepted for those behind it."""
+    """Let data.json say what the steps up to this one were made with, and what was accepted for
+    those behind it."""
     data = read_data(run_dir)
     accepted = data.pop("accepted", [])
     for entry in reversed(accepted):
@@ -138,7 +148,8 @@ def _take_back_data(run_dir: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
-    """Where to make what becomes `folder`, new or empty, once it is whole. StorageError where the disk refuses."""
+    """Where to make what becomes `folder`, new or empty, once it is whole. StorageError where the
+    disk refuses."""
     with storage(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
@@ -148,7 +159,8 @@ def _whole(folder: Path) -> Iterator[Path]:
 
 
 def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = False) -> dict:
-    """A run's checkpoint of this step, or the best, or else the newest. Raises ConfigError where there is none.
+    """A run's checkpoint of this step, or the best, or else the newest. Raises ConfigError where
+    there is none.
 
     use: the command, for what is said.
     """
@@ -161,7 +173,8 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
                     setting=f"{use} --best",
                     needs="a run with evaluations and checkpoints",
                     got="none",
-                    reason="A run keeps one by evaluation.best, from its first evaluation after a step on.",
+                    reason="A run keeps one by evaluation.best, from its first evaluation after a "
+                    "step on.",
                     use=use,
                 )
             )
@@ -176,11 +189,16 @@ def saved_state(run_dir: Path, use: str, step: int | None = None, best: bool = F
     try:
         return read_checkpoint(path)
     except Exception as error:  # of damaged files its parsers each raise their own
-        raise StorageError(f"the checkpoint {path} is damaged: {first_line(error)}. Use another one.") from error
+        raise StorageError(
+            f"the checkpoint {path} is damaged: {first_line(error)}. Use another one."
+        ) from error
 
 
-def lacks_checkpoint(run_dir: Path, use: str, step: int | None, most: float = math.inf) -> str | None:
-    """What is said of a run without a checkpoint of this step; most: trainer.max_steps, where it is to be continued."""
+def lacks_checkpoint(
+    run_dir: Path, use: str, step: int | None, most: float = math.inf
+) -> str | None:
+    """What is said of a run without a checkpoint of this step; most: trainer.max_steps, where it is
+    to be continued."""
     there = [step_of(checkpoint) for checkpoint in list_checkpoints(run_dir / "checkpoints")]
     if step in there:
         return None
@@ -207,23 +225,31 @@ def refuse_occupied(use: str, folder: Path) -> None:
     count = len(list(folder.iterdir())) if folder.is_dir() else 0
     if count or (folder.exists() and not folder.is_dir()):
         got = f"one with {count} {'entry' if count == 1 else 'entries'}" if count else "a file"
-        raise ConfigError(f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use {folder}-2.")
+        raise ConfigError(
+            f"{use} needs a new or empty folder (got {got}). Nothing is overwritten. Use "
+            f"{folder}-2."
+        )
 
 
 def _write_model(config: Config, state: dict, folder: Path) -> None:
-    """The checkpoint's Hugging Face folder, its weights in the number type that its configuration names."""
+    """The checkpoint's Hugging Face folder, its weights in the number type that its configuration
+    names."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     checkpoint = state["path"]
     try:
-        model = _whole_model(checkpoint) if state.get("base_digest") is None else _merged_model(config, state)
+        model = (
+            _whole_model(checkpoint)
+            if state.get("base_digest") is None
+            else _merged_model(config, state)
+        )
     except ConfigError:  # about the model that the adapters belong to
         raise
     except Exception as error:  # of damaged files its many parsers each raise their own
         raise StorageError(
-            f"the checkpoint {checkpoint} is damaged: transformers cannot load it ({first_line(error)}). Remove it to "
-            "export the one before."
+            f"the checkpoint {checkpoint} is damaged: transformers cannot load it "
+            f"({first_line(error)}). Remove it to export the one before."
         ) from error
     model.save_pretrained(folder)
     for name, data in settings_of(checkpoint).items():
@@ -235,8 +261,14 @@ def _write_model(config: Config, state: dict, folder: Path) -> None:
 def _whole_model(checkpoint: Path) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", output_loading_info=True, **options)
+    options: dict[str, Any] = {
+        "trust_remote_code": False,
+        "local_files_only": True,
+        "use_safetensors": True,
+    }
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype="auto", output_loading_info=True, **options
+    )
     model, report = loaded
     if lacks := sorted(report["missing_keys"]):
         raise ValueError(f"{lacks[0]} is missing")
@@ -250,7 +282,9 @@ def _merged_model(config: Config, state: dict) -> PreTrainedModel:
     from pgtoolkit.training.state import load_weights
 
     assert isinstance(config.model, HuggingFaceModelConfig)
-    policy = build_policy(dataclasses.replace(config.model, dtype=NumberType.float32), None, on_gpu=False)
+    policy = build_policy(
+        dataclasses.replace(config.model, dtype=NumberType.float32), None, on_gpu=False
+    )
     load_weights(policy, state)
     merge(policy.model)
     dtype: torch.dtype = load_config(config.model.path).dtype or torch.float32
@@ -262,10 +296,15 @@ def card(config: Config, run_dir: Path, step: int) -> str:
     """README.md: what was trained how, and how to load it; export.md is its template."""
     described, (resolved, overrides) = description_of(run_dir), read_config(run_dir)
     base = ""
-    if isinstance(config.model, HuggingFaceModelConfig) and not Path(config.model.path).is_absolute():  # of the hub
+    # of the hub
+    if (
+        isinstance(config.model, HuggingFaceModelConfig)
+        and not Path(config.model.path).is_absolute()
+    ):
         base = f"base_model: {config.model.path}\n"
     prompt = '"..."'  # a place to put one
-    if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":  # which would run its code
+    # which would run its code
+    if isinstance(config.model, TinyModelConfig) and config.task.name != "conversation":
         prompt = json.dumps(make_task(config.task, config.seed).prompt(0).text)
     filled = {
         "base": base,
@@ -281,4 +320,6 @@ def card(config: Config, run_dir: Path, step: int) -> str:
         "code": described.tags.get("git_commit", "unknown"),
         "configuration": redact(to_yaml(resolved)).rstrip(),
     }
-    return Template(files("pgtoolkit.training").joinpath("export.md").read_text(encoding="utf-8")).substitute(filled)
+    return Template(
+        files("pgtoolkit.training").joinpath("export.md").read_text(encoding="utf-8")
+    ).substitute(filled)

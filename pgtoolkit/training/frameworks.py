@@ -1,12 +1,15 @@
-"""Lightning and the parts of transformers that every model needs, without what they bring along for other purposes."""
+"""Lightning and the parts of transformers that every model needs, without what they bring along for
+other purposes."""
 
 import sys
 
 from pgtoolkit.system.imports import without
 
-# Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged through it.
+# Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged
+# through it.
 _STAND_INS: dict[str, tuple[str, ...]] = {"torchmetrics": ("Metric", "MetricCollection")}
-# transformers matches boxes in images by scipy; where it is imported already, it has seen that scipy is there.
+# transformers matches boxes in images by scipy; where it is imported already, it has seen that
+# scipy is there.
 if "transformers" not in sys.modules:
     _STAND_INS["scipy"] = ()
 

@@ -27,10 +27,13 @@ from pgtoolkit.system.process_state import ProcessState
 
 
 def loss_of(config: Config) -> Loss:
-    """Family, aggregation, correction, penalties and what is measured; imports what is the user's own."""
+    """Family, aggregation, correction, penalties and what is measured; imports what is the user's
+    own."""
     reducer = None
     if config.aggregation.reducer:
-        reducer = _imported_reducer(typed_key("aggregation.reducer", config), config.aggregation.reducer)
+        reducer = _imported_reducer(
+            typed_key("aggregation.reducer", config), config.aggregation.reducer
+        )
     aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
     loss = config.loss
     if isinstance(loss, CustomLossConfig):
@@ -44,11 +47,14 @@ def loss_of(config: Config) -> Loss:
         penalty = KL(config.kl.kind.value, config.kl.coefficient)
     temperature, level = config.rollout.temperature, config.metrics.level.value
     terms = correction, config.entropy.coefficient, penalty
-    return Loss(family, aggregation, temperature, level, *terms, config.rollout.truncated == Truncated.mask)
+    return Loss(
+        family, aggregation, temperature, level, *terms, config.rollout.truncated == Truncated.mask
+    )
 
 
 def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
-    """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not its own."""
+    """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not
+    its own."""
     setting, made = f"loss={path}", import_function("loss", path, (), [*options], [*FAMILIES])
     state = ProcessState()
     try:
@@ -61,23 +67,30 @@ def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
     except Exception as error:  # whatever the user's code raises
         reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
         got = shortened(str(error), 2000)
-        raise ConfigError(f"{setting} needs a family that agrees with itself (got: {got}). {reason}") from error
+        raise ConfigError(
+            f"{setting} needs a family that agrees with itself (got: {got}). {reason}"
+        ) from error
     finally:
         state.restore(setting)
     for name in ("token", "surrogate", "cuts"):
-        object.__setattr__(family, name, _checked(getattr(family, name), setting))  # dataclasses may be frozen
+        # dataclasses may be frozen
+        object.__setattr__(family, name, _checked(getattr(family, name), setting))
     return family
 
 
 def _checked(function: Callable, setting: str) -> Callable:
-    """A method of the user's own family; ConfigError where it raises, or does not return one number per token."""
+    """A method of the user's own family; ConfigError where it raises, or does not return one number
+    per token."""
 
     def method(log_ratio: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
         with blaming(setting, ConfigError, f"a micro-batch of {len(log_ratio)} tokens"):
             results = function(log_ratio, *others)
             for result in results:
                 if result is not None and result.shape != log_ratio.shape:
-                    raise ValueError(f"{tuple(result.shape)} is not one number per token, {tuple(log_ratio.shape)}")
+                    raise ValueError(
+                        f"{tuple(result.shape)} is not one number per token, "
+                        f"{tuple(log_ratio.shape)}"
+                    )
         return results
 
     return method
@@ -86,7 +99,8 @@ def _checked(function: Callable, setting: str) -> Callable:
 def _imported_reducer(key: str, path: str) -> Reducer:
     """Return the function at a dotted path, which must return finite weights for tokens.
 
-    key: that has the path. Raises ConfigError, also where the returned function is called, for anything else.
+    key: that has the path. Raises ConfigError, also where the returned function is called, for
+        anything else.
     """
     setting = f"{key}={path}"
     function = import_function(key, path, ("totals",), REDUCER_KEYWORDS, [*AGGREGATIONS])
@@ -101,7 +115,8 @@ def _imported_reducer(key: str, path: str) -> Reducer:
             return weights
         raise ConfigError(
             f"{setting} needs to return one finite weight per token, {needs} (got "
-            f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make its loss."
+            f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make "
+            "its loss."
         )
 
     _try_reducer(reducer)
@@ -109,7 +124,8 @@ def _imported_reducer(key: str, path: str) -> Reducer:
 
 
 def _try_reducer(reducer: Reducer) -> None:
-    """Call a reducer as a step does, on the micro-batch of two of its four documents; raises ConfigError.
+    """Call a reducer as a step does, on the micro-batch of two of its four documents; raises
+    ConfigError.
 
     They are documents 1 and 3, of three and two trained tokens, each behind a token of its prompt.
     """

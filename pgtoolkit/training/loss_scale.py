@@ -1,4 +1,5 @@
-"""The scale of the loss where gradients pass through float16: when it falls, when it rises, what a checkpoint keeps."""
+"""The scale of the loss where gradients pass through float16: when it falls, when it rises, what a
+checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -10,13 +11,15 @@ _STEPS_TO_RISE = 2000
 
 @dataclass
 class LossScale:
-    """What the loss of every micro-batch is multiplied by before its backward pass (arXiv 1710.03740, section 3.2).
+    """What the loss of every micro-batch is multiplied by before its backward pass (arXiv
+    1710.03740, section 3.2).
 
-    A gradient of a mean over a step is often too small for float16. The scale is a power of 2, so that neither
-    multiplying by it nor dividing the sum of all gradients, in float32, by it rounds. It is the same for all
-    micro-batches of a step and on every rank.
+    A gradient of a mean over a step is often too small for float16. The scale is a power of 2, so
+    that neither multiplying by it nor dividing the sum of all gradients, in float32, by it rounds.
+    It is the same for all micro-batches of a step and on every rank.
 
-    value: halved by a step whose gradient overflows, doubled after 2000 others in a row. good_steps: since it changed.
+    value: halved by a step whose gradient overflows, doubled after 2000 others in a row.
+        good_steps: since it changed.
     num_overflows: steps of the run that made no update since their gradient overflowed.
     """
 
@@ -32,7 +35,8 @@ class LossScale:
             self.good_steps = 0
 
     def fall(self) -> bool:
-        """Count a step whose gradient is not finite; False, and nothing done, where the scale cannot be the cause."""
+        """Count a step whose gradient is not finite; False, and nothing done, where the scale
+        cannot be the cause."""
         if self.value <= 1:
             return False
         self.value /= 2

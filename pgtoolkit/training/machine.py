@@ -1,4 +1,5 @@
-"""What a configuration needs of this machine, tried before anything is made: GPUs, models, functions, prompts.
+"""What a configuration needs of this machine, tried before anything is made: GPUs, models,
+functions, prompts.
 
 Large libraries are imported only where the configuration needs what they alone know.
 """
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.objective import Loss
 
 _PROCESSES_PER_CORE = 16
-"""More are a mistake in writing, and would take the machine's memory before anybody could say so."""
+"""More are a mistake in writing, and would take the machine's memory before anybody could say
+so."""
 
 
 class DataProblem(str):
@@ -48,7 +50,8 @@ class DataProblem(str):
 def check_machine(c: Config, report: Report) -> None:
     """Add what is missing to the problems of the resolved configuration `c`.
 
-    Nothing is tried of a configuration that the rules refuse: that may import what nobody has typed.
+    Nothing is tried of a configuration that the rules refuse: that may import what nobody has
+        typed.
     """
     if report.problems:
         return
@@ -100,13 +103,16 @@ def lacking_devices(c: Config) -> list[str]:
 
 
 def _compiler(c: Config, report: Report) -> None:
-    """A C++ compiler where torch.compile is to write programs for a CPU; for a GPU it writes them as Triton's."""
+    """A C++ compiler where torch.compile is to write programs for a CPU; for a GPU it writes them
+    as Triton's."""
     if c.model.compile is not True:
         return
     import torch
 
     compiler = os.environ.get("CXX", "g++")
-    if (c.trainer.device == "cpu" or not torch.cuda.is_available()) and shutil.which(compiler) is None:
+    if (c.trainer.device == "cpu" or not torch.cuda.is_available()) and shutil.which(
+        compiler
+    ) is None:
         report.refuse(
             setting="model.compile=true",
             needs="a C++ compiler on a CPU",
@@ -123,7 +129,9 @@ def _processes(c: Config, report: Report) -> None:
     if joined() is None and size > (most := _PROCESSES_PER_CORE * cores):
         sizes = " ".join(f"parallelism.{axis}={getattr(c.parallelism, axis)}" for axis in AXES)
         report.refuse(
-            setting=next(size_of_axis for size_of_axis in sizes.split() if not size_of_axis.endswith("=1")),
+            setting=next(
+                size_of_axis for size_of_axis in sizes.split() if not size_of_axis.endswith("=1")
+            ),
             needs=f"at most {most} processes on this machine",
             got=f"{size} of them",
             reason=f"pgtk starts all of them here, and this machine has {cores} CPU cores.",
@@ -153,7 +161,8 @@ def _places(c: Config, report: Report) -> None:
 
 
 def _wandb(report: Report) -> None:
-    """A mode in which wandb records, and a key for the server; wandb itself would ask for one on the terminal."""
+    """A mode in which wandb records, and a key for the server; wandb itself would ask for one on
+    the terminal."""
     import wandb  # pyright: ignore[reportMissingImports]  (an extra)
     from requests.utils import get_netrc_auth
 
@@ -166,7 +175,10 @@ def _wandb(report: Report) -> None:
             reason="It would record nothing.",
             use="WANDB_MODE=offline, or tracking=none",
         )
-    known = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or settings.api_key
+    known = (
+        any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+        or settings.api_key
+    )
     if settings.mode == "online" and not known and get_netrc_auth(settings.base_url) is None:
         report.refuse(
             setting="wandb",
@@ -195,7 +207,10 @@ def _servers(c: Config, report: Report) -> None:
             reason="They sample on the CPU, what trains computes on a GPU.",
             use="sampler.gpus=[1]",
         )
-    if isinstance(sampler, VllmSamplerConfig) and shutil.which(shlex.split(sampler.executable)[0]) is None:
+    if (
+        isinstance(sampler, VllmSamplerConfig)
+        and shutil.which(shlex.split(sampler.executable)[0]) is None
+    ):
         report.refuse(
             setting=f"sampler.executable={sampler.executable}",
             needs="a program that is there",
@@ -216,7 +231,8 @@ def _servers(c: Config, report: Report) -> None:
 
 
 def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
-    """Whether so many jobs at a time of this configuration have room on each GPU, by the estimate of `pgtk check`."""
+    """Whether so many jobs at a time of this configuration have room on each GPU, by the estimate
+    of `pgtk check`."""
     if report.problems:
         return
     setting = f"hydra.launcher.jobs_per_gpu={jobs_per_gpu}"
@@ -236,7 +252,9 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
             reason="Each job sees one GPU, and shares it.",
             use="hydra.launcher.jobs_per_gpu=null",
         )
-    elif (gpu := gpu_memory()) and jobs_per_gpu > (most := max(1, int(gpu / (each := memory.of_process(c, gpu))))):
+    elif (gpu := gpu_memory()) and jobs_per_gpu > (
+        most := max(1, int(gpu / (each := memory.of_process(c, gpu))))
+    ):
         use = f"hydra.launcher.jobs_per_gpu={most}"
         if tokens := memory.max_tokens_for(c, gpu / jobs_per_gpu, gpu):
             use += f", or accumulation.max_tokens={tokens}"
@@ -274,7 +292,12 @@ def _models(c: Config, report: Report) -> None:
             report.problems.append(error.replace("model.path=", f"{key}="))
     positions = _positions(c) if not report.problems else None
     length = c.rollout.max_completion_length
-    if c.rollout.name == "policy" and positions is not None and length is not None and length >= positions:
+    if (
+        c.rollout.name == "policy"
+        and positions is not None
+        and length is not None
+        and length >= positions
+    ):
         report.refuse_value(
             key="rollout.max_completion_length",
             value=length,
@@ -304,16 +327,30 @@ def _error_of_model(_directory: str, path: str) -> str | None:
 
 
 def _prompts(c: Config, report: Report) -> None:
-    """Prompts that can be read, and their verifiers, of what is sampled to train on or to evaluate."""
+    """Prompts that can be read, and their verifiers, of what is sampled to train on or to
+    evaluate."""
     tasks = {"task": c.task} if c.rollout.name == "policy" else {}
     if is_on(c):
-        tasks |= {f"evaluation.sets.{one.name}" if c.evaluation.sets else "task": one.task for one in held_out_sets(c)}
+        tasks |= {
+            f"evaluation.sets.{one.name}" if c.evaluation.sets else "task": one.task
+            for one in held_out_sets(c)
+        }
     for place, task in tasks.items():
         if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig):
             continue
-        no_template = "model=tiny" if c.model.name == "tiny" else "task.chat=never" if task.chat == "never" else ""
-        tried = _tried_task(os.getcwd(), pickle.dumps(task), no_template, getattr(c.model, "path", None))
-        report.problems += [type(problem)(problem.replace("task.", f"{place}.")) for problem in tried.problems]
+        no_template = (
+            "model=tiny"
+            if c.model.name == "tiny"
+            else "task.chat=never"
+            if task.chat == "never"
+            else ""
+        )
+        tried = _tried_task(
+            os.getcwd(), pickle.dumps(task), no_template, getattr(c.model, "path", None)
+        )
+        report.problems += [
+            type(problem)(problem.replace("task.", f"{place}.")) for problem in tried.problems
+        ]
         report.notes += [note.replace("task.", f"{place}.") for note in tried.notes]
 
 
@@ -321,7 +358,8 @@ def _prompts(c: Config, report: Report) -> None:
 def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | None) -> Report:
     """Make a task and look at its prompts; report what is wrong with them, and what may surprise.
 
-    no_template: the setting that leaves chat messages without a template, if any. model: its folder, or its name.
+    no_template: the setting that leaves chat messages without a template, if any. model: its
+        folder, or its name.
     """
     from pgtoolkit.tasks.accepted import notes_on_answers
     from pgtoolkit.tasks.from_config import make_task
@@ -336,12 +374,25 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | 
             task.prompt(0)
             if config.path is not None:
                 name = getattr(config, "config", None)
-                report.notes += notes_on_columns(config.path, config.split, name, config.answer_field)
+                report.notes += notes_on_columns(
+                    config.path, config.split, name, config.answer_field
+                )
             if isinstance(task, PromptsTask):
-                asks_for_messages = any(signature and signature.is_batch for signature in task.signatures)
-                has_template = asks_for_messages and model is not None and not no_template and _has_template(model)
+                asks_for_messages = any(
+                    signature and signature.is_batch for signature in task.signatures
+                )
+                has_template = (
+                    asks_for_messages
+                    and model is not None
+                    and not no_template
+                    and _has_template(model)
+                )
                 report.notes += notes_on_answers(task, has_template)
-        if no_template and isinstance(task, PromptsTask) and any(prompt.messages is not None for prompt in task.rows()):
+        if (
+            no_template
+            and isinstance(task, PromptsTask)
+            and any(prompt.messages is not None for prompt in task.rows())
+        ):
             raise ConfigError(
                 refusal(
                     setting="task.prompt_field",
@@ -355,20 +406,27 @@ def _tried_task(_directory: str, pickled: bytes, no_template: str, model: str | 
 
 
 def _has_template(model: str) -> bool:
-    """Return whether a model has a chat template; of a model on the hub, of which nothing is loaded yet, True."""
+    """Return whether a model has a chat template; of a model on the hub, of which nothing is loaded
+    yet, True."""
     if not Path(model).expanduser().is_dir():
         return True
     return bool(model_folder.load_tokenizer(model).chat_template)
 
 
 def _recorded(c: Config, loss: Loss, report: Report) -> None:
-    """Recorded rollouts whose first rows this configuration can train on; notes on how texts become tokens."""
+    """Recorded rollouts whose first rows this configuration can train on; notes on how texts become
+    tokens."""
     from pgtoolkit.rollouts.recorded import recorded_rollouts
 
     room = min(c.accumulation.max_tokens, _positions(c) or c.accumulation.max_tokens)
     vocabulary = vocabulary_size(c.model, c.task) or 2**31
     rollouts = recorded_rollouts(
-        c, loss, vocabulary, room, first=100, tokenizer=functools.partial(_tokenizer, c.model, c.task, c.seed)
+        c,
+        loss,
+        vocabulary,
+        room,
+        first=100,
+        tokenizer=functools.partial(_tokenizer, c.model, c.task, c.seed),
     )
     report.notes += rollouts.notes_on_texts()
 
@@ -382,16 +440,21 @@ def _tokenizer(model: Model, task: TaskConfig, seed: int) -> tuple[Any, list[int
         tokenizer: Any = character_tokenizer(make_task(task, seed).alphabet)
         return tokenizer, [tokenizer.eos_token_id]
     tokenizer = model_folder.load_tokenizer(model.path)
-    return tokenizer, model_folder.end_tokens(model_folder.load_generation_config(model.path), tokenizer)
+    return tokenizer, model_folder.end_tokens(
+        model_folder.load_generation_config(model.path), tokenizer
+    )
 
 
 def _tokens(c: Config, report: Report) -> None:
-    """Stop strings, a reference's template and other prompts than those of training, as the tokenizer sees them.
+    """Stop strings, a reference's template and other prompts than those of training, as the
+    tokenizer sees them.
 
     Of a model on the hub only its config.json is looked at, so nothing is said of its tokens.
     """
     is_tiny = isinstance(c.model, TinyModelConfig)
-    if report.problems or not (isinstance(c.model, TinyModelConfig) or Path(c.model.path).expanduser().is_dir()):
+    if report.problems or not (
+        isinstance(c.model, TinyModelConfig) or Path(c.model.path).expanduser().is_dir()
+    ):
         return
     stop = list(getattr(c.rollout, "stop", []))
     template = c.kl.reference_prompt
@@ -399,11 +462,16 @@ def _tokens(c: Config, report: Report) -> None:
     if c.rollout.name == "policy" and (stop or template):
         tasks.append(("task", "", c.task, c.seed, template))
     for held_out in held_out_sets(c) if is_on(c) else ():
-        if stop or (is_tiny and held_out.task != c.task):  # of the tiny model, whose tokens are the task's characters
+        # of the tiny model, whose tokens are the task's characters
+        if stop or (is_tiny and held_out.task != c.task):
             place = f"evaluation.sets.{held_out.name}" if c.evaluation.sets else "task"
-            tasks.append((place, f"evaluation set {held_out.name}: ", held_out.task, held_out.seed, None))
+            tasks.append(
+                (place, f"evaluation set {held_out.name}: ", held_out.task, held_out.seed, None)
+            )
     for place, prefix, task, seed, its_template in tasks:
-        described = pickle.dumps((c.model, c.task, c.seed, task, seed, stop, its_template, bool(prefix)))
+        described = pickle.dumps(
+            (c.model, c.task, c.seed, task, seed, stop, its_template, bool(prefix))
+        )
         if problem := _error_of_tokens(os.getcwd(), described):
             report.problems.append(type(problem)(prefix + problem.replace("task.", f"{place}.")))
 
@@ -422,7 +490,9 @@ def _error_of_tokens(_directory: str, pickled: bytes) -> str | None:
     report = Report()
     with _added_to(report):
         tokenizer, ends = _tokenizer(model, trained, trained_seed)
-        with contextlib.closing(make_task(scored_by_nobody(chosen), seed, held_out=is_held_out)) as task:
+        with contextlib.closing(
+            make_task(scored_by_nobody(chosen), seed, held_out=is_held_out)
+        ) as task:
             chat = chat_of(chosen, tokenizer)
             tokenized = TokenizedTask(task, tokenizer, ends, chat, stop, None, template)
             prompts = list(itertools.islice(task.rows(), _PROMPTS_TRIED))
@@ -433,7 +503,8 @@ def _error_of_tokens(_directory: str, pickled: bytes) -> str | None:
 
 
 def _epochs(c: Config, report: Report) -> None:
-    """Refuse recorded rollouts that are too few for a step; note where they end before the last one."""
+    """Refuse recorded rollouts that are too few for a step; note where they end before the last
+    one."""
     from pgtoolkit.tasks.row_files import count_rows
 
     assert isinstance(c.rollout, RecordedRolloutConfig)
@@ -445,8 +516,9 @@ def _epochs(c: Config, report: Report) -> None:
         report.problems.append(DataProblem(nothing_to_train(documents)))
     elif size and documents and (last := -(-documents * c.rollout.epochs // size)) < steps:
         report.note(
-            f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most {last} of "
-            f"trainer.max_steps={steps} steps. To make them all, use rollout.epochs={-(-steps * size // documents)}."
+            f"rollout.epochs={c.rollout.epochs} of {documents} documents ends after at most "
+            f"{last} of trainer.max_steps={steps} steps. To make them all, use "
+            f"rollout.epochs={-(-steps * size // documents)}."
         )
 
 

@@ -1,4 +1,5 @@
-"""The LightningModule that `pgtk` trains: a policy under the configured loss, by AdamW over dynamic accumulation."""
+"""The LightningModule that `pgtk` trains: a policy under the configured loss, by AdamW over dynamic
+accumulation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from pgtoolkit.batch import MicroBatch, Step, StepTotals
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import KLPlace
 from pgtoolkit.errors import DataError
-from pgtoolkit.kernels.losses import Computation, LMHead, PolicyLoss, log_probs_of_hidden, loss_of_hidden
+from pgtoolkit.kernels.losses import (
+    Computation,
+    LMHead,
+    PolicyLoss,
+    log_probs_of_hidden,
+    loss_of_hidden,
+)
 from pgtoolkit.losses.exchange import Ranks
 from pgtoolkit.model import rowwise
 from pgtoolkit.model.attention import local_tokens
@@ -38,19 +45,24 @@ Inputs = tuple[Tensor, LMHead, Ranks]
 
 
 class PolicyGradientModule(DynamicAccumulation):
-    """Trains `policy` by the loss that `config` describes, together with the other ranks of `layout`.
+    """Trains `policy` by the loss that `config` describes, together with the other ranks of
+    `layout`.
 
-    reference: without gradient, spread like the policy; None where the documents bring their ref_log_probs or none are
+    reference: without gradient, spread like the policy; None where the documents bring their
+        ref_log_probs or none are
     needed; the policy itself where it is what the policy is without its adapters.
     evaluator: measures the policy on held-out prompts, where the configuration asks for it.
-    critic: gives the advantages of single tokens, where the configuration asks for it; see `add_critic`.
+    critic: gives the advantages of single tokens, where the configuration asks for it; see
+        `add_critic`.
     """
 
     reference: Policy | None = None
     evaluator: Evaluator | None = None
     critic: Critic | None = None
 
-    def __init__(self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None):
+    def __init__(
+        self, config: Config, policy: Policy, layout: Layout, reference: Policy | None = None
+    ):
         super().__init__(layout, config.optimizer.max_grad_norm, config.trainer.max_bad_steps)
         self.config = config
         self.policy = policy
@@ -83,16 +95,19 @@ class PolicyGradientModule(DynamicAccumulation):
         if self.num_updates > updates:
             self._move_reference()
         rowwise.tell()
-        weight_sum = self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
+        weight_sum = (
+            self.loss.aggregation.weight_sum(step.totals) if step.totals.num_tokens else None
+        )
         if weight_sum is not None:
             output["metrics"]["weight_sum"] = weight_sum
         is_silent = output["metrics"].get("zero_advantage_group_fraction") == 1
         if is_silent and not self._noted_no_signal and self.config.advantage.estimator != "none":
             self._noted_no_signal = True
             log.warning(
-                f"note: every advantage of the step that ends at document {self.documents_seen} is 0: the completions "
-                "of each prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
-                "answer longer than a completion? Said once; the metric zero_advantage_group_fraction tells more."
+                f"note: every advantage of the step that ends at document {self.documents_seen} is "
+                "0: the completions of each prompt have equal rewards, so it teaches nothing. Is "
+                "the task too hard, too easy, or an answer longer than a completion? Said once; "
+                "the metric zero_advantage_group_fraction tells more."
             )
         if not self._noted_mismatch and (note := sampling_note(output["metrics"], self.config)):
             self._noted_mismatch = True
@@ -104,7 +119,10 @@ class PolicyGradientModule(DynamicAccumulation):
         reference = self._reference_states(micro_batch) if self.loss.full_kl else None
         hidden, head, ranks = self.policy.loss_inputs(micro_batch)
         head = replace(head, reference=reference)
-        whole = self.layout.world_size == self.layout.size("data_parallel") and not self.config.parallelism.shard
+        whole = (
+            self.layout.world_size == self.layout.size("data_parallel")
+            and not self.config.parallelism.shard
+        )
         weight = self.policy.head.weight
         # What the loss adds itself is of the loss as it is, not times a scale.
         adds = self.computation.fused and whole and weight.requires_grad and self.loss_scale is None
@@ -118,8 +136,11 @@ class PolicyGradientModule(DynamicAccumulation):
             self.reference.put_away()
         return loss
 
-    def backward_of_all(self, micro_batches: list[MicroBatch], totals: StepTotals) -> list[PolicyLoss]:
-        """As for any module; through a pipeline's stages, of which only the last has outputs, all at once."""
+    def backward_of_all(
+        self, micro_batches: list[MicroBatch], totals: StepTotals
+    ) -> list[PolicyLoss]:
+        """As for any module; through a pipeline's stages, of which only the last has outputs, all
+        at once."""
         if self.policy.pipeline is None:
             return super().backward_of_all(micro_batches, totals)
         policy = cast("ParallelPolicy", self.policy)
@@ -155,7 +176,9 @@ class PolicyGradientModule(DynamicAccumulation):
 
     def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
         metrics = super()._step_metrics(outputs, step)
-        return metrics if self.critic is None else metrics | self._critics_gradient(self.critic, step)
+        return (
+            metrics if self.critic is None else metrics | self._critics_gradient(self.critic, step)
+        )
 
     def _critics_gradient(self, critic: Critic, step: Step) -> dict[str, float]:
         return critic.gradient(step.micro_batches, step.totals, self.max_grad_norm)
@@ -168,15 +191,19 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """(T,) log-prob of each label by the forward pass that training uses; temperature: None for the run's."""
+        """(T,) log-prob of each label by the forward pass that training uses; temperature: None for
+        the run's."""
         count, policy = len(micro_batch.tokens), self.policy
         micro_batch = local_tokens(micro_batch, self.layout).counted().to(self.device)
         if policy.pipeline is None:
-            log_probs = self.log_probs_of(policy.loss_inputs(micro_batch), micro_batch, temperature)[0]
+            log_probs = self.log_probs_of(
+                policy.loss_inputs(micro_batch), micro_batch, temperature
+            )[0]
         else:
             with_head = cast("ParallelPolicy", policy).with_head
             log_probs = policy.pipeline.on_last_stage(
-                micro_batch, lambda hidden: self.log_probs_of(with_head(hidden), micro_batch, temperature)[0]
+                micro_batch,
+                lambda hidden: self.log_probs_of(with_head(hidden), micro_batch, temperature)[0],
             )
         policy.put_away()
         return policy.all_tokens(log_probs)[:count]
@@ -198,8 +225,8 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def entropy(self, micro_batch: MicroBatch) -> Tensor:
-        """(T,) entropy of the softmax before each label, 0 where labels < 0; the micro-batch is counted and on the
-        module's device."""
+        """(T,) entropy of the softmax before each label, 0 where labels < 0; the micro-batch is
+        counted and on the module's device."""
         inputs = self.policy.loss_inputs(micro_batch)
         _, entropy = self.log_probs_of(inputs, micro_batch, with_entropy=True)
         assert entropy is not None
@@ -216,7 +243,8 @@ class PolicyGradientModule(DynamicAccumulation):
         return replace(micro_batch, ref_log_probs=self._by_reference(micro_batch))
 
     def _by_reference(self, micro_batch: MicroBatch) -> Tensor:
-        """(T,) the reference's log-prob of each label; the micro-batch is counted and on the module's device."""
+        """(T,) the reference's log-prob of each label; the micro-batch is counted and on the
+        module's device."""
         assert self.reference is not None
         log_probs = self.log_probs_of(*self._read_by_reference(micro_batch))[0]
         self.reference.put_away()
@@ -236,12 +264,14 @@ class PolicyGradientModule(DynamicAccumulation):
 
     @torch.no_grad()
     def _reference_states(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead]:
-        """The reference's hidden states and head; the latter stays together until the reference is put away."""
+        """The reference's hidden states and head; the latter stays together until the reference is
+        put away."""
         (hidden, head, _), _ = self._read_by_reference(micro_batch)
         return _here(hidden, micro_batch), self._precise(head)
 
     def _read_by_reference(self, micro_batch: MicroBatch) -> tuple[Inputs, MicroBatch]:
-        """What the loss would need of the reference, and of which tokens: with its own prompts, where it has any."""
+        """What the loss would need of the reference, and of which tokens: with its own prompts,
+        where it has any."""
         assert self.reference is not None
         if micro_batch.for_reference is not None:
             micro_batch = replace(micro_batch.for_reference, counts=micro_batch.counts)
@@ -249,34 +279,49 @@ class PolicyGradientModule(DynamicAccumulation):
             return self.reference.loss_inputs(micro_batch), micro_batch
 
     def log_probs_of(
-        self, inputs: Inputs, micro_batch: MicroBatch, temperature: float | None = None, with_entropy: bool = False
+        self,
+        inputs: Inputs,
+        micro_batch: MicroBatch,
+        temperature: float | None = None,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`kernels.losses.log_probs_of_hidden` of what a policy's `loss_inputs` gave, under the run's settings."""
+        """`kernels.losses.log_probs_of_hidden` of what a policy's `loss_inputs` gave, under the
+        run's settings."""
         hidden, head, ranks = inputs
         computation = replace(self.computation, num_splits=1)
         loss = self.loss if temperature is None else replace(self.loss, temperature=temperature)
-        return log_probs_of_hidden(hidden, self._precise(head), micro_batch, loss, ranks, computation, with_entropy)
+        return log_probs_of_hidden(
+            hidden, self._precise(head), micro_batch, loss, ranks, computation, with_entropy
+        )
 
     def _loss(self, inputs: Inputs, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
         hidden, head, ranks = inputs
-        return loss_of_hidden(hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation)
+        return loss_of_hidden(
+            hidden, self._precise(head), micro_batch, totals, self.loss, ranks, self.computation
+        )
 
     def _check_log_probs(self, step: Step) -> None:
-        """A loader of one's own may lack them, and the rollouts of a run that goes on with a correction."""
+        """A loader of one's own may lack them, and the rollouts of a run that goes on with a
+        correction."""
         now = self.num_updates
-        unknown = [d.name for d in step.documents if d.old_log_probs is None and d.anchor_version != now]
+        unknown = [
+            d.name for d in step.documents if d.old_log_probs is None and d.anchor_version != now
+        ]
         if unknown and self.loss.reads_old_log_probs:
             raise DataError(
-                f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It compares the policy "
-                "with the one that sampled. Give them, or use loss=reinforce correction=none kl=none."
+                f"the loss needs old_log_probs of every document (got none of {unknown[0]}). It "
+                "compares the policy with the one that sampled. Give them, or use loss=reinforce "
+                "correction=none kl=none."
             )
-        lacking = [document.name for document in step.documents if document.sampling_log_probs is None]
+        lacking = [
+            document.name for document in step.documents if document.sampling_log_probs is None
+        ]
         if lacking and self.loss.needs_sampling_log_probs:
             assert self.loss.correction is not None
             raise DataError(
-                f"correction={self.loss.correction.name} needs sampling_log_probs of every document (got none of "
-                f"{lacking[0]}). The checkpoint's batch of rollouts was sampled without them. "
-                "Use correction=none, or start a new run."
+                f"correction={self.loss.correction.name} needs sampling_log_probs of every "
+                f"document (got none of {lacking[0]}). The checkpoint's batch of rollouts was "
+                "sampled without them. Use correction=none, or start a new run."
             )
 
     def _precise(self, head: LMHead) -> LMHead:

@@ -17,7 +17,8 @@ from pgtoolkit.tracking.progress import entry
 
 
 def opening(config: Config, policy: Policy, on_gpu: bool, layout: Layout) -> str:
-    """Return the lines on model, device and sampler. policy: whole, as it is before ranks share it."""
+    """Return the lines on model, device and sampler. policy: whole, as it is before ranks share
+    it."""
     lines = [entry("model", _model(config, policy)), entry("device", _device(on_gpu, layout))]
     if isinstance(config.rollout, RecordedRolloutConfig):
         lines.append(entry("rollouts", f"recorded in {config.rollout.path}"))
@@ -42,7 +43,11 @@ def _model(config: Config, policy: Policy) -> str:
 def _device(on_gpu: bool, layout: Layout) -> str:
     if not on_gpu:
         device = f"cpu, {plural(torch.get_num_threads(), 'thread')}"
-        return device if layout.world_size == 1 else f"{device} in each of {layout.world_size} processes"
+        return (
+            device
+            if layout.world_size == 1
+            else f"{device} in each of {layout.world_size} processes"
+        )
     name = torch.cuda.get_device_name()
     return name if layout.world_size == 1 else f"{layout.world_size} x {name}"
 

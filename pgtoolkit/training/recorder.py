@@ -1,6 +1,8 @@
-"""The callback that makes a run durable: metrics and progress after each step, checkpoints, an orderly stop.
+"""The callback that makes a run durable: metrics and progress after each step, checkpoints, an
+orderly stop.
 
-Every rank has one: they stop after the same step and save together, but only that of rank 0 writes to the run.
+Every rank has one: they stop after the same step and save together, but only that of rank 0 writes
+    to the run.
 """
 
 from __future__ import annotations
@@ -32,21 +34,25 @@ log = logging.getLogger("pgtoolkit")
 
 
 _LAUNCHER_LOST = 1000
-"""Stands among the numbers of signals for the end of the process that started this one, which sends SIGTERM."""
+"""Stands among the numbers of signals for the end of the process that started this one, which sends
+SIGTERM."""
 
 
 class Recorder(lightning.Callback):
     """Writes what each step yields to the run directory; a step counts once its update is made.
 
-    run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh run.
+    run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh
+        run.
     completions: an attribute, where some are kept; rank 0's.
-    The first of STOP_SIGNALS, to any rank, lets the step finish and saves it (`interrupted_by` is then set); a
-    second SIGINT acts at once. A process that `pgtk` has started, and ranks that another launcher has, stop in the same
-    way when the process that started them is gone.
-    `reached` says in words that the goal of trainer.stop_at was, which ends the run as well.
+    The first of STOP_SIGNALS, to any rank, lets the step finish and saves it (`interrupted_by` is
+    then set); a second SIGINT acts at once. A process that `pgtk` has started, and ranks that
+    another launcher has, stop in the same way when the process that started them is gone. `reached`
+    says in words that the goal of trainer.stop_at was, which ends the run as well.
     """
 
-    def __init__(self, run: RunDirectory | None, folder: Path, config: TrainerConfig, checkpoint: dict | None):
+    def __init__(
+        self, run: RunDirectory | None, folder: Path, config: TrainerConfig, checkpoint: dict | None
+    ):
         self._run = run
         self._folder = folder / "checkpoints"
         self._config = config
@@ -68,18 +74,22 @@ class Recorder(lightning.Callback):
         if self._checkpoint is not None:
             restore(module, self._checkpoint)
             self._checkpoint = None
-        answer_stop_signals(self._stop_after_this_step)  # Lightning puts its caller's handlers back at the end
+        # Lightning puts its caller's handlers back at the end
+        answer_stop_signals(self._stop_after_this_step)
         raise_swallowed()
         if self._run is not None:
             self.progress.begin(self.step)
         if module.evaluator is not None:
             self._evaluations = Evaluations(self._run, module)
-            if self._evaluations.is_due(self.step):  # before the first step, or where a kill or a signal came before it
+            # before the first step, or where a kill or a signal came before it
+            if self._evaluations.is_due(self.step):
                 self._evaluations.make(self.step)
             self.reached = self._evaluations.reached(self.step)
             trainer.should_stop |= self.reached is not None
 
-    def on_train_batch_end(self, trainer, module, outputs: dict, batch: Step, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer, module, outputs: dict, batch: Step, batch_idx: int
+    ) -> None:
         self.step = batch.state_after["num_steps"]
         if self._run is not None:
             metrics = outputs["metrics"]
@@ -93,7 +103,8 @@ class Recorder(lightning.Callback):
         stop = self._asked_to_stop(module)
         waits = stop and self.step < self._config.max_steps  # until the run is resumed
         if not waits and self._evaluations is not None and self._evaluations.is_due(self.step):
-            # Before the checkpoint: one that is there has the evaluation of its step, and the best one is kept.
+            # Before the checkpoint: one that is there has the evaluation of its step, and the best
+            #   one is kept.
             self._evaluations.make(self.step)
             self.reached = self._evaluations.reached(self.step)
             stop = self._asked_to_stop(module)
@@ -106,7 +117,11 @@ class Recorder(lightning.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer, module) -> None:
-        if self._evaluations is not None and not self.interrupted_by and not self._evaluations.has(self.step):
+        if (
+            self._evaluations is not None
+            and not self.interrupted_by
+            and not self._evaluations.has(self.step)
+        ):
             self._evaluations.make(self.step)  # the data has ended before max_steps
         if self._unsaved is not None:
             self._save(module)
@@ -119,7 +134,8 @@ class Recorder(lightning.Callback):
         return largest(self._signal, module.layout)
 
     def on_exception(self, trainer, module, exception: BaseException) -> None:
-        """A server that samples was lost, for all ranks alike, between two steps: none of those made is to be lost."""
+        """A server that samples was lost, for all ranks alike, between two steps: none of those
+        made is to be lost."""
         if isinstance(exception, SamplerLost) and self._unsaved is not None:
             self._save(module)
 
@@ -127,7 +143,11 @@ class Recorder(lightning.Callback):
         """Raises an error if the run has come to its end without a single update."""
         if self._num_updates > 0 or self.interrupted_by:
             return
-        reason = "The loss of each was not finite" if self._not_finite else "Their documents have no trained token"
+        reason = (
+            "The loss of each was not finite"
+            if self._not_finite
+            else "Their documents have no trained token"
+        )
         error = (NumericalError if self._not_finite else DataError)(
             f"nothing was trained: none of the {self.step} steps made an update. {reason}."
         )
@@ -145,7 +165,8 @@ class Recorder(lightning.Callback):
     def _save(self, module) -> None:
         assert self._unsaved is not None
         if self.completions is not None:
-            self.completions.write()  # first: a run that goes on from this checkpoint has those up to it
+            # first: a run that goes on from this checkpoint has those up to it
+            self.completions.write()
         state, tensors = snapshot(module, loadable(self._unsaved))
         settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
         best = self._evaluations and self._evaluations.best_step
@@ -158,10 +179,14 @@ class Recorder(lightning.Callback):
     def _stop_after_this_step(self, number, _frame) -> None:
         self._signal = _LAUNCHER_LOST if parent_has_ended.is_set() else number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Not by the log: the signal may have come while a line of it is written, and a stream is not written to twice.
+        # Not by the log: the signal may have come while a line of it is written, and a stream is
+        #   not written to twice.
         if self._run is not None:
             with contextlib.suppress(OSError):
-                os.write(1, self.progress.above(f"{_name(self._signal)}: finishing this step, then saving"))
+                os.write(
+                    1,
+                    self.progress.above(f"{_name(self._signal)}: finishing this step, then saving"),
+                )
 
 
 def _name(number: int) -> str:

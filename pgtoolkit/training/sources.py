@@ -1,4 +1,5 @@
-"""What a policy's completions come from: the rollouts that it is trained on, and the evaluator of held-out prompts."""
+"""What a policy's completions come from: the rollouts that it is trained on, and the evaluator of
+held-out prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from pgtoolkit.config.schema_tasks import Chat, TaskConfig, TooLong
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together, read_once
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.evaluator import Evaluator, PromptSet, as_evaluated, asked_by_both, different
+from pgtoolkit.rollouts.evaluator import (
+    Evaluator,
+    PromptSet,
+    as_evaluated,
+    asked_by_both,
+    different,
+)
 from pgtoolkit.rollouts.policy_rollouts import PolicyRollouts
 from pgtoolkit.rollouts.recorded import recorded_rollouts
 from pgtoolkit.rollouts.recording import recording_folder
@@ -43,9 +50,15 @@ log = logging.getLogger("pgtoolkit")
 
 
 def source_of(
-    config: Config, task: Task, module: PolicyGradientModule, room: int, resume: bool, run_dir: Path | None
+    config: Config,
+    task: Task,
+    module: PolicyGradientModule,
+    room: int,
+    resume: bool,
+    run_dir: Path | None,
 ) -> Source:
-    """The rollouts that the module is trained on, from the start of the data. room: tokens of the longest document.
+    """The rollouts that the module is trained on, from the start of the data. room: tokens of the
+    longest document.
 
     run_dir: of the run, which keeps the index of recorded rollouts; None: none is kept.
     """
@@ -57,7 +70,9 @@ def source_of(
         with failing_together(module.layout):
             if module.reference is not None:
                 room = min(room, module.reference.max_positions)
-            tokenized = _tokenized(config, config.task, task, module, room, config.kl.reference_prompt)
+            tokenized = _tokenized(
+                config, config.task, task, module, room, config.kl.reference_prompt
+            )
             for note in [*_notes_on_template(tokenized), *notes_on_rows(tokenized, config.task)]:
                 log.warning(f"note: {note}")
         _check_prompts(module.layout, "the task", task)
@@ -66,15 +81,18 @@ def source_of(
         if ignored and isinstance(config.model, HuggingFaceModelConfig):
             values = ", ".join(f"{name}={value}" for name, value in ignored.items())
             log.warning(
-                f"note: {config.model.path}/generation_config.json suggests {values}, which is ignored: completions "
-                "are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+                f"note: {config.model.path}/generation_config.json suggests {values}, which is "
+                "ignored: completions are sampled as rollout.temperature and rollout.top_p say, "
+                "and nothing else."
             )
         return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
     layout = module.layout
     tokenizer = module.policy.tokenizer
     known = tokenizer, end_tokens(module.model.generation_config, tokenizer)
     vocabulary = module.policy.vocabulary_size
-    source = recorded_rollouts(config, module.loss, vocabulary, room, None, layout, run_dir, lambda: known)
+    source = recorded_rollouts(
+        config, module.loss, vocabulary, room, None, layout, run_dir, lambda: known
+    )
     with failing_together(layout):
         if layout.rank == 0 and run_dir is not None:
             record_rollouts(run_dir, source.index)
@@ -82,9 +100,14 @@ def source_of(
 
 
 def evaluator_of(
-    config: Config, trained: Task | None, module: PolicyGradientModule, source: Source | None, run_dir: Path
+    config: Config,
+    trained: Task | None,
+    module: PolicyGradientModule,
+    source: Source | None,
+    run_dir: Path,
 ) -> Evaluator:
-    """What evaluates the policy of a module. trained: the prompts that it is trained on, if it is. source: likewise.
+    """What evaluates the policy of a module. trained: the prompts that it is trained on, if it is.
+    source: likewise.
 
     Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
     """
@@ -93,48 +116,79 @@ def evaluator_of(
     if config.sampler.name == "vllm":
         room = min(room, config.accumulation.max_tokens)
     with failing_together(module.layout):
-        sets = [_prompt_set(evaluated, prompt_set, module, room) for prompt_set in held_out_sets(config)]
+        sets = [
+            _prompt_set(evaluated, prompt_set, module, room) for prompt_set in held_out_sets(config)
+        ]
         if trained is None:  # else training has said the same
-            for note in dict.fromkeys(note for prompt_set in sets for note in _notes_on_template(prompt_set.task)):
+            for note in dict.fromkeys(
+                note for prompt_set in sets for note in _notes_on_template(prompt_set.task)
+            ):
                 log.warning(f"note: {note}")
         for prompt_set in sets:
             task = prompt_set.task.task
             if trained is not None and (count := asked_by_both(trained, task, prompt_set.count)):
                 log.warning(
-                    f"note: {count} of the {prompt_set.count} prompts of evaluation set {prompt_set.name} are also "
-                    "prompts of training: what is measured on those is not held out."
+                    f"note: {count} of the {prompt_set.count} prompts of evaluation set "
+                    f"{prompt_set.name} are also prompts of training: what is measured on those is "
+                    "not held out."
                 )
-            if isinstance(task, ConversationTask):  # which may begin alike, and go on by the prompts' seeds
+            # which may begin alike, and go on by the prompts' seeds
+            if isinstance(task, ConversationTask):
                 continue
-            if count := prompt_set.count - len(different(map(task.prompt, range(prompt_set.count)))):
-                log.warning(f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat one before.")
+            if count := prompt_set.count - len(
+                different(map(task.prompt, range(prompt_set.count)))
+            ):
+                log.warning(
+                    f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat "
+                    "one before."
+                )
     for prompt_set in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
-    if isinstance(source, PolicyRollouts) and isinstance(source.sampler, ServerSampler | CopySampler):
+    if isinstance(source, PolicyRollouts) and isinstance(
+        source.sampler, ServerSampler | CopySampler
+    ):
         sampler = source.sampler.sampling_otherwise(evaluated.rollout, source.state_dict)
     else:
         sampler = _sampler(evaluated, module, sets[0].task, room, run_dir)
     return Evaluator(sets, sampler, module, evaluated.rollout, module.layout, run_dir)
 
 
-def _prompt_set(config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int) -> PromptSet:
+def _prompt_set(
+    config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int
+) -> PromptSet:
     place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
     try:
-        task = make_task(chosen.task, chosen.seed, functools.partial(read_once, module.layout), held_out=True)
+        task = make_task(
+            chosen.task, chosen.seed, functools.partial(read_once, module.layout), held_out=True
+        )
         tokenized = _tokenized(config, chosen.task, task, module, room)
     except (ConfigError, DataError) as error:
-        problem = str(error).replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
+        problem = (
+            str(error)
+            .replace("task.", f"{place}.")
+            .replace("rollout.max_comp", "evaluation.max_comp")
+        )
         raise type(error)(f"evaluation set {chosen.name}: {problem}") from error
     for note in notes_on_rows(tokenized, chosen.task):
-        of_set = note.replace("task.", f"{place}.").replace("rollout.max_comp", "evaluation.max_comp")
+        of_set = note.replace("task.", f"{place}.").replace(
+            "rollout.max_comp", "evaluation.max_comp"
+        )
         log.warning(f"note: evaluation set {chosen.name}: {of_set}")
-    return PromptSet(chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed)
+    return PromptSet(
+        chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed
+    )
 
 
 def _tokenized(
-    config: Config, chosen: TaskConfig, task: Task, module: PolicyGradientModule, room: int, template: str | None = None
+    config: Config,
+    chosen: TaskConfig,
+    task: Task,
+    module: PolicyGradientModule,
+    room: int,
+    template: str | None = None,
 ) -> TokenizedTask:
-    """A task as the policy's tokenizer sees it, its prompts measured against the room for a document."""
+    """A task as the policy's tokenizer sees it, its prompts measured against the room for a
+    document."""
     assert isinstance(config.rollout, PolicyRolloutConfig)
     tokenizer = module.policy.tokenizer
     ends = end_tokens(module.model.generation_config, tokenizer)
@@ -154,10 +208,12 @@ def _tokenized(
     )
     unscaled = module.policy.unscaled_positions
     if config.sampler.name == "transformers" and unscaled < room:
-        # One token after the other, a document would begin with other positions than a forward pass of it has.
+        # One token after the other, a document would begin with other positions than a forward pass
+        # of it has.
         log.warning(
-            f"note: documents have at most {unscaled} tokens, since the model's rotary positions (longrope) change for "
-            "all tokens of a longer one: it could not be sampled token by token as it is trained."
+            f"note: documents have at most {unscaled} tokens, since the model's rotary positions "
+            "(longrope) change for all tokens of a longer one: it could not be sampled token by "
+            "token as it is trained."
         )
         room = unscaled
     skip = getattr(chosen, "too_long", None) == TooLong.skip
@@ -165,7 +221,11 @@ def _tokenized(
     once = functools.partial(read_once, module.layout)
     tokenized.check_lengths(room, longest, skip, longest_prompt, once)
     if isinstance(task, ConversationTask):
-        if chat is None and config.model.name == "huggingface" and getattr(chosen, "chat", Chat.never) == Chat.auto:
+        if (
+            chat is None
+            and config.model.name == "huggingface"
+            and getattr(chosen, "chat", Chat.never) == Chat.auto
+        ):
             raise ConfigError(
                 refusal(
                     setting="task.chat=auto",
@@ -184,13 +244,16 @@ def _notes_on_template(tokenized: TokenizedTask) -> list[str]:
 
 
 def _check_prompts(layout: Layout, place: str, task: Task) -> None:
-    """RankLost where ranks, each of which has its share of the prompts completed, have read other ones."""
+    """RankLost where ranks, each of which has its share of the prompts completed, have read other
+    ones."""
     if layout.world_size > 1:
         rows = [(prompt.text, prompt.messages, prompt.answer) for prompt in task.rows()]
         check_same(layout, f"the prompts of {place}", zlib.crc32(repr(rows).encode()))
 
 
-def _sampler(config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path) -> Sampler:
+def _sampler(
+    config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path
+) -> Sampler:
     if copies_of(config):
         return CopySampler(config, module.policy, module.layout, run_dir)
     if isinstance(config.sampler, TransformersSamplerConfig):

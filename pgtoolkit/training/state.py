@@ -34,7 +34,8 @@ from pgtoolkit.training.checkpoint import (
 )
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was never stopped."""
+"""What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was
+never stopped."""
 
 
 def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor]]]:
@@ -71,9 +72,14 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
 def _moments(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], layout: Layout
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the moments of weights, and the names of those of which no step had a gradient, on any rank."""
+    """Return the moments of weights, and the names of those of which no step had a gradient, on any
+    rank."""
     of_each = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
-    moments = {f"{name}.{field}": value for name, fields in of_each.items() for field, value in fields.items()}
+    moments = {
+        f"{name}.{field}": value
+        for name, fields in of_each.items()
+        for field, value in fields.items()
+    }
     without = [name for name, fields in of_each.items() if not fields]
     return moments, sorted(set().union(*gather_objects(without, layout.world_group)))
 
@@ -81,10 +87,11 @@ def _moments(
 def write_settings(module, folder: Path, merged: bool = False) -> None:
     """Write what transformers needs beside the weights; OSError if that fails.
 
-    These are the configuration, whose `dtype` is the number type of the weights that training began with (it keeps them
-    in float32 whatever they came in), how completions are sampled, and the tokenizer. merged: the folder's weights are
-    those of the whole model. Otherwise a folder of LoRA's adapters gets their own configuration: beside the model's,
-    transformers would take it for a whole model.
+    These are the configuration, whose `dtype` is the number type of the weights that training began
+    with (it keeps them in float32 whatever they came in), how completions are sampled, and the
+    tokenizer. merged: the folder's weights are those of the whole model. Otherwise a folder of
+    LoRA's adapters gets their own configuration: beside the model's, transformers would take it for
+    a whole model.
     """
     chosen, sampling = module.config.model, sampling_settings(module.policy, module.config.rollout)
     if module.policy.base_digest is not None and not merged:
@@ -103,9 +110,11 @@ def write_settings(module, folder: Path, merged: bool = False) -> None:
 
 
 def restore(module, state: dict) -> None:
-    """Continue from a checkpoint of any number of ranks, but for the data, which the step loader restores.
+    """Continue from a checkpoint of any number of ranks, but for the data, which the step loader
+    restores.
 
-    state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are taken over: its
+    state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are
+        taken over: its
     settings are the configuration's, which a resume may change.
     """
     names = set().union(*gather_objects(set(stored(module.policy)[1]), module.layout.world_group))
@@ -113,13 +122,16 @@ def restore(module, state: dict) -> None:
         try:
             _restore_tensors(module, state, names)
         except (ValueError, SafetensorError) as error:
-            raise ConfigError(f"the checkpoint does not fit the configured model: {first_line(error)}") from error
+            raise ConfigError(
+                f"the checkpoint does not fit the configured model: {first_line(error)}"
+            ) from error
         module.num_updates = state["num_updates"]
         module.num_skipped_steps = state["num_skipped_steps"]
         module.documents_seen = state["documents_seen"]
         if module.critic is not None:
             module.critic.num_updates = state["critic_updates"]
-        if module.loss_scale is not None and "loss_scale" in state:  # not of a run in another type before
+        # not of a run in another type before
+        if module.loss_scale is not None and "loss_scale" in state:
             module.loss_scale.load_state_dict(state["loss_scale"])
 
 
@@ -133,7 +145,9 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
                 fill(weight, name, files)
     weights = stored(module.policy)[1]
     without = state.get("without_moments")
-    _restore_moments(state["path"], MOMENTS, module.optimizer, weights, names, state["num_updates"], without)
+    _restore_moments(
+        state["path"], MOMENTS, module.optimizer, weights, names, state["num_updates"], without
+    )
     if module.critic is None:
         return
     if "critic_updates" not in state:
@@ -144,7 +158,9 @@ def _restore_tensors(module, state: dict, names: set[str]) -> None:
             fill(weight, name, files)
     updates, without = state["critic_updates"], state["critic_without_moments"]
     optimizer = module.critic.optimizer
-    _restore_moments(state["path"], CRITIC_MOMENTS, optimizer, weights, set(weights), updates, without)
+    _restore_moments(
+        state["path"], CRITIC_MOMENTS, optimizer, weights, set(weights), updates, without
+    )
 
 
 def _restore_moments(
@@ -163,8 +179,12 @@ def _restore_moments(
         _check_moments(files.keys(), names, path, updates, without)
         for name, parameter in weights.items():
             if f"{name}.step" in files:
-                count = torch.zeros((), device=parameter.device)  # beside the parameter, as fused AdamW has it
-                rooms = {field: count if field == "step" else torch.zeros_like(parameter) for field in _MOMENTS}
+                # beside the parameter, as fused AdamW has it
+                count = torch.zeros((), device=parameter.device)
+                rooms = {
+                    field: count if field == "step" else torch.zeros_like(parameter)
+                    for field in _MOMENTS
+                }
                 optimizer.state[parameter] = rooms
                 for field, room in rooms.items():
                     fill(room, f"{name}.{field}", files)
@@ -175,14 +195,22 @@ def _restore_moments(
 
 
 def _check_moments(
-    stored_names: Collection[str], names: set[str], path: Path, updates: int, without: list[str] | None
+    stored_names: Collection[str],
+    names: set[str],
+    path: Path,
+    updates: int,
+    without: list[str] | None,
 ) -> None:
     """Raise an error where moments are missing, or are of no weight.
 
-    names: of the whole model's weights. updates: that were made of them. without: which of them have no moments, as the
-    checkpoint says; one that does not say so may lack all moments of a weight, but not some of them.
+    names: of the whole model's weights. updates: that were made of them. without: which of them
+        have no moments, as the
+    checkpoint says; one that does not say so may lack all moments of a weight, but not some of
+    them.
     """
-    for name in sorted({*stored_names} - {f"{name}.{field}" for name in names for field in _MOMENTS}):
+    for name in sorted(
+        {*stored_names} - {f"{name}.{field}" for name in names for field in _MOMENTS}
+    ):
         raise ValueError(f"{name} is none of the optimizer's moments")
     if not updates:
         return
@@ -194,7 +222,8 @@ def _check_moments(
 
 
 def stored(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:
-    """What a checkpoint holds of the model: the kind, and the tensors themselves by their names there."""
+    """What a checkpoint holds of the model: the kind, and the tensors themselves by their names
+    there."""
     if policy.base_digest is None:
         return WEIGHTS, named_weights(policy.model)
     return ADAPTERS, lora.adapter_weights(policy.model)
@@ -202,15 +231,19 @@ def stored(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:
 
 @torch.no_grad()
 def load_weights(policy: Policy, state: dict, names: set[str] | None = None) -> None:
-    """This rank's part of a checkpoint's weights, or of its adapters; names: of all of them, where others hold some.
+    """This rank's part of a checkpoint's weights, or of its adapters; names: of all of them, where
+    others hold some.
 
-    Raises ValueError or SafetensorError where they are not those of the policy, and ConfigError for adapters that do
-    not fit to it.
+    Raises ValueError or SafetensorError where they are not those of the policy, and ConfigError for
+    adapters that do not fit to it.
     """
     kind, tensors = stored(policy)
     names = {*tensors} if names is None else names
     if (found := state.get("base_digest")) != policy.base_digest:
-        why = "its adapters were trained beside other weights than model.path has now. Use the model as it was."
+        why = (
+            "its adapters were trained beside other weights than model.path has now. Use the "
+            "model as it was."
+        )
         if found is None:
             why = "it holds all weights. Use model.lora_rank=null."
         elif policy.base_digest is None:

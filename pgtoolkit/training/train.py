@@ -1,4 +1,5 @@
-"""Runs one experiment in its run directory: from the configuration to the last checkpoint and the summary."""
+"""Runs one experiment in its run directory: from the configuration to the last checkpoint and the
+summary."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.rules.executed import named_functions
 from pgtoolkit.config.saved import cannot_change
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig, RecordedRolloutConfig, RolloutConfig
+from pgtoolkit.config.schema_rollouts import (
+    PolicyRolloutConfig,
+    RecordedRolloutConfig,
+    RolloutConfig,
+)
 from pgtoolkit.config.schema_run import Schedule
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, SamplerLost, StorageError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects, losing_ranks
@@ -66,11 +71,15 @@ def train(
     sweep: str | None = None,
     layout: Layout = ONE_PROCESS,
 ) -> None:
-    """Train as the validated configuration says; `resume` continues from the newest checkpoint in run_dir.
+    """Train as the validated configuration says; `resume` continues from the newest checkpoint in
+    run_dir.
 
-    overrides: what was typed, for the record. sweep: the name of the sweep that the run belongs to; a resumed run
-    keeps the one it was started with. layout: of all processes, each of which calls this; rank 0 alone writes and logs.
-    Raises a PgtoolkitError that carries the exit status; status.json in the run directory tells the same.
+    overrides: what was typed, for the record. sweep: the name of the sweep that the run belongs to;
+        a resumed run
+    keeps the one it was started with. layout: of all processes, each of which calls this; rank 0
+        alone writes and logs.
+    Raises a PgtoolkitError that carries the exit status; status.json in the run directory tells the
+    same.
     """
     run = checkpoint = None  # the run directory and what tracks it are rank 0's
     trackers: list[Tracker] = []
@@ -94,9 +103,14 @@ def train(
             if run is not None:
                 run.set_status("running", recorder.step, sweep=sweep)
             if layout.world_size > 1:
-                sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
+                sizes = ", ".join(
+                    f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1
+                )
                 log.info(f"{layout.world_size} processes: {sizes}")
-            with contextlib.ExitStack() as started, losing_ranks(layout, config.parallelism.timeout_seconds):
+            with (
+                contextlib.ExitStack() as started,
+                losing_ranks(layout, config.parallelism.timeout_seconds),
+            ):
                 started.callback(recorder.progress.end)
                 module, loader = build(config, resume, layout, folder)
                 started.callback(loader.source.close)
@@ -109,11 +123,17 @@ def train(
                     if count := getattr(config.rollout, "keep_completions", 0):
                         assert isinstance(loader.source, PolicyRollouts)
                         prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
-                        recorder.completions = KeptCompletions(run.path, count, prompt, tokenizer, recorder.step)
+                        recorder.completions = KeptCompletions(
+                            run.path, count, prompt, tokenizer, recorder.step
+                        )
                     _start_trackers(config, run, trackers)
                     for tracker in trackers:
                         is_mlflow = isinstance(tracker, MlflowTracker)
-                        where = mlflow_entries(tracker.info) if is_mlflow else [entry(tracker.title, tracker.where)]
+                        where = (
+                            mlflow_entries(tracker.info)
+                            if is_mlflow
+                            else [entry(tracker.title, tracker.where)]
+                        )
                         log.info("\n".join(where))
                 if recorder.step < config.trainer.max_steps or module.evaluator is not None:
                     fit(module, loader, config, recorder)
@@ -122,12 +142,18 @@ def train(
             outcome, reason = ("interrupted", stopped) if stopped else ("done", recorder.reached)
             if outcome == "done" and reason is None and recorder.step < config.trainer.max_steps:
                 reason = _why_the_data_ended(config.rollout)
-                reason = f"the data ended after step {recorder.step} of {config.trainer.max_steps}: {reason}"
+                reason = (
+                    f"the data ended after step {recorder.step} of "
+                    f"{config.trainer.max_steps}: {reason}"
+                )
         except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
             first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
             outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
         except SamplerLost as error:
-            reason, told = f"SamplerLost: {error}", type(error)(f"{error} Continue with: {resume_command(folder)}")
+            reason, told = (
+                f"SamplerLost: {error}",
+                type(error)(f"{error} Continue with: {resume_command(folder)}"),
+            )
             told.on_all_ranks = error.on_all_ranks
             raise told from error
         except BaseException as error:
@@ -135,20 +161,22 @@ def train(
             raise
         finally:
             if run is not None:
-                several = layout.world_size > 1  # once one has failed, a launcher such as torchrun ends all by SIGTERM
+                # once one has failed, a launcher such as torchrun ends all by SIGTERM
+                several = layout.world_size > 1
                 handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if several else None
                 _finish(run, recorder, trackers, outcome, reason)
                 if several:
                     signal.signal(signal.SIGTERM, handler)
         if outcome == "interrupted":
             raise Interrupted(
-                f"stopped as asked ({reason}) after step {recorder.step}; saved up to step {recorder.saved_step}. "
-                f"Continue with: {resume_command(folder)}"
+                f"stopped as asked ({reason}) after step {recorder.step}; saved up to step "
+                f"{recorder.saved_step}. Continue with: {resume_command(folder)}"
             )
 
 
 def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[str]) -> dict | None:
-    """Write down what starts, or is continued, and from which data; returns the checkpoint to continue from, if any."""
+    """Write down what starts, or is continued, and from which data; returns the checkpoint to
+    continue from, if any."""
     log.info(entry("run", shell_path(run.path)))
     checkpoint = None
     if resume:
@@ -161,12 +189,14 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         log.info(entry("continues", f"after step {step}"))
     if step > config.trainer.max_steps:
         raise ConfigError(
-            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made (got {step} of "
-            f"them). A checkpoint is continued, not cut. Use trainer.max_steps={step}."
+            f"trainer.max_steps={config.trainer.max_steps} needs at least the steps already made "
+            f"(got {step} of them). A checkpoint is continued, not cut. Use "
+            f"trainer.max_steps={step}."
         )
     if checkpoint is not None:
         _refuse_another(config, run.path, checkpoint)
-    for read in (read_status, read_provenance):  # damaged files are reported before anything is changed
+    # damaged files are reported before anything is changed
+    for read in (read_status, read_provenance):
         read(run.path)
     if checkpoint is not None:
         check_rows(run.path, checkpoint["path"])
@@ -182,12 +212,16 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
     run.drop_metrics_after(step, kept)
     drop_completions_after(run.path, step)
     if rows < step:
-        log.warning(f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin later")
+        log.warning(
+            f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin "
+            "later"
+        )
     return checkpoint
 
 
 def _named_modules(config: Config) -> tuple[set[str], set[str]]:
-    """Return the modules that a configuration names: those that steps depend on, and those of evaluations."""
+    """Return the modules that a configuration names: those that steps depend on, and those of
+    evaluations."""
     named: dict[bool, set[str]] = {True: set(), False: set()}
     for key, path in named_functions(config).items():
         named[changes_learning(key, config)].add(path.rpartition(".")[0])
@@ -196,37 +230,50 @@ def _named_modules(config: Config) -> tuple[set[str], set[str]]:
 
 def _why_the_data_ended(rollout: RolloutConfig) -> str:
     if isinstance(rollout, PolicyRolloutConfig):
-        return f"every prompt is solved, by rollout.retire_at={rollout.retire_at}, and none is left to ask"
+        return (
+            f"every prompt is solved, by rollout.retire_at={rollout.retire_at}, and none is "
+            "left to ask"
+        )
     assert isinstance(rollout, RecordedRolloutConfig)
     return f"rollout.epochs={rollout.epochs} is how often it is read"
 
 
 def _schedule_note(config: Config, drift: dict[str, list], checkpoint: dict) -> str | None:
-    """Return what a resume with another trainer.max_steps makes of a learning rate that decays until then."""
+    """Return what a resume with another trainer.max_steps makes of a learning rate that decays
+    until then."""
     if "trainer.max_steps" not in drift or config.optimizer.schedule == Schedule.constant:
         return None
     before, now = drift["trainer.max_steps"]
     updates = checkpoint["num_updates"]
-    old_rate, new_rate = (learning_rate(config.optimizer, updates, steps) for steps in (before, now))
+    old_rate, new_rate = (
+        learning_rate(config.optimizer, updates, steps) for steps in (before, now)
+    )
     return (
-        f"optimizer.schedule={config.optimizer.schedule.value} decays to 0 at trainer.max_steps, which is {now} now "
-        f"and was {before}: the next update has the learning rate {new_rate:.3g} in place of {old_rate:.3g}. "
-        f"pgtk compare does not count this run as a seed of one that had trainer.max_steps={now} from the start."
+        f"optimizer.schedule={config.optimizer.schedule.value} decays to 0 at trainer.max_steps, "
+        f"which is {now} now and was {before}: the next update has the learning rate "
+        f"{new_rate:.3g} in place of {old_rate:.3g}. pgtk compare does not count this run as a "
+        f"seed of one that had trainer.max_steps={now} from the start."
     )
 
 
 def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
     """ConfigError where config.yaml was changed so that the checkpoint is of another run."""
     movable = {*read_data(run_dir)}  # files that may lie elsewhere now: their contents are compared
-    problems = [problem for _, problem in cannot_change(json.loads(checkpoint["config"]), config, movable)]
+    problems = [
+        problem for _, problem in cannot_change(json.loads(checkpoint["config"]), config, movable)
+    ]
     if problems:
         file, step = shell_path(run_dir / "config.yaml"), checkpoint["step"]
-        way_out = f"{file} has changed since the checkpoint of step {step}: put the value back to continue this run."
+        way_out = (
+            f"{file} has changed since the checkpoint of step {step}: put the value back to "
+            "continue this run."
+        )
         raise ConfigError("\n".join([*problems, way_out]))
 
 
 def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -> None:
-    """Start the trackers that are configured, and add each to `started`: if one fails, those before it are closed."""
+    """Start the trackers that are configured, and add each to `started`: if one fails, those before
+    it are closed."""
     settings = config.tracking
     for name in (settings.name, *settings.also):
         if name == "mlflow":
@@ -249,8 +296,11 @@ def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -
             run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
 
 
-def _finish(run: RunDirectory, recorder: Recorder, trackers: list[Tracker], outcome: str, reason: str | None) -> None:
-    """Write the final status, curves and summary; what fails here is logged and never hides the run's own error."""
+def _finish(
+    run: RunDirectory, recorder: Recorder, trackers: list[Tracker], outcome: str, reason: str | None
+) -> None:
+    """Write the final status, curves and summary; what fails here is logged and never hides the
+    run's own error."""
     recorded: Columns = {"step": np.empty(0)}
     try:
         run.set_status(outcome, recorder.step, reason)
@@ -280,7 +330,8 @@ def _finish(run: RunDirectory, recorder: Recorder, trackers: list[Tracker], outc
 
 @contextlib.contextmanager
 def _logging_to(path: Path):
-    """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only when they warn."""
+    """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only
+    when they warn."""
     with storage(path):
         opened = path.open("a+", encoding="utf-8")
     terminal = Terminal()
@@ -304,11 +355,15 @@ def quieten() -> None:
     """Lightning, transformers and torch speak only of what the user can mend."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # transformers warns of padding tokens without an attention mask; causality keeps them out of sight.
+    # transformers warns of padding tokens without an attention mask; causality keeps them out of
+    # sight.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     if not sys.stderr.isatty():  # its bars, and those of downloads, would fill a file
         transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")  # its new name is missing in 5.0
-    warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # matplotlib of a run's name in a title
-    warnings.filterwarnings("ignore", message=".*num_workers.*")  # the step loader has no workers to give
+    # its new name is missing in 5.0
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")
+    # matplotlib of a run's name in a title
+    warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+    # the step loader has no workers to give
+    warnings.filterwarnings("ignore", message=".*num_workers.*")

@@ -1,4 +1,5 @@
-"""A made-up step as other trainers hold it: one row per document, padded on the right; and our loss of it."""
+"""A made-up step as other trainers hold it: one row per document, padded on the right; and our loss
+of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ WIDTH = 9
 
 
 def batch():
-    """(new, old, advantages (B,), mask) padded to (B, WIDTH); documents differ in length, ratios leave clips."""
+    """(new, old, advantages (B,), mask) padded to (B, WIDTH); documents differ in length, ratios
+    leave clips."""
     generator = torch.Generator().manual_seed(5)
     old = -2 + 0.5 * torch.randn(len(LENGTHS), WIDTH, generator=generator, dtype=torch.float64)
     drift = 0.03 * torch.randn(len(LENGTHS), 1, generator=generator, dtype=torch.float64)
@@ -21,7 +23,8 @@ def batch():
 
 
 def ours(loss, parameters, aggregation, divisor=None, step=None, **more):
-    """(loss, gradient by the log-probs) of the whole step; more: keywords of log_prob_loss, tensors (B, WIDTH).
+    """(loss, gradient by the log-probs) of the whole step; more: keywords of log_prob_loss, tensors
+    (B, WIDTH).
 
     step: as `batch` gives it; None for that one.
     """
@@ -38,5 +41,7 @@ def ours(loss, parameters, aggregation, divisor=None, step=None, **more):
 
 def summary(loss, gradient):
     """The loss, the norm of the gradient, and the sum of the gradient times sin(1), sin(2), ..."""
-    pattern = torch.arange(1, gradient.numel() + 1, dtype=torch.float64).reshape(gradient.shape).sin()
+    pattern = (
+        torch.arange(1, gradient.numel() + 1, dtype=torch.float64).reshape(gradient.shape).sin()
+    )
     return float(loss), float(gradient.norm()), float((gradient * pattern).sum())

@@ -1,4 +1,5 @@
-"""verl's own advantages against ours, of documents of one length and of several (docs/losses.md has the table)."""
+"""verl's own advantages against ours, of documents of one length and of several (docs/losses.md has
+the table)."""
 
 import math
 from types import SimpleNamespace
@@ -17,17 +18,25 @@ OF_EQUAL_LENGTHS = math.sqrt(20 / 19 * (20 * 7 - 1) / (20 * 7))
 
 
 def ours(name, rewards, scores, lengths):
-    parts = [group_advantages(name, *both) for both in zip(rewards, lengths, strict=True)] if name != "gdpo" else []
+    parts = (
+        [group_advantages(name, *both) for both in zip(rewards, lengths, strict=True)]
+        if name != "gdpo"
+        else []
+    )
     parts = parts or [gdpo(both, WEIGHTS) for both in zip(rewards, scores, strict=True)]
     return torch.tensor(over_batch(name, parts, rewards), dtype=torch.float64).flatten()
 
 
-@pytest.mark.parametrize("name", ["opo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "name", ["opo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
 @pytest.mark.parametrize("equal", [True, False])
 def test_verl_has_the_same_but_for_what_it_whitens_over(name, equal):
     draw, count = torch.Generator().manual_seed(3), GROUPS * SIZE
     rewards, scores = torch.rand(2, count, generator=draw, dtype=torch.float64)
-    lengths = torch.full((count,), 7) if equal else torch.randint(1, WIDTH, (count,), generator=draw)
+    lengths = (
+        torch.full((count,), 7) if equal else torch.randint(1, WIDTH, (count,), generator=draw)
+    )
     mask = (torch.arange(WIDTH) < lengths[:, None]).double()
     of_last = torch.zeros(count, WIDTH, dtype=torch.float64)
     of_last[torch.arange(count), lengths - 1] = rewards

@@ -1,4 +1,5 @@
-"""The full KL against TRL's own code for it: loss and gradients, of hidden states of two widths and of logits."""
+"""The full KL against TRL's own code for it: loss and gradients, of hidden states of two widths and
+of logits."""
 
 import pytest
 import torch
@@ -14,22 +15,37 @@ def test_trls_distillation_is_the_token_mean_of_the_full_kl(kind, beta):
 
     draw = torch.Generator().manual_seed(0)
     shapes = (10, 8), (13, 8), (10, 5), (13, 5)
-    hidden, weight, ref_hidden, ref_weight = (torch.randn(*shape, generator=draw) for shape in shapes)
+    hidden, weight, ref_hidden, ref_weight = (
+        torch.randn(*shape, generator=draw) for shape in shapes
+    )
     mask = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1, 1, 1])
     index, zeros = torch.tensor([0] * 4 + [1] * 6), torch.zeros(10)
     labels = torch.where(mask == 1, 2, -1)
-    how = {"loss": "reinforce", "aggregation": "token_mean", "kl": kl.KL(kind, 1.0), "temperature": 0.7}
+    how = {
+        "loss": "reinforce",
+        "aggregation": "token_mean",
+        "kl": kl.KL(kind, 1.0),
+        "temperature": 0.7,
+    }
     found = []
     for who in ("pgtoolkit", "DistillationTrainer", "GKDTrainer", "logits"):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         logits, ref_logits = leaves[0] @ leaves[1].T, ref_hidden @ ref_weight.T
         if who == "pgtoolkit":
             of_reference = {"ref_hidden": ref_hidden, "ref_lm_head_weight": ref_weight}
-            loss = linear_policy_loss(*leaves, labels, zeros, zeros, index, **how, **of_reference).loss
+            loss = linear_policy_loss(
+                *leaves, labels, zeros, zeros, index, **how, **of_reference
+            ).loss
         elif who == "logits":
-            loss = policy_loss(logits, labels, zeros, zeros, index, **how, ref_logits=ref_logits).loss
+            loss = policy_loss(
+                logits, labels, zeros, zeros, index, **how, ref_logits=ref_logits
+            ).loss
         elif who == "GKDTrainer":
-            of_labels = {"labels": torch.where(mask == 1, 2, -100)[None], "beta": beta, "temperature": 0.7}
+            of_labels = {
+                "labels": torch.where(mask == 1, 2, -100)[None],
+                "beta": beta,
+                "temperature": 0.7,
+            }
             loss = GKDTrainer.generalized_jsd_loss(logits[None], ref_logits[None], **of_labels)
         else:
             given = leaves[0][None], ref_hidden[None], leaves[1], ref_weight, mask[None], beta

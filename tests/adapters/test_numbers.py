@@ -1,4 +1,5 @@
-"""The adapters of verl and prime-rl without these packages: numbers that their own code has given, and its formulas.
+"""The adapters of verl and prime-rl without these packages: numbers that their own code has given,
+and its formulas.
 
 test_verl.py and test_prime_rl.py compare with the packages themselves, where they are installed.
 """
@@ -20,18 +21,38 @@ from pgtoolkit.families import Dppo
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.015}
 DPPO = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.008, "clip_ratio_c": 1.1}
-# Family and aggregation, verl's flags; the `summary` of what verl 0.9.1's ppo_loss gave in float64, with vanilla, gspo,
-# cispo, sapo, dppo_tv, dro and gpg.
+# Family and aggregation, verl's flags; the `summary` of what verl 0.9.1's ppo_loss gave in float64,
+# with vanilla, gspo, cispo, sapo, dppo_tv, dro and gpg.
 VERL = [
     ("grpo", "token_mean", {}, (0.1337981107, 0.1778367668, -0.1428827642)),
-    ("grpo", "sample_mean", CLIP | {"clip_ratio_c": 1.2}, (0.1182415874, 0.1601105368, -0.1258796629)),
-    ("grpo", "constant", CLIP | {"loss_scale_factor": 5}, (0.1336307177, 0.1657470457, -0.0767592336)),
+    (
+        "grpo",
+        "sample_mean",
+        CLIP | {"clip_ratio_c": 1.2},
+        (0.1182415874, 0.1601105368, -0.1258796629),
+    ),
+    (
+        "grpo",
+        "constant",
+        CLIP | {"loss_scale_factor": 5},
+        (0.1336307177, 0.1657470457, -0.0767592336),
+    ),
     ("gspo", "token_mean", NARROW, (0.133188511, 0.1789057017, -0.1331851965)),
     ("gspo", "sample_mean", NARROW, (0.1152492386, 0.1661225454, -0.1547449143)),
     ("cispo", "token_mean", CLIP, (-0.3049573397, 0.1813586353, -0.1209617174)),
-    ("sapo", "sample_mean", {"tau_pos": 1.5, "tau_neg": 2.0}, (-0.0026344459, 0.1649266097, -0.1429031114)),
+    (
+        "sapo",
+        "sample_mean",
+        {"tau_pos": 1.5, "tau_neg": 2.0},
+        (-0.0026344459, 0.1649266097, -0.1429031114),
+    ),
     ("dppo", "token_mean", DPPO, (-0.303581533, 0.1602098719, -0.0781227372)),
-    ("kimi", "token_mean", {"policy_loss": {"dro_beta": 0.3}}, (-0.2604149023, 0.1807401508, -0.134458147)),
+    (
+        "kimi",
+        "token_mean",
+        {"policy_loss": {"dro_beta": 0.3}},
+        (-0.2604149023, 0.1807401508, -0.134458147),
+    ),
     ("reinforce", "token_mean", {}, (-0.26240045, 0.1789120244, -0.1318083661)),
 ]
 DEFAULTS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
@@ -64,7 +85,8 @@ BINARY_KL = {"delta_low": 1e-3, "delta_high": 5e-4, "ratio_cap": 1.1, "divergenc
 
 
 def test_verls_numbers_of_a_binary_kl():
-    """What its dppo_kl of 0.9.1 gave, with clip_ratio_low=1e-3 clip_ratio_high=5e-4 clip_ratio_c=1.1 and token-mean."""
+    """What its dppo_kl of 0.9.1 gave, with clip_ratio_low=1e-3 clip_ratio_high=5e-4
+    clip_ratio_c=1.1 and token-mean."""
     found = summary(*ours(Dppo(**BINARY_KL), {}, "token_mean"))
     assert found == pytest.approx((-0.3814470495, 0.1647086174, -0.116040942), rel=1e-8)
 
@@ -87,7 +109,8 @@ def prime_rl_module(monkeypatch):
 
 
 def prime_rl_step(loss, weights=None, reference=None, **kwargs):
-    """(loss, gradient by the log-probs (B, WIDTH), each document's metrics) of the step as prime-rl adds it up."""
+    """(loss, gradient by the log-probs (B, WIDTH), each document's metrics) of the step as prime-rl
+    adds it up."""
     new, old, advantages, mask = batch()
     leaf, total, metrics = new.clone().requires_grad_(), 0.0, []
     for d, length in enumerate(LENGTHS):
@@ -109,7 +132,8 @@ def prime_rl_step(loss, weights=None, reference=None, **kwargs):
 @pytest.mark.parametrize("kl_tau", [0.0, 0.05])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_prime_rls_formula(weighted, kl_tau):
-    """Its default by loops: a token's derivative is -w A r within the bounds, else 0, beside w 2 kl_tau (p - b)."""
+    """Its default by loops: a token's derivative is -w A r within the bounds, else 0, beside w 2
+    kl_tau (p - b)."""
     new, old, advantages, _ = batch()
     weights = torch.rand(new.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     pull = {"kl": "k2", "kl_coefficient": 2 * kl_tau} if kl_tau else {}
@@ -122,7 +146,9 @@ def test_prime_rls_formula(weighted, kl_tau):
             outside = (A > 0 and moved > 0.008) or (A < 0 and moved < -0.01)
             slope = (0.0 if outside else -A * math.exp(p - b)) + 2 * kl_tau * (p - b)
             slope *= float(weights[d, t]) if weighted else 1.0
-            assert float(gradient[d, t]) == pytest.approx(slope / sum(LENGTHS), rel=1e-10, abs=1e-14)
+            assert float(gradient[d, t]) == pytest.approx(
+                slope / sum(LENGTHS), rel=1e-10, abs=1e-14
+            )
             masked += outside
     assert 0 < masked < sum(LENGTHS) / 2
 
@@ -137,7 +163,9 @@ def test_in_prime_rl_the_penalty_is_against_the_reference_where_that_is_said():
     assert loss == pytest.approx(float(exact[0]), rel=1e-12)
     torch.testing.assert_close(gradient, exact[1], rtol=1e-10, atol=1e-14)
     ratios = torch.where(mask, (new - old).exp(), 0).sum(1) / mask.sum(1)
-    assert [float(one["pgtk/ratio_new_old"]) for one in metrics] == pytest.approx(ratios.tolist(), rel=1e-6)
+    assert [float(one["pgtk/ratio_new_old"]) for one in metrics] == pytest.approx(
+        ratios.tolist(), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,8 +173,14 @@ def test_in_prime_rl_the_penalty_is_against_the_reference_where_that_is_said():
     [
         ({"aggregation": "sample_mean"}, "needs totals of the step that prime-rl does not tell"),
         ({"kl_coefficient": 0.1}, "have no effect without kl"),
-        ({"kl": "k3", "kl_coefficient": 0.1, "kl_reference": "initial"}, "kl_reference='initial' is unknown"),
-        ({"kl": "k3", "kl_coefficient": 0.1, "kl_reference": "reference"}, "kl needs ref_log_probs"),
+        (
+            {"kl": "k3", "kl_coefficient": 0.1, "kl_reference": "initial"},
+            "kl_reference='initial' is unknown",
+        ),
+        (
+            {"kl": "k3", "kl_coefficient": 0.1, "kl_reference": "reference"},
+            "kl needs ref_log_probs",
+        ),
         ({"epsilon": 0.1}, "has no epsilon; its parameters are"),
     ],
 )

@@ -1,4 +1,5 @@
-"""docs/papers.md against the code that it speaks of: our losses, TRL's and verl's own, on the same log-probs."""
+"""docs/papers.md against the code that it speaks of: our losses, TRL's and verl's own, on the same
+log-probs."""
 
 from __future__ import annotations
 
@@ -29,10 +30,17 @@ def configuration(section):
 
 
 def flags(section, peer):
-    """A peer's flags, with their values in Python's types; {} where the section says that there are none."""
-    (line,) = re.findall(rf"^\* {peer}: (.*?)(?=^\* )", SECTIONS[section], flags=re.MULTILINE | re.DOTALL)
+    """A peer's flags, with their values in Python's types; {} where the section says that there are
+    none."""
+    (line,) = re.findall(
+        rf"^\* {peer}: (.*?)(?=^\* )", SECTIONS[section], flags=re.MULTILINE | re.DOTALL
+    )
     found = re.match(r"`([^`]*=[^`]*)`", line)
-    return {} if found is None else {key: value(text) for key, text in (x.split("=") for x in found[1].split())}
+    return (
+        {}
+        if found is None
+        else {key: value(text) for key, text in (x.split("=") for x in found[1].split())}
+    )
 
 
 def value(text):
@@ -45,7 +53,8 @@ def value(text):
 
 
 def batch():
-    """(new, old, reference, mask), (B, WIDTH) float64: some documents stay within every clip, others leave them."""
+    """(new, old, reference, mask), (B, WIDTH) float64: some documents stay within every clip,
+    others leave them."""
     generator = torch.Generator().manual_seed(5)
     shape = (len(LENGTHS), WIDTH)
     old = -2 + 0.5 * torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -60,7 +69,12 @@ def ours(config):
     new, old, reference, mask = batch()
     penalty = {} if config.kl.kind == "none" else {"kl": KL(config.kl.kind, config.kl.coefficient)}
     penalty = penalty and penalty | {"ref_log_probs": reference}
-    chosen = configured(config.loss, FAMILIES), {}, config.aggregation.mode, config.aggregation.divisor
+    chosen = (
+        configured(config.loss, FAMILIES),
+        {},
+        config.aggregation.mode,
+        config.aggregation.divisor,
+    )
     return padded.ours(*chosen, (new, old, ADVANTAGES, mask), **penalty)
 
 
@@ -76,7 +90,9 @@ def test_the_page_has_the_equation_that_check_prints(section):
 def test_the_page_has_every_experiment():
     named = {re.search(r"experiment=(\w+)", text)[1] for text in SECTIONS.values()}
     of_tasks = {"gsm8k", "guess", "sums"}  # no paper's
-    assert named | of_tasks == {file.stem for file in (PAGE.parents[1] / "conf/experiment").glob("*.yaml")}
+    assert named | of_tasks == {
+        file.stem for file in (PAGE.parents[1] / "conf/experiment").glob("*.yaml")
+    }
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if flags(section, "TRL")])
@@ -85,7 +101,13 @@ def test_trls_own_loss_with_these_flags_is_ours(section, tmp_path):
     from accelerate import Accelerator
 
     chosen = flags(section, "TRL")
-    quiet = {"report_to": [], "bf16": False, "use_cpu": True, "per_device_train_batch_size": 8, "num_generations": 2}
+    quiet = {
+        "report_to": [],
+        "bf16": False,
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+        "num_generations": 2,
+    }
     args = trl.GRPOConfig(str(tmp_path), gradient_accumulation_steps=1, **(quiet | chosen))
     new, old, reference, mask = batch()
     leaf = new.clone().requires_grad_()
@@ -95,24 +117,42 @@ def test_trls_own_loss_with_these_flags_is_ours(section, tmp_path):
     trainer.aux_loss_enabled = trainer.use_vllm = trainer._entropy_bonus_enabled = False
     trainer.vllm_importance_sampling_correction = False
     trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
-    trainer.loss_type, trainer.importance_sampling_level = args.loss_type, args.importance_sampling_level
+    trainer.loss_type, trainer.importance_sampling_level = (
+        args.loss_type,
+        args.importance_sampling_level,
+    )
     trainer.beta, trainer.epsilon_low = args.beta, args.epsilon
     trainer.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    trainer.max_completion_length, trainer.current_gradient_accumulation_steps = args.max_completion_length, 1
+    trainer.max_completion_length, trainer.current_gradient_accumulation_steps = (
+        args.max_completion_length,
+        1,
+    )
     trainer._metrics = defaultdict(lambda: defaultdict(list))
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (leaf, torch.zeros_like(leaf), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        leaf,
+        torch.zeros_like(leaf),
+        None,
+    )
     ids = torch.zeros(mask.shape, dtype=torch.int64)
     loss = trainer._compute_loss(
         trainer.model,
         {
             **{"prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids},
-            **{"completion_mask": mask.long(), "advantages": ADVANTAGES, "old_per_token_logps": old},
+            **{
+                "completion_mask": mask.long(),
+                "advantages": ADVANTAGES,
+                "old_per_token_logps": old,
+            },
             **{"ref_per_token_logps": reference, "num_items_in_batch": mask.sum()},
         },
     )
     loss.backward()
     # TRL keeps the temperatures of SAPO in float32.
-    assert_equal((loss.detach(), leaf.grad), ours(configuration(section)), 1e-6 if section == "SAPO" else 1e-12)
+    assert_equal(
+        (loss.detach(), leaf.grad),
+        ours(configuration(section)),
+        1e-6 if section == "SAPO" else 1e-12,
+    )
 
 
 @pytest.mark.parametrize("section", [section for section in SECTIONS if flags(section, "verl")])
@@ -122,8 +162,12 @@ def test_verls_own_loss_with_these_flags_is_ours(section):
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
     chosen = flags(section, "verl")
-    policy = PolicyLossConfig(**{key: chosen.pop(key) for key in ("loss_mode", "dro_beta") if key in chosen})
-    config = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **chosen)
+    policy = PolicyLossConfig(
+        **{key: chosen.pop(key) for key in ("loss_mode", "dro_beta") if key in chosen}
+    )
+    config = FSDPActorConfig(
+        ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **chosen
+    )
     new, old, reference, mask = batch()
     totals = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(LENGTHS)}
     config.global_batch_info.update(totals, loss_scale_factor=config.loss_scale_factor)
@@ -133,7 +177,9 @@ def test_verls_own_loss_with_these_flags_is_ours(section):
     loss, _ = own(old, leaf, advantages, mask.long(), config.loss_agg_mode, config)
     if config.use_kl_loss:
         penalty = kl_penalty(leaf, reference, config.kl_loss_type)
-        loss = loss + config.kl_loss_coef * agg_loss(penalty, mask.long(), config.loss_agg_mode, **totals)
+        loss = loss + config.kl_loss_coef * agg_loss(
+            penalty, mask.long(), config.loss_agg_mode, **totals
+        )
     loss.backward()
     # verl adds 1e-8 to the lengths of documents.
     assert_equal((loss.detach(), leaf.grad), ours(configuration(section)), 1e-7)

@@ -1,13 +1,17 @@
-"""prime-rl's losses against ours inside prime-rl: both set up and called by its own functions, from its configuration.
+"""prime-rl's losses against ours inside prime-rl: both set up and called by its own functions, from
+its configuration.
 
-prime-rl is no package of PyPI: these tests run where a clone's src and packages/prime-rl-configs/src are on PYTHONPATH.
+prime-rl is no package of PyPI: these tests run where a clone's src and
+packages/prime-rl-configs/src are on PYTHONPATH.
 """
 
 import pytest
 import torch
 from adapters.padded import LENGTHS, batch, ours
 
-pytest.importorskip("prime_rl.trainer.rl.loss", reason="prime-rl on PYTHONPATH", exc_type=ImportError)
+pytest.importorskip(
+    "prime_rl.trainer.rl.loss", reason="prime-rl on PYTHONPATH", exc_type=ImportError
+)
 
 from prime_rl.configs.trainer import CustomLossConfig, DefaultLossConfig
 from prime_rl.trainer.rl.loss import compute_loss, setup_rl_loss_fn
@@ -16,7 +20,8 @@ PATH = "pgtoolkit.adapters.prime_rl.policy_loss"
 
 
 def step(config, cut=((0, 1, 2), (3, 4, 5)), weights=None):
-    """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that is cut so."""
+    """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that
+    is cut so."""
     new, old, advantages, mask = batch()
     leaf, losses, metrics = new.clone().requires_grad_(), [], None
     for rows in cut:
@@ -46,7 +51,10 @@ def custom(loss, **kwargs):
 
 @pytest.mark.parametrize(
     ("loss", "parameters"),
-    [("grpo", {"epsilon_low": 0.1, "epsilon_high": 0.15}), ("gspo", {"epsilon_low": 0.01, "epsilon_high": 0.015})],
+    [
+        ("grpo", {"epsilon_low": 0.1, "epsilon_high": 0.15}),
+        ("gspo", {"epsilon_low": 0.01, "epsilon_high": 0.015}),
+    ],
 )
 def test_a_custom_loss_is_ours_under_token_mean_however_the_step_is_cut(loss, parameters):
     exact = ours(loss, parameters, "token_mean")
@@ -63,8 +71,13 @@ def pull(kl_tau):
 @pytest.mark.parametrize("kl_tau", [0.0, 0.05])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_prime_rls_default_has_the_gradient_of_our_dppo(weighted, kl_tau):
-    """Its loss is -r A where ours is -r A p with r taken as a number: one derivative, two values."""
-    weights = torch.rand(batch()[0].shape, generator=torch.Generator().manual_seed(3)).double() if weighted else None
+    """Its loss is -r A where ours is -r A p with r taken as a number: one derivative, two
+    values."""
+    weights = (
+        torch.rand(batch()[0].shape, generator=torch.Generator().manual_seed(3)).double()
+        if weighted
+        else None
+    )
     theirs = DefaultLossConfig(dppo_mask_low=0.01, dppo_mask_high=0.008, kl_tau=kl_tau)
     same = custom("dppo", delta_low=0.01, delta_high=0.008, ratio_cap=1e9, **pull(kl_tau))
     exact, found = step(theirs, weights=weights), step(same, weights=weights)

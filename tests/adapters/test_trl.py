@@ -1,6 +1,8 @@
-"""TRL's trainer with its own loss against the same with ours: the weights after real steps, sampling included.
+"""TRL's trainer with its own loss against the same with ours: the weights after real steps,
+sampling included.
 
-Two updates are made with each batch, so that ratios leave 1 and the clips act; an update takes two micro-batches.
+Two updates are made with each batch, so that ratios leave 1 and the clips act; an update takes two
+micro-batches.
 """
 
 import json
@@ -26,7 +28,8 @@ TWICE = {"num_iterations": 2, "max_steps": 4, "learning_rate": 2.0}
 NARROW = {"epsilon": 0.01, "epsilon_high": 0.015}
 GSPO = families.Gspo(epsilon_low=0.01, epsilon_high=0.015)
 SEQUENCE = {"importance_sampling_level": "sequence"}
-# With the flags of docs/papers.md TRL's own loss is compared in test_papers.py: here is what the trainer adds to it.
+# With the flags of docs/papers.md TRL's own loss is compared in test_papers.py: here is what the
+# trainer adds to it.
 EQUAL = [
     # (TRL's flags, our trainer's keywords, flags of both)
     ({"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}),
@@ -39,15 +42,28 @@ EQUAL = [
     ({"loss_type": "grpo"} | SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "sample_mean"}, {}),
     (
         {"off_policy_mask_threshold": 0.05},
-        {"loss": "grpo", "aggregation": "token_mean", "correction": corrections.OffPolicyMask(threshold=0.05)},
+        {
+            "loss": "grpo",
+            "aggregation": "token_mean",
+            "correction": corrections.OffPolicyMask(threshold=0.05),
+        },
         {},
     ),
-    ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {"gradient_accumulation_steps": 1}),
+    (
+        {"loss_type": "bnpo"},
+        {"loss": "grpo", "aggregation": "token_mean"},
+        {"gradient_accumulation_steps": 1},
+    ),
 ]
 APART = [
     # (TRL's flags, our trainer's keywords, flags of both, how far apart after two updates)
     ({"loss_type": "bnpo"}, {"loss": "grpo", "aggregation": "token_mean"}, {}, 0.229),
-    ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"steps_per_generation": 4, "seed": 1}, 0.191),
+    (
+        {},
+        {"loss": "grpo", "aggregation": "token_mean"},
+        {"steps_per_generation": 4, "seed": 1},
+        0.191,
+    ),
     ({}, {"loss": "grpo", "aggregation": "token_mean"}, {"entropy_coef": 0.3}, 0.0038),
     (SEQUENCE | NARROW, {"loss": GSPO, "aggregation": "token_mean"}, {"beta": 0.3}, 0.205),
 ]
@@ -65,7 +81,8 @@ def folder(tmp_path_factory):
 
 
 def both(flags, ours, common, folder, engine=None):
-    """(weights and log with TRL's own loss, the same with ours, the way of the former from the start)."""
+    """(weights and log with TRL's own loss, the same with ours, the way of the former from the
+    start)."""
     start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
     tasks = (None, TWICE | common | flags, engine), (ours, TWICE | common, engine)
     theirs, found = (trl_runs.trained(trl_runs.trainer(folder, *task)) for task in tasks)
@@ -74,7 +91,10 @@ def both(flags, ours, common, folder, engine=None):
 
 def quick(rows, number):
     """The first of them, and the others as slow tests."""
-    return [pytest.param(*row, marks=[pytest.mark.slow] if place >= number else []) for place, row in enumerate(rows)]
+    return [
+        pytest.param(*row, marks=[pytest.mark.slow] if place >= number else [])
+        for place, row in enumerate(rows)
+    ]
 
 
 @pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 3), ids=lambda one: str(one))
@@ -87,7 +107,9 @@ def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
             assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize(("flags", "ours", "common", "apart"), quick(APART, 1), ids=lambda one: str(one))
+@pytest.mark.parametrize(
+    ("flags", "ours", "common", "apart"), quick(APART, 1), ids=lambda one: str(one)
+)
 def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
     (exact, _), (found, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
     assert float((found - exact).norm() / way) == pytest.approx(apart, rel=0.05)
@@ -95,7 +117,10 @@ def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
 
 ENGINES = [
     {},  # TRL's default: documents whose ratio is above 3 are left out
-    {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 1.5},
+    {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_max": 1.5,
+    },
     {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_min": 0.8},
     {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": None},
     {"vllm_importance_sampling_correction": False},
@@ -117,7 +142,9 @@ def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     ours = {"loss": "gspo", "aggregation": aggregation}
     whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     fine = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    results = [trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (whole, fine)]
+    results = [
+        trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (whole, fine)
+    ]
     (exact, of_whole), (found, of_fine) = results
     torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
     for one, other in zip(of_whole[:-1], of_fine[:-1], strict=True):
@@ -129,23 +156,39 @@ def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
 @pytest.mark.slow
 def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
     """A prompt's completions lie on both processes where each has two of them in a micro-batch."""
-    token, prompt = ({"loss": "grpo", "aggregation": name} for name in ("token_mean", "prompt_mean"))
+    token, prompt = (
+        {"loss": "grpo", "aggregation": name} for name in ("token_mean", "prompt_mean")
+    )
     small = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
     coarse = small | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     tasks = [(None, small), (token, small), (prompt, small), (prompt, coarse)]
     # Where DDP looks for the parameters of a step in what its forward pass returns.
-    tasks.append((token, small | {"beta": 0.1, "ddp_find_unused_parameters": True, "gradient_checkpointing": False}))
+    tasks.append(
+        (
+            token,
+            small
+            | {"beta": 0.1, "ddp_find_unused_parameters": True, "gradient_checkpointing": False},
+        )
+    )
     tasks.append((None, tasks[-1][1]))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     tests = str(Path(__file__).parents[1])
     command = [sys.executable, trl_runs.__file__]
-    command += [json.dumps([(folder, ours, TWICE | changes) for ours, changes in tasks]), str(tmp_path / "found.pt")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((tests, str(Path(tests).parent))), "WORLD_SIZE": "2"}
+    command += [
+        json.dumps([(folder, ours, TWICE | changes) for ours, changes in tasks]),
+        str(tmp_path / "found.pt"),
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((tests, str(Path(tests).parent))),
+        "WORLD_SIZE": "2",
+    }
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
-    processes = [subprocess.Popen(command, env=environment | rank, stderr=subprocess.PIPE) for rank in ranks]
+    processes = [
+        subprocess.Popen(command, env=environment | rank, stderr=subprocess.PIPE) for rank in ranks
+    ]
     errors = [process.communicate(timeout=500)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors[0].decode()
     results = torch.load(tmp_path / "found.pt")
@@ -160,11 +203,17 @@ def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
 
 
 def test_a_correction_of_ours_and_an_evaluation(folder):
-    """The mask by token with TRL's bounds, given as an object: TRL's from GRPOConfig. Evaluations are whole steps."""
-    engine = {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_min": 0.5}
+    """The mask by token with TRL's bounds, given as an object: TRL's from GRPOConfig. Evaluations
+    are whole steps."""
+    engine = {
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_min": 0.5,
+    }
     found = []
     for given in (None, corrections.TokenMask(low=0.5, high=3.0)):
-        made = trl_runs.trainer(folder, {"loss": "grpo", "aggregation": "prompt_mean"}, {"max_steps": 1}, engine)
+        made = trl_runs.trainer(
+            folder, {"loss": "grpo", "aggregation": "prompt_mean"}, {"max_steps": 1}, engine
+        )
         made.correction = given
         assert made.correction_of_config() == corrections.TokenMask(low=0.5, high=3.0)
         metrics = made.evaluate(made.train_dataset.select(range(2)))
@@ -177,7 +226,11 @@ def test_a_correction_of_ours_and_an_evaluation(folder):
 HEADS = [
     # (our trainer's keywords, flags, of an engine)
     ({"loss": GSPO, "aggregation": "sample_mean"}, {"temperature": 0.7, "beta": 0.3}, None),
-    ({"loss": "grpo", "aggregation": "token_mean"}, {"entropy_coef": 0.3, "num_iterations": 1}, None),
+    (
+        {"loss": "grpo", "aggregation": "token_mean"},
+        {"entropy_coef": 0.3, "num_iterations": 1},
+        None,
+    ),
     ({"loss": "vespo", "aggregation": "prompt_mean"}, {"cast_lm_head_to_fp32": True}, ENGINES[1]),
     ({"loss": "cispo", "aggregation": "token_mean", "peft_config": LoraConfig(r=4)}, {}, None),
 ]
@@ -214,7 +267,9 @@ NOT_FUSED = [
 ]
 
 
-@pytest.mark.parametrize(("of_model", "changes", "reason"), NOT_FUSED, ids=lambda one: str(one)[:60])
+@pytest.mark.parametrize(
+    ("of_model", "changes", "reason"), NOT_FUSED, ids=lambda one: str(one)[:60]
+)
 def test_where_the_head_cannot_be_fused_it_is_trls(of_model, changes, reason, tmp_path):
     small_llama(**of_model).save_pretrained(tmp_path)
     ours = {"loss": "grpo", "aggregation": "sample_mean"}
@@ -228,8 +283,14 @@ REFUSED = [
         {"loss": "grpo", "aggregation": "sample_mean"},
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0},
         [
-            "GRPOConfig.loss_type='grpo' has no effect on this loss. Use loss= and aggregation= of the trainer.",
-            "GRPOConfig.epsilon=0.1 has no effect on this loss. Use loss=pgtoolkit.families.Grpo(epsilon_low=..., ",
+            (
+                "GRPOConfig.loss_type='grpo' has no effect on this loss. Use loss= and "
+                "aggregation= of the trainer."
+            ),
+            (
+                "GRPOConfig.epsilon=0.1 has no effect on this loss. Use "
+                "loss=pgtoolkit.families.Grpo(epsilon_low=..., "
+            ),
             "GRPOConfig.delta=2.0 has no effect",
         ],
     ),
@@ -242,16 +303,28 @@ REFUSED = [
         {"loss": "grpo", "aggregation": "token_mean", "correction": "token_mask"},
         {"vllm_importance_sampling_clip_max": 2.0},
         [
-            "GRPOConfig.vllm_importance_sampling_clip_max=2.0 has no effect beside correction=token_mask",
+            (
+                "GRPOConfig.vllm_importance_sampling_clip_max=2.0 has no effect beside "
+                "correction=token_mask"
+            ),
             "correction=token_mask needs a sampler's log-probs. Use GRPOConfig.use_vllm=True",
         ],
     ),
     (
         {"loss": "grpo", "aggregation": "token_mean", "correction": "off_policy_mask"},
         {"use_vllm": True},
-        ["correction=off_policy_mask and GRPOConfig.vllm_importance_sampling_correction=True would be two corrections"],
+        [
+            (
+                "correction=off_policy_mask and "
+                "GRPOConfig.vllm_importance_sampling_correction=True would be two corrections"
+            )
+        ],
     ),
-    ({"loss": "gspo", "aggregation": "constant"}, {}, ["aggregation='constant' needs a finite divisor > 0 (got None)"]),
+    (
+        {"loss": "gspo", "aggregation": "constant"},
+        {},
+        ["aggregation='constant' needs a finite divisor > 0 (got None)"],
+    ),
 ]
 
 
@@ -261,4 +334,8 @@ def test_what_the_two_say_twice_or_cannot_say_is_refused(ours, changes, messages
         trl_runs.trainer(folder, ours, changes)
     lines = str(raised.value).split("\n")
     assert len(lines) == len(messages)
-    assert [message for line, message in zip(lines, messages, strict=True) if not line.startswith(message)] == []
+    assert [
+        message
+        for line, message in zip(lines, messages, strict=True)
+        if not line.startswith(message)
+    ] == []

@@ -35,4 +35,6 @@ def test_what_trl_trains_on_is_recorded(tmp_path, monkeypatch):
             new = policy(tokens).logits.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0]
         old = torch.tensor(row["old_log_probs"])
         assert (old[mask] - new[mask[1:]]).abs().max() < 1e-5
-    assert main(["check", "rollout=recorded", "rollout.path=rollouts.jsonl", "advantage=given"]) == 0
+    assert (
+        main(["check", "rollout=recorded", "rollout.path=rollouts.jsonl", "advantage=given"]) == 0
+    )

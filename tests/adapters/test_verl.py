@@ -1,7 +1,8 @@
-"""verl's own losses against ours inside verl: both through the function that its workers call, with its data.
+"""verl's own losses against ours inside verl: both through the function that its workers call, with
+its data.
 
-A step is cut into micro-batches on several ranks, as verl cuts it: each adds up the gradients of its micro-batches, and
-verl averages over ranks.
+A step is cut into micro-batches on several ranks, as verl cuts it: each adds up the gradients of
+its micro-batches, and verl averages over ranks.
 """
 
 import math
@@ -28,13 +29,18 @@ THEIRS = {"grpo": "vanilla", "dppo": "dppo_tv", "kimi": "dro", "reinforce": "gpg
 """verl's names of losses that it calls otherwise."""
 
 
-@pytest.mark.parametrize(("family", "aggregation", "flags", "expected"), VERL, ids=lambda one: str(one))
-def test_verl_with_these_flags_is_ours_however_the_step_is_cut(family, aggregation, flags, expected):
+@pytest.mark.parametrize(
+    ("family", "aggregation", "flags", "expected"), VERL, ids=lambda one: str(one)
+)
+def test_verl_with_these_flags_is_ours_however_the_step_is_cut(
+    family, aggregation, flags, expected
+):
     flags = {"loss_agg_mode": adapter.MODES[aggregation]} | flags
     flags |= flags.pop("policy_loss", {})
     for cut in (ONE, CUT):
         (loss, gradient, _), exact = (
-            step(mode, flags, cut) for mode in (f"pgtk_{family}_{aggregation}", THEIRS.get(family, family))
+            step(mode, flags, cut)
+            for mode in (f"pgtk_{family}_{aggregation}", THEIRS.get(family, family))
         )
         assert float(loss) == pytest.approx(float(exact[0]), rel=1e-8)
         torch.testing.assert_close(gradient, exact[1], rtol=1e-8, atol=1e-14)
@@ -80,13 +86,16 @@ def test_a_bound_on_a_binary_kl_is_ours():
 
 @pytest.mark.parametrize("threshold", [0.01, 0.02])
 def test_documents_out_by_their_worst_token_are_ours(threshold):
-    """Of k2, half of the squared log-ratio: the bounds of the ratio are exp of plus and minus the root of twice it."""
+    """Of k2, half of the squared log-ratio: the bounds of the ratio are exp of plus and minus the
+    root of twice it."""
     new, old, _, mask = batch()
     kept, _ = compute_rollout_rejection_mask(new - old, mask.double(), "seq_max_k2", threshold)
     bound = math.exp(math.sqrt(2 * threshold))
     correction = SequenceMask(mean="worst", low=1 / bound, high=bound, factor="one")
     given = {"correction": correction, "sampling_log_probs": old}
-    _, gradient = ours("reinforce", {}, "token_mean", step=(new, new, torch.ones(len(new)), mask), **given)
+    _, gradient = ours(
+        "reinforce", {}, "token_mean", step=(new, new, torch.ones(len(new)), mask), **given
+    )
     assert torch.equal(gradient != 0, kept > 0)
     assert 0 < int((kept > 0).any(1).sum()) < len(new)
 
@@ -96,12 +105,15 @@ def test_documents_out_by_their_worst_token_are_ours(threshold):
     [
         ("vanilla", {}, "pgtk_grpo_token_mean", 0.0),
         ("dro", {"dro_beta": 0.3}, "pgtk_kimi_token_mean", 0.0),
-        # Of a document's ratio: verl weighs each token's gradient by its own factor, the derivative by their mean.
+        # Of a document's ratio: verl weighs each token's gradient by its own factor, the derivative
+        # by their mean.
         ("gspo", NARROW | {"loss_agg_mode": "seq-mean-token-mean"}, "pgtk_gspo_sample_mean", 0.247),
     ],
 )
 def test_verls_correction_weighs_the_tokens(theirs, flags, mode, apart):
-    factors = 0.5 + torch.rand(len(LENGTHS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    factors = 0.5 + torch.rand(
+        len(LENGTHS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     found, exact = (step(loss_mode, flags, CUT, factors) for loss_mode in (theirs, mode))
     assert float(found[0]) == pytest.approx(float(exact[0]), rel=1e-8)
     assert float(exact[0]) != pytest.approx(float(step(mode, flags)[0]), rel=0.01)
@@ -115,13 +127,19 @@ def test_metrics_are_means_over_the_micro_batchs_documents():
     clipped = mask & ((ratio < 0.9) | (ratio > 1.15))
     expected = (clipped.sum(1) / mask.sum(1)).mean()
     assert found["pgtk/clipped_ratio_fraction"].aggregate() == pytest.approx(float(expected))
-    assert {name for name in found if name.startswith("pgtk/")} == {f"pgtk/{name}" for name in adapter.METRICS}
+    assert {name for name in found if name.startswith("pgtk/")} == {
+        f"pgtk/{name}" for name in adapter.METRICS
+    }
 
 
 @pytest.mark.parametrize(
     ("mode", "flags", "messages"),
     [
-        ("pgtk_grpo_prompt_mean", {}, ["prompt_mean needs each document's prompt: verl does not tell"]),
+        (
+            "pgtk_grpo_prompt_mean",
+            {},
+            ["prompt_mean needs each document's prompt: verl does not tell"],
+        ),
         (
             "pgtk_gspo_constant",
             {"clip_ratio": 0.3, "clip_ratio_c": 2.0},
@@ -138,7 +156,9 @@ def test_what_the_two_say_twice_or_cannot_say_is_refused(mode, flags, messages):
     with pytest.raises(ValueError, match=f"policy_loss.loss_mode={mode}\n") as raised:
         step(mode, flags)
     assert [
-        line for line, message in zip(str(raised.value).split("\n")[1:], messages, strict=True) if message not in line
+        line
+        for line, message in zip(str(raised.value).split("\n")[1:], messages, strict=True)
+        if message not in line
     ] == []
 
 
@@ -146,12 +166,17 @@ def test_without_the_totals_of_the_step_there_is_no_loss():
     new, old, advantages, mask = batch()
     config = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=2)
     loss = adapter.VerlLoss("grpo", "token_mean")
-    with pytest.raises(ValueError, match="batch_num_tokens needs the number of the whole mini-batch"):
+    with pytest.raises(
+        ValueError, match="batch_num_tokens needs the number of the whole mini-batch"
+    ):
         loss(old, new, advantages[:, None].expand_as(old), mask, config=config)
 
 
 def test_a_side_without_a_bound_has_the_common_one():
-    found = step("pgtk_gspo_token_mean", {"clip_ratio": 0.01, "clip_ratio_low": None, "clip_ratio_high": None})
+    found = step(
+        "pgtk_gspo_token_mean",
+        {"clip_ratio": 0.01, "clip_ratio_low": None, "clip_ratio_high": None},
+    )
     exact = step("pgtk_gspo_token_mean", {"clip_ratio_low": 0.01, "clip_ratio_high": 0.01})
     assert float(found[0]) == float(exact[0]) != float(step("pgtk_gspo_token_mean")[0])
 
@@ -162,5 +187,7 @@ def test_verl_registers_them_by_its_environment_variable():
         "print(len([name for name in POLICY_LOSS_REGISTRY if name.startswith('pgtk_')]))"
     )
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "pgtoolkit.adapters.verl"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
     assert done.stdout.split() == ["36"], done.stderr

@@ -1,4 +1,5 @@
-"""The function of docs/data.md records a batch of verl's layout, padded on both sides, as rows with their log-probs."""
+"""The function of docs/data.md records a batch of verl's layout, padded on both sides, as rows with
+their log-probs."""
 
 import json
 import re
@@ -37,7 +38,9 @@ def test_a_batch_of_verl_is_recorded(tmp_path):
         size = len(response)
         with torch.no_grad():
             log_probs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
-        log_probs = torch.stack([log_probs[len(prompt) - 1 + t, token] for t, token in enumerate(response)])
+        log_probs = torch.stack(
+            [log_probs[len(prompt) - 1 + t, token] for t, token in enumerate(response)]
+        )
         expected.append(log_probs)
         batch["prompts"][i, width - len(prompt) :] = torch.tensor(prompt)
         batch["responses"][i, :size] = torch.tensor(response)
@@ -60,4 +63,5 @@ def test_a_batch_of_verl_is_recorded(tmp_path):
         assert document.loss_mask.tolist() == [False] * len(prompt) + [True] * len(response)
         torch.testing.assert_close(document.old_log_probs, expected[i])
         torch.testing.assert_close(document.sampling_log_probs, expected[i] - 0.25)
-        assert document.advantages.tolist() == [(-1.0, 1.0)[i // 2]] * len(response)  # of dr_grpo: rewards i and i + 2
+        # of dr_grpo: rewards i and i + 2
+        assert document.advantages.tolist() == [(-1.0, 1.0)[i // 2]] * len(response)

@@ -1,4 +1,5 @@
-"""Every adapter can be imported where its trainer is not installed, and says what it needs when it is used."""
+"""Every adapter can be imported where its trainer is not installed, and says what it needs when it
+is used."""
 
 import subprocess
 import sys
@@ -7,7 +8,8 @@ from pathlib import Path
 SCRIPT = """
 import importlib.util, sys
 find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name in ("trl", "verl", "prime_rl") else find(name, *more)
+others = ("trl", "verl", "prime_rl")
+importlib.util.find_spec = lambda name, *more: None if name in others else find(name, *more)
 import pgtoolkit.adapters.prime_rl, pgtoolkit.adapters.trl, pgtoolkit.adapters.verl
 print([name for name in ("trl", "verl", "prime_rl", "transformers") if name in sys.modules])
 pgtoolkit.adapters.trl.PolicyGradientTrainer("model", loss="grpo", aggregation="token_mean")
@@ -15,6 +17,13 @@ pgtoolkit.adapters.trl.PolicyGradientTrainer("model", loss="grpo", aggregation="
 
 
 def test_adapters_without_their_trainers():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout == "[]\n", done.stderr
-    assert done.stderr.endswith('ImportError: PolicyGradientTrainer needs TRL: pip install "pgtk[trl]"\n')
+    assert done.stderr.endswith(
+        'ImportError: PolicyGradientTrainer needs TRL: pip install "pgtk[trl]"\n'
+    )

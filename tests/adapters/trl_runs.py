@@ -28,16 +28,28 @@ def reward(completion_ids, **_):
 
 
 def config(**changes) -> GRPOConfig:
-    """Three optimizer steps of two micro-batches of four completions, on a CPU, without files or trackers."""
-    sizes = {"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 2}
+    """Three optimizer steps of two micro-batches of four completions, on a CPU, without files or
+    trackers."""
+    sizes = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "gradient_accumulation_steps": 2,
+    }
     sizes |= {"max_completion_length": 8, "max_steps": 3}
-    steps = {"learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd", "bf16": False, "use_cpu": True}
+    steps = {
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "bf16": False,
+        "use_cpu": True,
+    }
     quiet = {"report_to": [], "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     return GRPOConfig(tempfile.mkdtemp(), **(sizes | steps | quiet | changes))
 
 
 def trainer(model: str, ours: dict | None, changes: dict, engine: dict | None = None):
-    """The trainer, before its first step; ours: keywords of PolicyGradientTrainer, None for TRL's own loss.
+    """The trainer, before its first step; ours: keywords of PolicyGradientTrainer, None for TRL's
+    own loss.
 
     engine: fields of GRPOConfig on the correction for vLLM, whose place `sample` takes then.
     """
@@ -53,7 +65,8 @@ def trainer(model: str, ours: dict | None, changes: dict, engine: dict | None = 
 
 
 def sample(prompts, _):
-    """Completions with log-probs beside those of the trainer; one that is not known, as vLLM has it at times."""
+    """Completions with log-probs beside those of the trainer; one that is not known, as vLLM has it
+    at times."""
     generator = torch.Generator().manual_seed(len(prompts))
     lengths = (1 + torch.randint(8, (len(prompts),), generator=generator)).tolist()
     tokens = [torch.randint(11, (length,), generator=generator).tolist() for length in lengths]

@@ -1,4 +1,5 @@
-"""A step by the function that verl's workers call, with its configuration and data, of the batch of builders.padded."""
+"""A step by the function that verl's workers call, with its configuration and data, of the batch of
+builders.padded."""
 
 from __future__ import annotations
 
@@ -19,27 +20,36 @@ CUT = [[range(0, 1), range(1, 4)], [range(4, 5), range(5, 6)]]
 
 
 def step(loss_mode, flags=None, cut=CUT, weights=None):
-    """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that is cut as verl does.
+    """(loss, gradient by the log-probs (B, WIDTH), the last micro-batch's metrics) of a step that
+    is cut as verl does.
 
-    Prompts stand before the completions, as in verl's data; the log-probs are those of whole sequences.
+    Prompts stand before the completions, as in verl's data; the log-probs are those of whole
+    sequences.
     """
     new, old, advantages, mask = batch()
     flags = dict(flags or {})
     policy = PolicyLossConfig(
         loss_mode=loss_mode, **({"dro_beta": flags.pop("dro_beta")} if "dro_beta" in flags else {})
     )
-    config = FSDPActorConfig(ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **flags)
+    config = FSDPActorConfig(
+        ppo_micro_batch_size_per_gpu=1, rollout_n=2, policy_loss=policy, **flags
+    )
     leaf, losses, metrics = new.clone().requires_grad_(), [], None
     for rank in cut:
         for rows in (list(rows) for rows in rank):
             ids = torch.ones(len(rows), PROMPT + WIDTH, dtype=torch.int64)
-            attention = torch.cat([torch.ones(len(rows), PROMPT, dtype=torch.int64), mask[rows].long()], 1)
+            attention = torch.cat(
+                [torch.ones(len(rows), PROMPT, dtype=torch.int64), mask[rows].long()], 1
+            )
             data = TensorDict(
                 {
                     **{"input_ids": ids, "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:]},
                     **{"attention_mask": attention, "response_mask": mask[rows].long()},
                     "position_ids": torch.arange(PROMPT + WIDTH).expand(len(rows), -1),
-                    **{"old_log_probs": old[rows], "advantages": advantages[rows, None].expand(-1, WIDTH).contiguous()},
+                    **{
+                        "old_log_probs": old[rows],
+                        "advantages": advantages[rows, None].expand(-1, WIDTH).contiguous(),
+                    },
                     **({} if weights is None else {"rollout_is_weights": weights[rows]}),
                 },
                 batch_size=len(rows),
@@ -48,7 +58,9 @@ def step(loss_mode, flags=None, cut=CUT, weights=None):
             totals = {"batch_num_tokens": sum(LENGTHS), "global_batch_size": len(LENGTHS)}
             tensordict_utils.assign_non_tensor(data, dp_size=len(cut), **totals)
             # The model's output at a position is about the token after it.
-            parts = [torch.nn.functional.pad(leaf[row, : LENGTHS[row]], (PROMPT - 1, 1)) for row in rows]
+            parts = [
+                torch.nn.functional.pad(leaf[row, : LENGTHS[row]], (PROMPT - 1, 1)) for row in rows
+            ]
             output = {"log_probs": torch.nested.as_nested_tensor(parts, layout=torch.jagged)}
             loss, metrics = ppo_loss(config, output, data)
             loss.backward()

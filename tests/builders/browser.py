@@ -16,11 +16,25 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 ARGUMENTS = (
-    *("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1600,1200"),
+    *(
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-dev-shm-usage",
+        "window-size=1600,1200",
+    ),
     # Of the network it asks nothing of its own accord.
-    *("disable-quic", "no-first-run", "disable-background-networking", "disable-component-update", "disable-sync"),
+    *(
+        "disable-quic",
+        "no-first-run",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+    ),
 )
-NEEDED = pytest.mark.skipif(None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver")
+NEEDED = pytest.mark.skipif(
+    None in PROGRAMS.values(), reason="needs the Debian packages chromium and chromium-driver"
+)
 
 
 @contextlib.contextmanager
@@ -40,7 +54,8 @@ def text(page: Chrome) -> str:
 
 
 def wait(page: Chrome, script: str):
-    """What `script` returns as soon as that is true; TimeoutException with the page's text after a minute."""
+    """What `script` returns as soon as that is true; TimeoutException with the page's text after a
+    minute."""
     try:
         return WebDriverWait(page, 60).until(lambda _: page.execute_script(script))
     except TimeoutException as error:

@@ -20,7 +20,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "
 
 
 class Command:
-    """`pgtk` as a process, with `folder`/run as its run directory and what it shows in `folder`/terminal.
+    """`pgtk` as a process, with `folder`/run as its run directory and what it shows in
+    `folder`/terminal.
 
     words: overrides of a run, or a sub-command. environment: what it has besides ours.
     """
@@ -33,7 +34,9 @@ class Command:
         command = [sys.executable, "-m", "pgtoolkit.cli", *words]
         with self.log.open("w") as file:
             streams = {"stdout": file, "stderr": file}
-            self.process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT | (environment or {}), **streams)
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=ENVIRONMENT | (environment or {}), **streams
+            )
 
     def steps(self) -> int:
         rows = self.directory / "metrics.jsonl"

@@ -1,4 +1,5 @@
-"""One step of documents cut over micro-batches and ranks, for the tests of what must not depend on it."""
+"""One step of documents cut over micro-batches and ranks, for the tests of what must not depend on
+it."""
 
 from __future__ import annotations
 
@@ -18,8 +19,10 @@ class Cut:
     """Which rank holds what.
 
     documents: for each data rank its micro-batches, as lists of documents; all ranks have as many.
-    sequence: where the token axis of each micro-batch is cut, as shares of its length. vocabulary: first column of
-    each shard, and the end. padding: untrained positions holding NaN at the end of each micro-batch.
+    sequence: where the token axis of each micro-batch is cut, as shares of its length. vocabulary:
+        first column of
+    each shard, and the end. padding: untrained positions holding NaN at the end of each
+        micro-batch.
     """
 
     documents: tuple[tuple[tuple[int, ...], ...], ...]
@@ -30,7 +33,11 @@ class Cut:
     @property
     def sizes(self) -> dict[str, int]:
         shards = 1 if self.vocabulary is None else len(self.vocabulary) - 1
-        return {"data": len(self.documents), "sequence": len(self.sequence) - 1, "vocabulary": shards}
+        return {
+            "data": len(self.documents),
+            "sequence": len(self.sequence) - 1,
+            "vocabulary": shards,
+        }
 
     @property
     def world_size(self) -> int:
@@ -51,12 +58,15 @@ CUTS = {
     "data x vocabulary": Cut((((3, 1), ()), ((0, 5), (4, 2))), vocabulary=(0, 5, 12)),
     "data x sequence": Cut((((3, 1), ()), ((0, 5), (4, 2))), (0, 0.3, 1)),
     "sequence x vocabulary": Cut((((2, 0), (5, 3, 1, 4)),), (0, 0.6, 1), (0, 11, 12)),
-    "data x sequence x vocabulary": Cut((((3, 1), ()), ((0, 5), (4, 2))), (0, 0.3, 1), (0, 5, 12), padding=1),
+    "data x sequence x vocabulary": Cut(
+        (((3, 1), ()), ((0, 5), (4, 2))), (0, 0.3, 1), (0, 5, 12), padding=1
+    ),
 }
 
 
 def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
-    """For each axis of a mesh over all ranks, the last axis fastest, this rank's group; None where it has one rank."""
+    """For each axis of a mesh over all ranks, the last axis fastest, this rank's group; None where
+    it has one rank."""
     ranks = torch.arange(dist.get_world_size()).view(*sizes.values())
     groups = {}
     for axis, name in enumerate(sizes):
@@ -67,10 +77,14 @@ def axis_groups(sizes: dict[str, int]) -> dict[str, dist.ProcessGroup | None]:
     return groups
 
 
-def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: bool, **options) -> Result:
-    """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0 elsewhere.
+def evaluate(
+    groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: bool, **options
+) -> Result:
+    """On one rank: the step's loss and metrics, and the gradients of what this rank holds, 0
+    elsewhere.
 
-    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape. options: further keywords
+    groups: as `axis_groups(cut.sizes)` gives them. Gradients are of the whole step's shape.
+        options: further keywords
     of the loss.
     """
     data, sequence, vocabulary = (0 if group is None else group.rank() for group in groups.values())
@@ -86,7 +100,9 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
         rows = rows[low:high]
 
         def padded(values, filler=torch.nan, rows=rows):
-            chosen = torch.where((rows < 0).view(-1, *[1] * (values.dim() - 1)), filler, values[rows])
+            chosen = torch.where(
+                (rows < 0).view(-1, *[1] * (values.dim() - 1)), filler, values[rows]
+            )
             return chosen.to(problem.dtype) if chosen.is_floating_point() else chosen
 
         local = torch.full((case.num_documents + 1,), len(documents))
@@ -94,13 +110,20 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
         leaves = [padded(full[0])]
         leaves = leaves + [x[columns] for x in full[1:]] if fused else [leaves[0][:, columns]]
         leaves = [x.to(problem.dtype).clone().requires_grad_() for x in leaves]
-        keywords = choice.keywords() | {name: padded(x) for name, x in choice.vectors(case, fused).items()}
+        keywords = choice.keywords() | {
+            name: padded(x) for name, x in choice.vectors(case, fused).items()
+        }
         if fused:
-            keywords |= {name: x.to(problem.dtype) for name, x in choice.ref_head(case, columns).items()}
+            keywords |= {
+                name: x.to(problem.dtype) for name, x in choice.ref_head(case, columns).items()
+            }
         elif "ref_logits" in keywords:
             keywords["ref_logits"] = keywords["ref_logits"][:, columns]
         keywords |= {"bias": leaves[2]} if fused else {}
-        if groups["vocabulary"] is not None and len({b - a for a, b in pairwise(cut.vocabulary)}) > 1:
+        if (
+            groups["vocabulary"] is not None
+            and len({b - a for a, b in pairwise(cut.vocabulary)}) > 1
+        ):
             keywords["vocabulary_start"] = columns.start  # which equal shards do not need
         out = (linear_policy_loss if fused else policy_loss)(
             *leaves[:2],
@@ -129,17 +152,25 @@ def evaluate(groups: dict, cut: Cut, problem: HeadCase, choice: Choice, fused: b
     return Result(float(loss_sum), numbers(sums.finalize(totals)), gradients)
 
 
-def check(cut: Cut, problem: HeadCase, choice: Choice, fused: bool, tolerance: float = 1e-12, **options) -> None:
-    """A step spread so over threads is the specification's. options: further keywords of the loss."""
+def check(
+    cut: Cut, problem: HeadCase, choice: Choice, fused: bool, tolerance: float = 1e-12, **options
+) -> None:
+    """A step spread so over threads is the specification's. options: further keywords of the
+    loss."""
 
     def run(rank):
         return evaluate(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
 
-    assert_same(on_ranks(cut.world_size, run), cut, problem.specified(choice, fused), fused, tolerance)
+    assert_same(
+        on_ranks(cut.world_size, run), cut, problem.specified(choice, fused), fused, tolerance
+    )
 
 
-def assert_same(results: list[Result], cut: Cut, wanted: Result, fused: bool, tolerance: float) -> None:
-    """Every rank reports the step's loss and metrics, and the gradients of the ranks make up the step's."""
+def assert_same(
+    results: list[Result], cut: Cut, wanted: Result, fused: bool, tolerance: float
+) -> None:
+    """Every rank reports the step's loss and metrics, and the gradients of the ranks make up the
+    step's."""
     for result in results:
         close(result.loss, wanted.loss, tolerance)
         assert result.metrics.keys() == wanted.metrics.keys()

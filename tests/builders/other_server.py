@@ -1,4 +1,5 @@
-"""The small server with the paths and forms of SGLang in place of vLLM's, started as vllm_server.py is."""
+"""The small server with the paths and forms of SGLang in place of vLLM's, started as vllm_server.py
+is."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ class OtherHandler(Handler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         with engine.lock:
             if self.path == "/generate":
-                self._answer(200, self._generated(engine, body["input_ids"], body["sampling_params"]))
+                self._answer(
+                    200, self._generated(engine, body["input_ids"], body["sampling_params"])
+                )
             elif self.path == "/update_weights_from_disk":
                 engine.worker.reload_weights(weights_path=body["model_path"])
                 self._answer(200, {"success": True})
@@ -28,7 +31,11 @@ class OtherHandler(Handler):
     def _generated(self, engine, prompt: list[int], settings: dict) -> list[dict]:
         scores = zip(prompt, engine.score({"prompt": prompt}), strict=True)
         given = [[entry and entry[str(token)]["logprob"], token, None] for token, entry in scores]
-        asked = {"prompt": prompt, "max_tokens": settings["max_new_tokens"], "seed": settings["sampling_seed"]}
+        asked = {
+            "prompt": prompt,
+            "max_tokens": settings["max_new_tokens"],
+            "seed": settings["sampling_seed"],
+        }
         choices = engine.complete(settings | asked | {"logprobs": 0, "return_token_ids": True})
         return [
             {
@@ -36,7 +43,9 @@ class OtherHandler(Handler):
                     "input_token_logprobs": given,
                     "output_token_logprobs": [
                         [value, token, None]
-                        for value, token in zip(choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True)
+                        for value, token in zip(
+                            choice["logprobs"]["token_logprobs"], choice["token_ids"], strict=True
+                        )
                     ],
                     "finish_reason": {"type": choice["finish_reason"]},
                 }

@@ -1,4 +1,5 @@
-"""Runs of several processes for the tests, and what their numbers may differ in from those of one."""
+"""Runs of several processes for the tests, and what their numbers may differ in from those of
+one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from pgtoolkit.training.checkpoint import load_newest, save_checkpoint
 from pgtoolkit.training.state import restore, snapshot, write_settings
 from pgtoolkit.training.train import train
 
-RECORDED = [setting for setting in SHORT if not setting.startswith(("rollout.", "task.", "aggregation="))]
+RECORDED = [
+    setting for setting in SHORT if not setting.startswith(("rollout.", "task.", "aggregation="))
+]
 CUT = ("num_micro_batches",)
 """What depends on how a step was cut."""
 
@@ -44,7 +47,10 @@ def assert_close(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
     for row, other in zip(rows, others, strict=True):
         assert row.keys() == other.keys()
         for name in row.keys() - set(CUT):
-            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (row["step"], name)
+            assert row[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), (
+                row["step"],
+                name,
+            )
 
 
 def saved_again(config, folder: Path, sizes: dict[str, int]) -> None:

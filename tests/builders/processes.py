@@ -1,7 +1,9 @@
-"""Worlds of real processes for the tests: gloo workers started once per session, ready for the next function.
+"""Worlds of real processes for the tests: gloo workers started once per session, ready for the next
+function.
 
-`world(2).run(function, *arguments)` calls the function in both workers at once and gives the list of what they
-return; torch.distributed is initialised in them. The function must be found by import: one of a module's top level.
+`world(2).run(function, *arguments)` calls the function in both workers at once and gives the list
+of what they return; torch.distributed is initialised in them. The function must be found by import:
+one of a module's top level.
 """
 
 from __future__ import annotations
@@ -20,7 +22,11 @@ from time import monotonic
 
 START_SECONDS = 60
 RUN_SECONDS = 60
-PRELOADED = ["torch.distributed.tensor", "pgtoolkit.training.train", "transformers.models.gpt2.modeling_gpt2"]
+PRELOADED = [
+    "torch.distributed.tensor",
+    "pgtoolkit.training.train",
+    "transformers.models.gpt2.modeling_gpt2",
+]
 
 
 class World:
@@ -31,7 +37,8 @@ class World:
         self._workers: list[tuple] = []
 
     def run(self, function, *arguments, seconds: float = RUN_SECONDS) -> list:
-        """What each worker's function(*arguments) returns, by rank; AssertionError with the traceback of a failure."""
+        """What each worker's function(*arguments) returns, by rank; AssertionError with the
+        traceback of a failure."""
         task = pickle.dumps((sys.path, pickle.dumps((function, arguments))))
         if not self._workers:
             self._start()
@@ -47,14 +54,17 @@ class World:
         self._workers = []
 
     def _start(self) -> None:
-        # A forked child of a process that has loaded torch is there at once; this one itself may have threads.
+        # A forked child of a process that has loaded torch is there at once; this one itself may
+        # have threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="world-")
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, store, rank, self.size), daemon=True)
+            process = context.Process(
+                target=_work, args=(theirs, store, rank, self.size), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -76,7 +86,9 @@ class World:
                     failures.append(f"rank {rank} of {self.size}: {value}")
                     deadline = min(deadline, monotonic() + 2)  # the others may wait for it in vain
         if waiting and not failures:
-            failures.append(f"ranks {sorted(waiting.values())} of {self.size} took more than {seconds} s")
+            failures.append(
+                f"ranks {sorted(waiting.values())} of {self.size} took more than {seconds} s"
+            )
         if failures:
             self.stop()
             raise AssertionError("\n".join(failures))
@@ -105,7 +117,9 @@ def _work(connection, store: str, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     timeout = timedelta(seconds=RUN_SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+    )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
         try:

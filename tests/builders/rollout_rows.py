@@ -27,12 +27,17 @@ def good_row(number=0, group=0, length=5, **changes):
 
 
 def write_jsonl(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
 def write_parquet(path, rows, checksums=True, **options):
-    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+    columns = {
+        key: [row.get(key) for row in rows]
+        for key in dict.fromkeys(key for row in rows for key in row)
+    }
     pq.write_table(pa.table(columns), path, write_page_checksum=checksums, **options)
     return path
 
@@ -44,13 +49,17 @@ CHANGES |= {"chat": Chat.auto, "trained_turns": TrainedTurns.all, "too_long": To
 
 
 def config(path, **changes):
-    return RecordedRolloutConfig(name="recorded", path=str(path), temperature=1.0, **(CHANGES | changes))
+    return RecordedRolloutConfig(
+        name="recorded", path=str(path), temperature=1.0, **(CHANGES | changes)
+    )
 
 
 def source(path, estimator="dr_grpo", **options):
     """Recorded rollouts; options: of the configuration, and arguments of RecordedRollouts."""
     changes = {name: options.pop(name) for name in CHANGES if name in options}
-    return RecordedRollouts(config(path, **changes), Estimator(estimator), VOCABULARY_SIZE, **options)
+    return RecordedRollouts(
+        config(path, **changes), Estimator(estimator), VOCABULARY_SIZE, **options
+    )
 
 
 def documents(rollouts):
@@ -59,5 +68,7 @@ def documents(rollouts):
 
 def assert_same(first, second, but=()):
     """Two documents are equal in every field, bit for bit."""
-    ours, theirs = ({name: x for name, x in vars(one).items() if name not in but} for one in (first, second))
+    ours, theirs = (
+        {name: x for name, x in vars(one).items() if name not in but} for one in (first, second)
+    )
     assert_equal(ours, theirs)

@@ -79,8 +79,11 @@ def run(folder: Path, *overrides: str, resume: bool = False) -> Path:
     return folder
 
 
-def built(*overrides: str, dtype: torch.dtype | None = torch.float64) -> tuple[PolicyGradientModule, StepLoader]:
-    """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer, and its steps."""
+def built(
+    *overrides: str, dtype: torch.dtype | None = torch.float64
+) -> tuple[PolicyGradientModule, StepLoader]:
+    """A module in float64 (None: in its own types) with its optimizer, without Lightning's trainer,
+    and its steps."""
     module, loader = build(config_of(*overrides))
     if dtype is not None:
         module.to(dtype)
@@ -91,7 +94,8 @@ def built(*overrides: str, dtype: torch.dtype | None = torch.float64) -> tuple[P
 
 
 def some_documents(seed=0, lengths=(9, 5, 12, 7, 2, 6, 8)):
-    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single trained token."""
+    """Documents of the tiny model's vocabulary; the last is all masked, the fifth has a single
+    trained token."""
     generator = torch.Generator().manual_seed(seed)
     documents = []
     for i, length in enumerate(lengths):
@@ -129,7 +133,8 @@ def checkpoint_of(folder: Path, step: int) -> dict:
 def contents_of(path: Path) -> dict:
     """All that a checkpoint holds.
 
-    Weights or adapters, and moments, are by name under `model` and `optimizer`; both of a critic under `critic`.
+    Weights or adapters, and moments, are by name under `model` and `optimizer`; both of a critic
+    under `critic`.
     """
     state = read_checkpoint(path) | {"model": {}, "optimizer": {}, "critic": {}}
     del state["path"], state["config"]  # evaluations, for one, are in the latter
@@ -166,7 +171,9 @@ def replace_rows(folder: Path, name: str, rows: list[dict]) -> None:
     (folder / name).write_text("".join(lines))
     for checkpoint in list_checkpoints(folder / "checkpoints"):
         step = int(checkpoint.name.removeprefix("step-"))
-        until = "".join(line for row, line in zip(rows, lines, strict=True) if row["step"] <= step).encode()
+        until = "".join(
+            line for row, line in zip(rows, lines, strict=True) if row["step"] <= step
+        ).encode()
         manifest = json.loads((checkpoint / "manifest.json").read_text())
         manifest["rows"][name] = {"bytes": len(until), "crc32": zlib.crc32(until)}
         (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -179,13 +186,16 @@ def change_state(checkpoint: Path, **changes) -> None:
 
 
 def copy_as_of(folder: Path, step: int, to: Path) -> Path:
-    """A copy of a run directory as a kill after `step` (and before the next checkpoint) would leave it."""
+    """A copy of a run directory as a kill after `step` (and before the next checkpoint) would leave
+    it."""
     shutil.copytree(folder, to)
     for path in list_checkpoints(to / "checkpoints"):
         if int(path.name.removeprefix("step-")) > step:
             shutil.rmtree(path)
     status = json.loads((to / "status.json").read_text())
-    (to / "status.json").write_text(json.dumps(status | {"state": "running", "step": step, "saved": step}))
+    (to / "status.json").write_text(
+        json.dumps(status | {"state": "running", "step": step, "saved": step})
+    )
     return to
 
 

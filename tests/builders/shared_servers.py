@@ -1,4 +1,5 @@
-"""Servers that the tests of a file share, all started at once: the small one of ours, or vLLM itself on a GPU."""
+"""Servers that the tests of a file share, all started at once: the small one of ours, or vLLM
+itself on a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ ENDS = [11, 3]
 """The model's end-of-sequence token, and one of a digit that its generation_config.json adds."""
 TOKENS = 6
 """The most of a completion."""
-_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 _MORE = {"max_position_embeddings": 512, "initializer_range": 0.12}
 _SOONER = ("--enforce-eager", "--api-server-count=1")
 STARTS = {
@@ -39,7 +45,8 @@ STARTS = {
     "float32": _SOONER,
     "refused": ("--no-such-option",),
 }
-"""The servers, and how their arguments differ; the first is as users have it, and the others start sooner."""
+"""The servers, and how their arguments differ; the first is as users have it, and the others start
+sooner."""
 _DIFFERENT = {"raw": ("rollout.stop=['zzz']",), "float32": ("model.dtype=float32",)}
 """Overrides: a text to stop at gives a server a tokenizer."""
 DIGITS = ("task.num_digits=40", f"rollout.max_completion_length={TOKENS}")
@@ -56,10 +63,12 @@ def vllm_command() -> str:
 
 
 class SharedServers:
-    """Servers around one small model, each started by a sampler of this process, which the tests' samplers join.
+    """Servers around one small model, each started by a sampler of this process, which the tests'
+    samplers join.
 
     is_vllm: whether they are vLLM's, with the model in bfloat16.
-    names: of STARTS. save: writes the model; task: overrides of what is asked. marks: what the small ones note.
+    names: of STARTS. save: writes the model; task: overrides of what is asked. marks: what the
+        small ones note.
     """
 
     def __init__(self, folder: Path, is_vllm: bool, names: list[str], save=None, task=DIGITS):
@@ -70,16 +79,27 @@ class SharedServers:
         self.model = (save or save_llama)(folder / "model")
         self.marks = folder / "marks"
         self.runs: dict[str, ServerCommand] = {}
-        command, device = (vllm_command(), "auto") if is_vllm else (f"{COMMAND} --marks {self.marks}", "cpu")
+        command, device = (
+            (vllm_command(), "auto") if is_vllm else (f"{COMMAND} --marks {self.marks}", "cpu")
+        )
         self._settings = (
             *(one for one in SHORT if not one.startswith(("model.", "task."))),
-            *("sampler=vllm", "model=huggingface", f"model.path={self.model}", f"trainer.device={device}"),
+            *(
+                "sampler=vllm",
+                "model=huggingface",
+                f"model.path={self.model}",
+                f"trainer.device={device}",
+            ),
             f"model.dtype={'bfloat16' if is_vllm else 'float32'}",
             *task,
             "accumulation.max_tokens=256",
             *("sampler.answer_seconds=60", "sampler.start_seconds=170"),
         )
-        self._own = (f"sampler.executable={command}", "sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
+        self._own = (
+            f"sampler.executable={command}",
+            "sampler.gpu_memory_share=0.05",
+            "sampler.max_sequences=64",
+        )
         self.samplers = {name: self._built(name) for name in names}
         self._started: dict[str, Future] = {}
 
@@ -90,7 +110,10 @@ class SharedServers:
 
     def start(self) -> None:
         """All at once, until each is up or has failed."""
-        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(thread_name_prefix="start") as pool:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            ThreadPoolExecutor(thread_name_prefix="start") as pool,
+        ):
             patch.setattr(Proof, "log_probs", _one_at_a_time(Proof.log_probs))
             for name, (module, sampler) in self.samplers.items():
                 self._started[name] = pool.submit(self._publish, name, module, sampler)
@@ -109,7 +132,9 @@ class SharedServers:
         return loader.source
 
     @contextlib.contextmanager
-    def joined(self, run_dir: Path, *overrides: str, to: tuple[str, ...] = ("first",)) -> Iterator[tuple]:
+    def joined(
+        self, run_dir: Path, *overrides: str, to: tuple[str, ...] = ("first",)
+    ) -> Iterator[tuple]:
         """A policy of its own, and a sampler by the servers of these names."""
         urls = ",".join(self.url(name) for name in to)
         module, sampler = self.built(run_dir, f"sampler.urls=[{urls}]", *overrides)
@@ -153,7 +178,11 @@ class SharedServers:
 
     def engine(self, name: str) -> psutil.Process:
         """The process that has the model."""
-        engines = [one for one in self.processes(name) if "EngineCore" in " ".join([*one.cmdline(), one.name()])]
+        engines = [
+            one
+            for one in self.processes(name)
+            if "EngineCore" in " ".join([*one.cmdline(), one.name()])
+        ]
         return engines[0] if engines else self.processes(name)[1]
 
     @contextlib.contextmanager
@@ -185,7 +214,9 @@ class SharedServers:
 
     def _built(self, name: str) -> tuple:
         (self._folder / name).mkdir()
-        return self.built(self._folder / name, *self._own, _arguments(*STARTS[name]), *_DIFFERENT.get(name, ()))
+        return self.built(
+            self._folder / name, *self._own, _arguments(*STARTS[name]), *_DIFFERENT.get(name, ())
+        )
 
     def _publish(self, name: str, module, sampler) -> None:
         threading.current_thread().name = name
@@ -207,7 +238,9 @@ def _one_at_a_time(function: Callable) -> Callable:
     return locked
 
 
-def save_llama(folder: Path, alphabet_size: int = 12, chat_template: str | None = None, **changes) -> Path:
+def save_llama(
+    folder: Path, alphabet_size: int = 12, chat_template: str | None = None, **changes
+) -> Path:
     """A small model with random weights whose log-probs tell one version of them from another."""
     model = small_llama(vocab_size=alphabet_size, **(_SHAPE | _MORE | changes))
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = ENDS, ENDS[0]
@@ -215,7 +248,8 @@ def save_llama(folder: Path, alphabet_size: int = 12, chat_template: str | None 
 
 
 def save_guesser(folder: Path, seed: int = 0) -> Path:
-    """The same for task=guess: several letters end a turn, so that turns are short, and have a number now and then."""
+    """The same for task=guess: several letters end a turn, so that turns are short, and have a
+    number now and then."""
     alphabet = GuessTaskConfig.alphabet
     model = small_llama(seed, vocab_size=len(alphabet) + 1, **_SHAPE, **_MORE)
     ends = [len(alphabet), *map(alphabet.index, "-eghw")]

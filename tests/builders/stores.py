@@ -9,7 +9,11 @@ from mlflow import MlflowClient
 
 from pgtoolkit.tracking.mlflow_run import MlflowTracker
 
-CONFIG = {"seed": 1, "loss": {"name": "gspo", "epsilon_low": 3e-4}, "aggregation": {"mode": "sample_mean"}}
+CONFIG = {
+    "seed": 1,
+    "loss": {"name": "gspo", "epsilon_low": 3e-4},
+    "aggregation": {"mode": "sample_mean"},
+}
 
 
 def history(uri, run_id, name="loss"):
@@ -19,7 +23,9 @@ def history(uri, run_id, name="loss"):
 
 def train(run, first, last, pause=0.0):
     for step in range(first, last + 1):
-        run.append_metrics(step, {"loss": step / 8, "reward": 0.5, "num_tokens": 7, "documents_seen": 64 * step})
+        run.append_metrics(
+            step, {"loss": step / 8, "reward": 0.5, "num_tokens": 7, "documents_seen": 64 * step}
+        )
         time.sleep(pause)
 
 

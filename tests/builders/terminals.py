@@ -57,7 +57,8 @@ def on_terminal(
 
 
 def screen(written: str, columns: int = 80) -> list[str]:
-    """Return the lines of a terminal after all that was written, of which it knows what `RenewedLine` uses."""
+    """Return the lines of a terminal after all that was written, of which it knows what
+    `RenewedLine` uses."""
     lines = [""]
     row = column = 0
     for token in re.findall(r"\x1b\[K|\x1b\[[0-9;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]", written):

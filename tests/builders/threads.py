@@ -1,7 +1,9 @@
-"""Ranks as threads of this process: the real collective calls of torch.distributed, hundreds of cases a minute.
+"""Ranks as threads of this process: the real collective calls of torch.distributed, hundreds of
+cases a minute.
 
-The process group is PyTorch's own for its tests, a private module: this file is its only user here. It has no sending
-from one rank to another. The interpreter switches threads, so ranks do not run faster than one.
+The process group is PyTorch's own for its tests, a private module: this file is its only user here.
+It has no sending from one rank to another. The interpreter switches threads, so ranks do not run
+faster than one.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from torch.testing._internal.distributed import multi_threaded_pg
 SECONDS = 60
 """After which ranks that wait for one that has left, or that waits elsewhere, are given up."""
 
-# Where a CUDA build of PyTorch sees no GPU, the first thread to enter this mode, as DTensor does, owns what guards the
-# devices of the whole process: once it has ended, the next one to enter would read freed memory. This thread stays.
+# Where a CUDA build of PyTorch sees no GPU, the first thread to enter this mode, as DTensor does,
+# owns what guards the
+# devices of the whole process: once it has ended, the next one to enter would read freed memory.
+#   This thread stays.
 with FakeTensorMode():
     pass
 
@@ -41,7 +45,9 @@ def on_ranks(world_size: int, function: Callable, *arguments) -> list:
             errors[rank] = error
             multi_threaded_pg.ProcessLocalGroup.exception_handle(error)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
     try:
         for thread in threads:
             thread.start()
@@ -52,7 +58,9 @@ def on_ranks(world_size: int, function: Callable, *arguments) -> list:
             multi_threaded_pg.ProcessLocalGroup.exception_handle(TimeoutError())
             for thread in threads:
                 thread.join(SECONDS)
-            raise AssertionError(f"ranks {waiting} still wait after {SECONDS} s: not all make the same calls")
+            raise AssertionError(
+                f"ranks {waiting} still wait after {SECONDS} s: not all make the same calls"
+            )
     finally:
         multi_threaded_pg._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)

@@ -1,12 +1,16 @@
-"""A small server that speaks as much of vLLM's protocol as pgtk uses, around a real model, with faults to choose.
+"""A small server that speaks as much of vLLM's protocol as pgtk uses, around a real model, with
+faults to choose.
 
-    python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT [options of vLLM]
+    python vllm_server.py [--fault NAME] [--after CALLS] [--marks FILE] serve FOLDER --port PORT
+    [options of vLLM]
 
-It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). It is as strict as vLLM: options
-that it does not know, a folder without config.json, weights that are missing or belong to no part of the model, and
-what is longer than the model's context are refused in vLLM's words. Like vLLM it has a child process, whose number it
-prints. --marks: where it notes how it was started, and each call; PORT in it is its own. The fault begins after so many
-calls for completions; `POST /fault {"name": ..., "after": ...}` sets another one.
+It is a program of its own: pgtk starts it as it starts vLLM (`sampler.executable`). It is as strict
+    as vLLM: options
+that it does not know, a folder without config.json, weights that are missing or belong to no part
+of the model, and what is longer than the model's context are refused in vLLM's words. Like vLLM it
+has a child process, whose number it prints. --marks: where it notes how it was started, and each
+call; PORT in it is its own. The fault begins after so many calls for completions; `POST /fault
+{"name": ..., "after": ...}` sets another one.
 """
 
 from __future__ import annotations
@@ -44,15 +48,21 @@ class Engine:
         options.max_model_len = options.max_model_len or longest
         if options.max_model_len > longest:
             sys.exit(
-                f"Value error, User-specified max_model_len ({options.max_model_len}) is greater than the derived one"
+                f"Value error, User-specified max_model_len ({options.max_model_len}) is greater "
+                "than the derived one"
             )
-        self.tokenizer = None if options.skip_tokenizer_init else AutoTokenizer.from_pretrained(options.folder)
-        self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+        self.tokenizer = (
+            None if options.skip_tokenizer_init else AutoTokenizer.from_pretrained(options.folder)
+        )
+        self.model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, options.dtype)
+        ).eval()
         self._load(self._of(options.folder))
         self.worker = self._worker()
 
     def _worker(self):
-        """vLLM's worker with the class that was asked for, by whose methods it is called from outside."""
+        """vLLM's worker with the class that was asked for, by whose methods it is called from
+        outside."""
         engine, bases = self, ()
         if name := self.options.worker_extension_cls:
             module, _, attribute = name.rpartition(".")
@@ -85,20 +95,30 @@ class Engine:
         """The weights in a folder."""
         index = Path(folder) / "model.safetensors.index.json"
         files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-        loaded = {name: load_file(Path(folder) / name) for name in sorted({*files.values()}) or ["model.safetensors"]}
+        loaded = {
+            name: load_file(Path(folder) / name)
+            for name in sorted({*files.values()}) or ["model.safetensors"]
+        }
         weights = {name: tensor for tensors in loaded.values() for name, tensor in tensors.items()}
         if files and files != {name: file for file, tensors in loaded.items() for name in tensors}:
             raise ValueError("the index does not name the tensors of the files")
         return weights
 
     def _load(self, weights: dict) -> None:
-        """Exactly the weights that the model has; one that has several names, as that of a tied head, has one there."""
+        """Exactly the weights that the model has; one that has several names, as that of a tied
+        head, has one there."""
         rooms = self.model.state_dict()
         if strange := sorted(weights.keys() - rooms.keys()):
-            raise ValueError(f"There is no module or parameter named '{strange[0]}' in {type(self.model).__name__}")
+            raise ValueError(
+                f"There is no module or parameter named '{strange[0]}' in "
+                f"{type(self.model).__name__}"
+            )
         for name, tensor in weights.items():
             if tensor.shape != rooms[name].shape:
-                raise ValueError(f"Attempted to load weight {name} of {[*tensor.shape]} into {[*rooms[name].shape]}")
+                raise ValueError(
+                    f"Attempted to load weight {name} of {[*tensor.shape]} into "
+                    f"{[*rooms[name].shape]}"
+                )
             rooms[name].copy_(tensor)
         given = {rooms[name].data_ptr() for name in weights}
         if missing := sorted(name for name, room in rooms.items() if room.data_ptr() not in given):
@@ -110,7 +130,10 @@ class Engine:
         with torch.no_grad():
             log_probs = self.model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
         rows = zip(log_probs, tokens[1:], strict=False)
-        return [None, *({str(token): {"logprob": float(row[token]), "rank": 1}} for row, token in rows)]
+        return [
+            None,
+            *({str(token): {"logprob": float(row[token]), "rank": 1}} for row, token in rows),
+        ]
 
     def complete(self, body: dict) -> list[dict]:
         """The choices of one prompt, in the form of vLLM's answer."""
@@ -133,13 +156,19 @@ class Engine:
         tokens, log_probs, reason, stop_reason = [], [], "length", None
         while len(tokens) < body["max_tokens"]:
             with torch.no_grad():
-                logits = model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False).logits[0, -1].float()
+                logits = (
+                    model(torch.tensor([[*body["prompt"], *tokens]]), use_cache=False)
+                    .logits[0, -1]
+                    .float()
+                )
             greedy = body["temperature"] == 0
             scaled = logits / (1.0 if greedy else body["temperature"])
             if (top_p := body.get("top_p", 1.0)) < 1:
                 scaled = TopPLogitsWarper(top_p)(None, scaled[None])[0]
             chances = scaled.softmax(-1)
-            token = int(chances.argmax() if greedy else torch.multinomial(chances, 1, generator=generator))
+            token = int(
+                chances.argmax() if greedy else torch.multinomial(chances, 1, generator=generator)
+            )
             raw = self.options.logprobs_mode == "raw_logprobs" or self.failing("unprocessed")
             kept = logits if raw else scaled
             tokens.append(token)
@@ -149,7 +178,9 @@ class Engine:
                 break
             # Some decoders give a token's text only with the next one.
             text = (
-                self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None]) if body.get("stop") else ""
+                self.tokenizer.decode(tokens[: -1 if self.failing("late_stop") else None])
+                if body.get("stop")
+                else ""
             )
             if found := [one for one in body.get("stop", []) if one in text]:
                 reason, stop_reason = "stop", found[0]
@@ -187,13 +218,20 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(401, {"error": "Unauthorized"})
         body = json.loads(text) if text else {}
         if path.path == "/v1/completions":
-            mark(engine.options, f"complete {'score' if 'prompt_logprobs' in body else body.get('seed')}")
+            mark(
+                engine.options,
+                f"complete {'score' if 'prompt_logprobs' in body else body.get('seed')}",
+            )
             engine.running.wait()
         else:
             mark(engine.options, " ".join(filter(None, [self.path, body.get("method")])))
         with engine.lock:
             if path.path == "/fault":
-                engine.options.fault, engine.options.after, engine.calls = body["name"], body["after"], 0
+                engine.options.fault, engine.options.after, engine.calls = (
+                    body["name"],
+                    body["after"],
+                    0,
+                )
                 self._answer(200)
             elif path.path == "/v1/completions":
                 self._complete(engine, body)
@@ -201,7 +239,9 @@ class Handler(BaseHTTPRequestHandler):
                 self._answer(404)
             elif path.path == "/collective_rpc":
                 try:
-                    getattr(engine.worker, body["method"])(*body.get("args", ()), **body.get("kwargs", {}))
+                    getattr(engine.worker, body["method"])(
+                        *body.get("args", ()), **body.get("kwargs", {})
+                    )
                 except Exception as error:
                     return self._answer(500, {"error": f"{type(error).__name__}: {error}"})
                 self._answer(200, {"results": [None]})
@@ -213,7 +253,9 @@ class Handler(BaseHTTPRequestHandler):
                     engine.cached.clear()
                 if path.query == "level=2":
                     engine.forget()
-                engine.asleep = path.path == "/sleep" or (engine.asleep and "kv_cache" not in path.query)
+                engine.asleep = path.path == "/sleep" or (
+                    engine.asleep and "kv_cache" not in path.query
+                )
                 self._answer(200)
             else:
                 self._answer(404)
@@ -222,14 +264,20 @@ class Handler(BaseHTTPRequestHandler):
     def _may(self) -> bool:
         """As vLLM, which guards these paths alone."""
         key = os.environ.get("VLLM_API_KEY")
-        return not key or not self.path.startswith("/v1") or self.headers.get("Authorization") == f"Bearer {key}"
+        return (
+            not key
+            or not self.path.startswith("/v1")
+            or self.headers.get("Authorization") == f"Bearer {key}"
+        )
 
     def _complete(self, engine: Engine, body: dict) -> None:
         engine.calls += "prompt_logprobs" not in body
         if engine.failing("dies"):
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
             os._exit(1)
-        for_a_moment = engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
+        for_a_moment = (
+            engine.failing("busy_for_a_moment") and engine.calls < engine.options.after + 3
+        )
         if engine.failing("busy") or for_a_moment:
             return self._answer(503, {"error": "busy"})
         if body.get("stop") and engine.tokenizer is None:
@@ -238,7 +286,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._answer(400, {"error": "temperature must be non-negative"})
         if len(body["prompt"]) + body["max_tokens"] > engine.options.max_model_len:
             return self._answer(
-                400, {"error": f"This model's maximum context length is {engine.options.max_model_len}"}
+                400,
+                {"error": f"This model's maximum context length is {engine.options.max_model_len}"},
             )
         if engine.asleep:
             return self._answer(500, {"error": "the engine is asleep"})
@@ -253,7 +302,11 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: object = None) -> None:
         if self.server.engine.failing("endless"):
             return self._endless()
-        text = b"" if content is None else (content if isinstance(content, str) else json.dumps(content)).encode()
+        text = (
+            b""
+            if content is None
+            else (content if isinstance(content, str) else json.dumps(content)).encode()
+        )
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/health")
@@ -304,7 +357,14 @@ def main(handler: type[Handler] = Handler) -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--logprobs-mode", default="raw_logprobs")
     parser.add_argument("--max-model-len", type=int)
-    for name in ("host", "max-num-seqs", "gpu-memory-utilization", "tensor-parallel-size", "generation-config", "seed"):
+    for name in (
+        "host",
+        "max-num-seqs",
+        "gpu-memory-utilization",
+        "tensor-parallel-size",
+        "generation-config",
+        "seed",
+    ):
         parser.add_argument(f"--{name}")
     for name in ("worker-extension-cls", "api-server-count", "kv-cache-memory-bytes"):
         parser.add_argument(f"--{name}")
@@ -313,7 +373,13 @@ def main(handler: type[Handler] = Handler) -> None:
     parser.add_argument("--disable-uvicorn-access-log", action="store_true")
     options = parser.parse_args()
     options.marks = options.marks and options.marks.replace("PORT", str(options.port))
-    names = ("CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_API_KEY", "RANK")
+    names = (
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_USE_V2_MODEL_RUNNER",
+        "VLLM_API_KEY",
+        "RANK",
+    )
     variables = {name: os.environ.get(name) for name in names}
     mark(options, f"start {json.dumps([variables, sys.argv[1:], os.environ.get('PYTHONPATH')])}")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
@@ -322,9 +388,14 @@ def main(handler: type[Handler] = Handler) -> None:
         sys.exit("ValueError: free memory on device is less than desired GPU memory utilization")
     if options.fault == "model_refused":
         print("ValidationError: 1 validation error for VllmConfig", flush=True)
-        sys.exit("  Value error, Model Runner V2 does not yet support: stock torch.compile [type=value_error]")
+        sys.exit(
+            "  Value error, Model Runner V2 does not yet support: stock torch.compile "
+            "[type=value_error]"
+        )
     if not Path(options.folder, "config.json").is_file():
-        sys.exit(f"ValueError: Invalid repository ID or local directory specified: '{options.folder}'.")
+        sys.exit(
+            f"ValueError: Invalid repository ID or local directory specified: '{options.folder}'."
+        )
     # Only now: most faults of a start are told at once.
     global torch, load_file, AutoConfig, AutoModelForCausalLM, AutoTokenizer, TopPLogitsWarper
     import torch

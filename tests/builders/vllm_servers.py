@@ -1,4 +1,5 @@
-"""Servers of vLLM's protocol for the tests: how they are called, what still lives of them, runs with them."""
+"""Servers of vLLM's protocol for the tests: how they are called, what still lives of them, runs
+with them."""
 
 from __future__ import annotations
 
@@ -15,8 +16,14 @@ COMMAND = f"{sys.executable} {Path(__file__).with_name('vllm_server.py')}"
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
-    """What lives of the small servers that wrote to this run directory: themselves, and the children they told of."""
-    numbers = [word for log in run_dir.glob("vllm*.log") for word in log.read_text().split() if word.isdigit()]
+    """What lives of the small servers that wrote to this run directory: themselves, and the
+    children they told of."""
+    numbers = [
+        word
+        for log in run_dir.glob("vllm*.log")
+        for word in log.read_text().split()
+        if word.isdigit()
+    ]
     found = []
     for number in numbers:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -52,5 +59,7 @@ class ServerCommand(Command):
 
     def weights(self) -> Path:
         """The folder that its server was started from."""
-        words = [word for one in self.server() for word in one.cmdline() if "/pgtk-weights-" in word]
+        words = [
+            word for one in self.server() for word in one.cmdline() if "/pgtk-weights-" in word
+        ]
         return Path(words[0])

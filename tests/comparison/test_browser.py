@@ -13,7 +13,10 @@ def test_the_report_draws_its_charts(tmp_path):
     for loss in ("grpo", "gspo"):
         with RunDirectory(tmp_path / loss) as run:
             run.write_config({"seed": 0, "loss": {"name": loss}, "trainer": {"max_steps": 4}}, [])
-            rows = [f'{{"step": {n}, "time": {n}, "documents_seen": {8 * n}, "reward": 0.{n}}}\n' for n in range(1, 5)]
+            rows = [
+                f'{{"step": {n}, "time": {n}, "documents_seen": {8 * n}, "reward": 0.{n}}}\n'
+                for n in range(1, 5)
+            ]
             run.metrics_path.write_text("".join(rows))
             run.set_status("done", 4)
     assert main(["compare", str(tmp_path), "--html", str(tmp_path / "report.html")]) == 0
@@ -21,11 +24,14 @@ def test_the_report_draws_its_charts(tmp_path):
         page.get(f"file://{tmp_path}/report.html")
         boxes = page.execute_script(
             "return [...document.querySelectorAll('g[id^=mean-] path')].map(path => {"
-            "const box = path.getBBox(); return [box.width, path.getTotalLength(), getComputedStyle(path).stroke]})"
+            "const box = path.getBBox(); return [box.width, path.getTotalLength(), "
+            "getComputedStyle(path).stroke]})"
         )
         assert len(boxes) == 4  # two losses, against documents and against time
         assert all(width > 200 and length > 200 for width, length, _ in boxes)
         assert len({color for *_, color in boxes}) == 2
         assert "reward by loss" in text(page)
-        assert page.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert page.execute_script(
+            "return document.documentElement.scrollWidth <= window.innerWidth"
+        )
         keep(page, "report")

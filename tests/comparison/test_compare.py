@@ -1,4 +1,5 @@
-"""`pgtk compare`: its groups and pages. What runs reach is in test_measures.py, the tests are in test_statistics.py."""
+"""`pgtk compare`: its groups and pages. What runs reach is in test_measures.py, the tests are in
+test_statistics.py."""
 
 import csv
 import json
@@ -21,7 +22,18 @@ from pgtoolkit.tracking.progress import WIDTH
 STEPS = 20
 
 
-def save(folder, loss, seed, end, state="done", steps=STEPS, rise=STEPS - 2, reason=None, grad_norm=1.0, **more):
+def save(
+    folder,
+    loss,
+    seed,
+    end,
+    state="done",
+    steps=STEPS,
+    rise=STEPS - 2,
+    reason=None,
+    grad_norm=1.0,
+    **more,
+):
     """A run whose reward is 0 for `rise` steps, and after them `end`."""
     config = {
         "seed": seed,
@@ -34,7 +46,12 @@ def save(folder, loss, seed, end, state="done", steps=STEPS, rise=STEPS - 2, rea
         run.write_config(config, [f"loss={loss}", f"seed={seed}"])
         for step in range(1, steps + 1):
             reward = end if step > rise else 0.0
-            metrics = {"reward": reward, "documents_seen": 8 * step, "kl": 1e-5 * step, "grad_norm": grad_norm}
+            metrics = {
+                "reward": reward,
+                "documents_seen": 8 * step,
+                "kl": 1e-5 * step,
+                "grad_norm": grad_norm,
+            }
             metrics["num_tokens"] = 50
             run.append_metrics(step, metrics)
         run.set_status(state, steps, reason)
@@ -43,7 +60,8 @@ def save(folder, loss, seed, end, state="done", steps=STEPS, rise=STEPS - 2, rea
 
 @pytest.fixture
 def sweep(tmp_path):
-    """From a start of 0 to 0.9, where every seed of gspo ends: 0.81 is to be reached, which 2-grpo-2 never does."""
+    """From a start of 0 to 0.9, where every seed of gspo ends: 0.81 is to be reached, which
+    2-grpo-2 never does."""
     ends = {"grpo": ((0.9, 12), (0.92, 14), (0.4, 16)), "gspo": ((0.9, 8), (0.94, 10), (0.98, 12))}
     number = 0
     for loss, values in ends.items():
@@ -82,7 +100,16 @@ def test_a_run_with_half_a_configuration_is_left_out(sweep, capsys):
 
 def test_counts_are_short():
     counts = (0.4, 12345.6, 99_999.4, 99_999.6, 999_600, -1.234e6, None, float("nan"))
-    assert [*map(short_count, counts)] == ["0", "12,346", "99,999", "100k", "1M", "-1.23M", "-", "-"]
+    assert [*map(short_count, counts)] == [
+        "0",
+        "12,346",
+        "99,999",
+        "100k",
+        "1M",
+        "-1.23M",
+        "-",
+        "-",
+    ]
 
 
 def test_runs_that_differ_in_the_seed_are_one_group(sweep):
@@ -94,8 +121,12 @@ def test_runs_that_differ_in_the_seed_are_one_group(sweep):
     gspo, grpo = compared.groups
     assert gspo.final == (pytest.approx(0.94), pytest.approx(0.04))
     assert grpo.final == (pytest.approx(0.74), pytest.approx(0.29461839725))
-    # Seed by seed 72, 88, 104 against 104, 120 and 160, as far as the run was that did not come to it: 32, 32 and 56.
-    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [[72, 88, 104], [104, 120, 160]]
+    # Seed by seed 72, 88, 104 against 104, 120 and 160, as far as the run was that did not come to
+    # it: 32, 32 and 56.
+    assert [compared.spent(group, "documents_seen") for group in compared.groups] == [
+        [72, 88, 104],
+        [104, 120, 160],
+    ]
     (found,) = compared.comparisons
     assert (found.paired, found.difference) == (True, 40)
     assert found.p == pytest.approx(1 - 5 / 27**0.5)  # t = 40 / 8 = 5 with 2 degrees of freedom
@@ -107,17 +138,25 @@ def test_the_page_says_it_all(sweep, capsys):
     assert lines[0].startswith(
         "6 runs (6 counted) of 2 configurations, which differ in loss (and so in loss.epsilon_low)"
     )
-    assert lines[2].startswith("loss  reached  documents  tokens  seconds  mean           final          curve")
+    assert lines[2].startswith(
+        "loss  reached  documents  tokens  seconds  mean           final          curve"
+    )
     assert lines[3].startswith("gspo  3 of 3   88 ± 16    550     ")
     assert "  0.467 ± 0.079  0.940 ± 0.040  ▁" in lines[3]
     assert lines[4].startswith("grpo  2 of 3   ≥128       ≥800    ")
     words = " ".join(text.split())
     assert "reward is measured on the prompts of training" in words
-    assert "nine tenths of the way from 0, the mean start, to 0.9, as high as a configuration ends with" in words
+    assert (
+        "nine tenths of the way from 0, the mean start, to 0.9, as high as a configuration ends "
+        "with"
+    ) in words
     assert "counts as the search limit (160 documents, 1,000 tokens, " in words
     assert "Documents to reward 0.81, t-test, paired by seed, two-sided:" in words
-    assert "against gspo (n = 3) n difference interval p seeds better test verdict grpo 3 +40" in words
-    assert "+40 [+32, +56] 0.038 4 0.06 paired worse" in words  # 104 and 104 of nine pairs are equal: half of one
+    assert (
+        "against gspo (n = 3) n difference interval p seeds better test verdict grpo 3 +40" in words
+    )
+    # 104 and 104 of nine pairs are equal: half of one
+    assert "+40 [+32, +56] 0.038 4 0.06 paired worse" in words
     assert "with 3 it holds the true difference in about 75 of 100 cases" in words
     assert max(map(len, lines)) <= WIDTH
 
@@ -166,10 +205,17 @@ def test_runs_that_do_not_count_are_named(sweep, capsys):
         rows = {row["run"].rpartition("/")[2]: row for row in csv.DictReader(file)}
     assert len(rows) == 11
     assert float(rows["5-gspo-2"]["final_reward"]) == pytest.approx(0.98)
-    assert (rows["5-gspo-2"]["loss"], rows["5-gspo-2"]["seed"], rows["5-gspo-2"]["counted"]) == ("gspo", "2", "yes")
+    assert (rows["5-gspo-2"]["loss"], rows["5-gspo-2"]["seed"], rows["5-gspo-2"]["counted"]) == (
+        "gspo",
+        "2",
+        "yes",
+    )
     assert float(rows["5-gspo-2"]["documents_to_reward_0.81"]) == 104
     assert float(rows["5-gspo-2"]["tokens_to_reward_0.81"]) == 13 * 50
-    assert (rows["2-grpo-2"]["documents_to_reward_0.81"], rows["2-grpo-2"]["documents_seen"]) == ("", "160")
+    assert (rows["2-grpo-2"]["documents_to_reward_0.81"], rows["2-grpo-2"]["documents_seen"]) == (
+        "",
+        "160",
+    )
     assert rows["21-killed"]["mean_reward"] == ""  # which has not come as far as the others
     assert (rows["21-killed"]["state"], rows["21-killed"]["counted"]) == ("killed", "no")
     assert rows["24-broken"]["state"] == "unreadable"
@@ -188,7 +234,8 @@ def test_curves_are_means_over_seeds_on_both_axes(sweep):
     runs = find_runs([str(sweep / "0-grpo-0"), str(sweep / "1-grpo-1")])
     for i, run in enumerate(runs):
         run.columns |= {
-            axis: (i + 1) * run.columns[of] for axis, of in (("reward", "documents_seen"), ("seconds", "step"))
+            axis: (i + 1) * run.columns[of]
+            for axis, of in (("reward", "documents_seen"), ("seconds", "step"))
         }
     points = mean_curve(runs, "reward", "documents_seen").T
     assert (points[0][0], points[-1][0]) == (8, 160)
@@ -234,17 +281,30 @@ def test_a_row_for_each_configuration(sweep, capsys):
     page(capsys, sweep, FINAL, "--csv", sweep / "r.csv", "--latex", sweep / "r.tex")
     with (sweep / "r.csv").open() as file:
         first, second = csv.DictReader(file)
-    assert (first["label"], first["loss"], first["n"], first["verdict"]) == ("gspo", "gspo", "3", "base")
+    assert (first["label"], first["loss"], first["n"], first["verdict"]) == (
+        "gspo",
+        "gspo",
+        "3",
+        "base",
+    )
     assert float(first["mean"]) == pytest.approx(0.94)
     assert float(first["std"]) == pytest.approx(0.04)
-    # Of 27 draws of three seeds the lowest mean is 0.9 and the highest 0.98, each in one: more than 2.5 %.
+    # Of 27 draws of three seeds the lowest mean is 0.9 and the highest 0.98, each in one: more than
+    # 2.5 %.
     assert [float(first[end]) for end in ("mean_low", "mean_high")] == pytest.approx([0.9, 0.98])
     assert first["difference"] == first["p"] == first["against"] == ""
-    assert (second["against"], second["measured"], second["verdict"]) == ("gspo", "Final reward", "unknown")
+    assert (second["against"], second["measured"], second["verdict"]) == (
+        "gspo",
+        "Final reward",
+        "unknown",
+    )
     assert float(second["difference"]) == pytest.approx(0.74 - 0.94)
     t = 0.2 / np.std([0, -0.02, -0.58], ddof=1) * np.sqrt(3)
-    assert float(second["p"]) == pytest.approx(1 - t / np.sqrt(2 + t**2))  # Student's with two degrees of freedom
-    assert [float(second[end]) for end in ("difference_low", "difference_high")] == pytest.approx([-0.58, 0.0])
+    # Student's with two degrees of freedom
+    assert float(second["p"]) == pytest.approx(1 - t / np.sqrt(2 + t**2))
+    assert [float(second[end]) for end in ("difference_low", "difference_high")] == pytest.approx(
+        [-0.58, 0.0]
+    )
 
     lines = (sweep / "r.tex").read_text().splitlines()
     table = [line for line in lines if not line.startswith("%")]
@@ -277,7 +337,16 @@ def test_json_says_what_the_page_says(sweep, capsys):
 
 def test_arms_have_the_names_that_the_user_gives_them(sweep, capsys):
     said = page(
-        capsys, sweep, FINAL, "--label", "loss=gspo=ours", "--svg", sweep / "r.svg", "--json", "--pdf", sweep / "r.pdf"
+        capsys,
+        sweep,
+        FINAL,
+        "--label",
+        "loss=gspo=ours",
+        "--svg",
+        sweep / "r.svg",
+        "--json",
+        "--pdf",
+        sweep / "r.pdf",
     )
     assert [one["label"] for one in json.loads(said)["configurations"]] == ["ours", "grpo"]
     drawn = (sweep / "r.svg").read_text()
@@ -285,14 +354,18 @@ def test_arms_have_the_names_that_the_user_gives_them(sweep, capsys):
     assert "gspo" not in drawn
     assert (sweep / "r.pdf").read_bytes()[:5] == b"%PDF-"
     assert "against ours (n = 3)" in page(capsys, sweep, FINAL, "--label=loss=gspo=ours")
-    assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in refused(capsys, sweep, "--label=loss=gsop=ours")
+    assert "--label loss=gsop=ours needs KEY=VALUE=NAME" in refused(
+        capsys, sweep, "--label=loss=gsop=ours"
+    )
     assert "These are loss=grpo, loss=gspo." in refused(capsys, sweep, "--label=loss=gsop=ours")
 
 
 def test_the_picture_has_the_mean_of_each_with_its_interval(sweep):
     compared = compare(find_runs([str(sweep)]), "final:reward")
     drawn = picture(compared, "svg")
-    assert [name for name in ("interval-0", "interval-1", "interval-2") if name in drawn.decode()] == [
+    assert [
+        name for name in ("interval-0", "interval-1", "interval-2") if name in drawn.decode()
+    ] == [
         "interval-0",
         "interval-1",
     ]
@@ -306,18 +379,30 @@ def test_a_legend_says_what_differs_alone(tmp_path):
     for number, (name, path) in enumerate(arms):
         advantage = {"estimator": name} | ({"path": path} if path else {})
         for seed in range(2):
-            save(tmp_path / f"{number}-{seed}", "grpo", seed, 0.5 + number / 10, advantage=advantage)
+            save(
+                tmp_path / f"{number}-{seed}", "grpo", seed, 0.5 + number / 10, advantage=advantage
+            )
     groups = compare(find_runs([str(tmp_path)]), "reward").groups
     assert {group.label for group in groups} == {"grpo", "mine.own_answers", "mine.shuffled"}
 
 
 def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, capsys):
-    """An escape sequence, a mark of direction and a formula, in every text of a run that commands show."""
+    """An escape sequence, a mark of direction and a formula, in every text of a run that commands
+    show."""
     strange = "\x1b]0;x\x07 \u202egro.elpmaxe $\\frac$ <b>"
     for seed, loss in enumerate((strange, "grpo")):
-        folder = save(tmp_path / f"run-{seed}-{strange if seed else ''}", loss, seed, 0.5, "done", more={strange: loss})
+        folder = save(
+            tmp_path / f"run-{seed}-{strange if seed else ''}",
+            loss,
+            seed,
+            0.5,
+            "done",
+            more={strange: loss},
+        )
         save(tmp_path / f"failed-{seed}", loss, seed, 0.5, "failed", reason=strange)
-        (folder / "provenance.json").write_text(json.dumps({"git": [], "packages": {strange: loss}}))
+        (folder / "provenance.json").write_text(
+            json.dumps({"git": [], "packages": {strange: loss}})
+        )
     pages = [tmp_path / f"page.{kind}" for kind in ("html", "png")]
     runs = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
     assert main(["compare", *runs, "--html", str(pages[0]), "--png", str(pages[1])]) == 0
@@ -339,10 +424,15 @@ def test_what_a_stranger_has_written_acts_on_no_terminal_and_no_page(tmp_path, c
         (["nowhere"], "got nowhere: no such folder"),
         (["{sweep}", "--metric", "rewrd"], "Use --metric=reward."),
         (["{sweep}", "--reach", "reward=nan"], "--reach=reward=nan needs METRIC=NUMBER."),
-        (["{sweep}", "--best-of=seed"], "--best-of=seed needs a key that tells the runs apart. These are loss."),
+        (
+            ["{sweep}", "--best-of=seed"],
+            "--best-of=seed needs a key that tells the runs apart. These are loss.",
+        ),
     ],
 )
-def test_bad_input_is_one_message(sweep, tmp_path_factory, monkeypatch, capsys, arguments, expected):
+def test_bad_input_is_one_message(
+    sweep, tmp_path_factory, monkeypatch, capsys, arguments, expected
+):
     monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
     said = refused(capsys, *(argument.format(sweep=sweep) for argument in arguments))
     assert expected in said
@@ -364,7 +454,8 @@ def test_gradients_of_different_lengths_are_noted(tmp_path, capsys, norm, noted)
 
 
 def with_rates(folder):
-    """Two losses at two learning rates each, two seeds: grpo is better at the lower, gspo at the higher."""
+    """Two losses at two learning rates each, two seeds: grpo is better at the lower, gspo at the
+    higher."""
     ends = {("grpo", 1e-4): 0.7, ("grpo", 1e-3): 0.2, ("gspo", 1e-4): 0.3, ("gspo", 1e-3): 0.6}
     for number, ((loss, rate), end) in enumerate(ends.items()):
         for seed in range(2):
@@ -377,19 +468,31 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     compared = compare(find_runs([str(tmp_path)]), "reward", "optimizer.learning_rate")
     shown = [tuple(group.values.values()) for group in compared.groups]
     assert shown == [("grpo", 1e-4), ("gspo", 1e-3)]
-    assert [group.final[0] for group in compared.groups] == pytest.approx([0.705, 0.605])  # and 0.63 is to be reached
+    # and 0.63 is to be reached
+    assert [group.final[0] for group in compared.groups] == pytest.approx([0.705, 0.605])
     assert len(compared.comparisons) == 1
     assert compared.left_out == []
-    assert [group.tried["0.001"].final[0] for group in compared.groups] == pytest.approx([0.205, 0.605])
+    assert [group.tried["0.001"].final[0] for group in compared.groups] == pytest.approx(
+        [0.205, 0.605]
+    )
     said = " ".join(page(capsys, tmp_path, "--best-of=optimizer.learning_rate").split())
-    assert "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds: loss 0.0001 0.001 grpo" in said
-    assert "gspo, 0.001: this is the highest optimizer.learning_rate tried, and one beyond may be better" in said
+    assert (
+        "Documents to reward 0.63 by optimizer.learning_rate, mean over seeds: loss 0.0001 0.001 "
+        "grpo"
+    ) in said
+    assert (
+        "gspo, 0.001: this is the highest optimizer.learning_rate tried, and one beyond may be "
+        "better"
+    ) in said
     assert "grpo, 0.0001: this is the lowest" in said
     assert "chosen by the same runs that are compared" in said
     assert said.startswith(
-        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate (and so in loss.ep"
+        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate "
+        "(and so in loss.ep"
     )
-    against = compare(find_runs([str(tmp_path)]), "final:reward", "optimizer.learning_rate", against="loss=gspo")
+    against = compare(
+        find_runs([str(tmp_path)]), "final:reward", "optimizer.learning_rate", against="loss=gspo"
+    )
     assert [group.values["loss"] for group in against.groups] == ["gspo", "grpo"]
     assert tried_rows(against) == [
         ["loss", "0.0001", "0.001"],
@@ -399,9 +502,11 @@ def test_each_configuration_at_its_best(tmp_path, capsys):
     drawn = picture(against, "svg").decode()
     assert "tried-0" in drawn
     assert "tried-1" in drawn
-    said = " ".join(page(capsys, tmp_path, "--best-of=loss").split())  # both times a loss and its rate
+    # both times a loss and its rate
+    said = " ".join(page(capsys, tmp_path, "--best-of=loss").split())
     assert said.startswith(
-        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate (and so in loss.ep"
+        "4 runs (4 counted) of 2 configurations, which differ in loss, optimizer.learning_rate "
+        "(and so in loss.ep"
     )
 
 
@@ -417,6 +522,9 @@ def test_the_legend_of_long_names_stays_within_the_picture(tmp_path):
         more = {"advantage": {"path": f"a_module_with_a_long_name.of_functions.function_{number}"}}
         save(tmp_path / str(number), "grpo", 0, 0.5, **more)
     drawn = picture(compare(find_runs([str(tmp_path)]), "final:reward"), "svg").decode()
-    names = re.findall(r'<text [^>]*x="([-\d.]+)"[^>]*>a_module|<text [^>]*translate\(([-\d.]+) [^>]*>a_module', drawn)
+    names = re.findall(
+        r'<text [^>]*x="([-\d.]+)"[^>]*>a_module|<text [^>]*translate\(([-\d.]+) [^>]*>a_module',
+        drawn,
+    )
     assert len(names) == 4
     assert min(float(one or other) for one, other in names) > 0

@@ -53,7 +53,9 @@ def test_the_newest_run_is_shown_and_nothing_is_left(store, tmp_path):
             page = f"{runs}?compareRunsMode=CHART&workflowType=machine_learning"
             assert lines[1] == f"charts        {page}\n"
             assert status(address) == 200
-            children = subprocess.run(["pgrep", "-P", str(server.pid)], capture_output=True, text=True).stdout.split()
+            children = subprocess.run(
+                ["pgrep", "-P", str(server.pid)], capture_output=True, text=True
+            ).stdout.split()
             server.send_signal(signal.SIGINT)
             assert server.wait(timeout=30) == 0
         finally:
@@ -87,4 +89,7 @@ def test_a_port_needs_to_be_free(tmp_path, monkeypatch, capsys):
         holder.listen()
         port = holder.getsockname()[1]
         said = refused(capsys, "--port", str(port), "--uri=sqlite:///store.db")
-    assert f"--port={port} needs a free port of 127.0.0.1 (got: [Errno 98] Address already in use)" in said
+    assert (
+        f"--port={port} needs a free port of 127.0.0.1 (got: [Errno 98] Address already in use)"
+        in said
+    )

@@ -21,7 +21,12 @@ PROVENANCE = {
 }
 CHANGED = {
     "git": [
-        {"path": "/y/code", "commit": "1234567890abcdef", "diff": "--- a\n+++ b\n+x\n+y\n-z\n", "diff_truncated": False}
+        {
+            "path": "/y/code",
+            "commit": "1234567890abcdef",
+            "diff": "--- a\n+++ b\n+x\n+y\n-z\n",
+            "diff_truncated": False,
+        }
     ],
     "packages": {"torch": "2.7", "pyyaml": "6.0", "flask-cors": "1", "scipy": "1"},
     "cpus": {"machine": 2, "usable": 1},
@@ -39,8 +44,13 @@ def save(folder, config, provenance=PROVENANCE):
 
 def test_only_what_changed_is_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    save(tmp_path / "a", {"seed": 0, "loss": {"name": "grpo", "epsilon": 0.2}, "same": 1, "gone": None})
-    save(tmp_path / "b", {"seed": 0, "loss": {"name": "gspo", "epsilon": 0.2}, "same": 1, "new": [1]})
+    save(
+        tmp_path / "a",
+        {"seed": 0, "loss": {"name": "grpo", "epsilon": 0.2}, "same": 1, "gone": None},
+    )
+    save(
+        tmp_path / "b", {"seed": 0, "loss": {"name": "gspo", "epsilon": 0.2}, "same": 1, "new": [1]}
+    )
     assert render_diff(Path("a"), Path("b")) == (
         "A  a\nB  b\n\nconfiguration\n  loss.name  grpo  ->  gspo\n  new        null  ->  [1]\n\n"
         "No difference in code, packages, hardware."
@@ -90,7 +100,10 @@ def test_a_comparison_of_two_runs_begins_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(four_losses(tmp_path))
     assert main(["compare", "grpo-0", "gspo-1"]) == 0
     said = capsys.readouterr().out
-    first = "A  grpo-0\nB  gspo-1\n\nconfiguration\n  seed       0     ->  1\n  loss.name  grpo  ->  gspo\n\n"
+    first = (
+        "A  grpo-0\nB  gspo-1\n\nconfiguration\n  seed       0     ->  1\n  loss.name  grpo  "
+        "->  gspo\n\n"
+    )
     assert said.startswith(first)
     assert "grpo" in said.removeprefix(first)
     assert main(["compare", "grpo-0", "gspo-1", "gspo-2"]) == 0

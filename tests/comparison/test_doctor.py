@@ -1,4 +1,5 @@
-"""pgtk doctor: silent on runs that were fine, and each rule fires on a run that is broken in its way."""
+"""pgtk doctor: silent on runs that were fine, and each rule fires on a run that is broken in its
+way."""
 
 import json
 import re
@@ -36,7 +37,8 @@ def study(tmp_path_factory):
 
 
 def failures(folder: Path, **config) -> list[set[str]]:
-    """What is found of each run below a folder whose configuration has these values; `__` is a dot."""
+    """What is found of each run below a folder whose configuration has these values; `__` is a
+    dot."""
     wanted = {key.replace("__", "."): value for key, value in config.items()}
     found = []
     for path in run_directories("", [str(folder)]):
@@ -53,21 +55,37 @@ def test_nothing_is_said_of_the_runs_of_the_study_that_were_fine(study):
 
 def test_runs_of_the_study_that_were_broken_are_told_apart(study):
     """Rewards tossed by a coin, learning rates far too high, and a lag of 128 updates."""
-    controls = failures(study("study_starts_controls"), advantage__path="benchmarks.study.random_reward")
+    controls = failures(
+        study("study_starts_controls"), advantage__path="benchmarks.study.random_reward"
+    )
     assert sorted(map(len, controls)) == [0, 0, 1, 1, 1, 1, 1]
     assert set().union(*controls) == {"reward lost"}
     lag = study("study_lag")
     rates = {"loss__name": "cispo", "rollout__lag": 128}
-    assert failures(lag, **rates, optimizer__learning_rate=0.0008) == [{"entropy gone", "reward lost"}]
-    assert failures(lag, **rates, optimizer__learning_rate=0.0032) == [{"gradient spikes", "reward lost"}]
-    assert {"reward up while held-out falls"} in failures(lag, **rates, optimizer__learning_rate=5e-05)
-    assert failures(lag, loss__name="cispo", rollout__lag=0, optimizer__learning_rate=5e-05) == [set(), set()]
+    assert failures(lag, **rates, optimizer__learning_rate=0.0008) == [
+        {"entropy gone", "reward lost"}
+    ]
+    assert failures(lag, **rates, optimizer__learning_rate=0.0032) == [
+        {"gradient spikes", "reward lost"}
+    ]
+    assert {"reward up while held-out falls"} in failures(
+        lag, **rates, optimizer__learning_rate=5e-05
+    )
+    assert failures(lag, loss__name="cispo", rollout__lag=0, optimizer__learning_rate=5e-05) == [
+        set(),
+        set(),
+    ]
 
 
 def trained(folder: Path, *overrides: str) -> Run:
     """A real run of 16 steps; overrides: more settings than the short ones, and a task."""
     settings = [setting for setting in SHORT if not setting.startswith("task.")]
-    settings += ["trainer.max_steps=16", "trainer.checkpoint_every=100", "accumulation.max_tokens=64", *overrides]
+    settings += [
+        "trainer.max_steps=16",
+        "trainer.checkpoint_every=100",
+        "accumulation.max_tokens=64",
+        *overrides,
+    ]
     train(config_of(*settings), folder, resume=False, overrides=[])
     return read_run(folder, None)
 
@@ -78,8 +96,10 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "patients.py").write_text(
-        "def flaky(completion, answer):\n    return None if len(completion) % 2 else 1.0 * (completion[:1] == '1')\n"
-        "def positive(rewards, **_):\n    return [[1.0 + reward for reward in group] for group in rewards]\n"
+        "def flaky(completion, answer):\n    return None if len(completion) % 2 else 1.0 * "
+        "(completion[:1] == '1')\n"
+        "def positive(rewards, **_):\n    return [[1.0 + reward for reward in group] for group in "
+        "rewards]\n"
     )
     rows = [json.dumps({"prompt": f"{number}=", "answer": "123"}) + "\n" for number in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
@@ -96,7 +116,10 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
     [
         ((REVERSE,), None),
         (("task=chain_sum", "task.max_terms=3"), "groups without signal"),
-        (("task=prompts", "task.path=prompts.jsonl", "task.verifier=patients.flaky"), "verifiers failing"),
+        (
+            ("task=prompts", "task.path=prompts.jsonl", "task.verifier=patients.flaky"),
+            "verifiers failing",
+        ),
         (
             (
                 *EIGHT_UPDATES,
@@ -105,7 +128,10 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
             ),
             "everything clipped",
         ),
-        ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=0.3"), "effective sample size low"),
+        (
+            (*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=0.3"),
+            "effective sample size low",
+        ),
         ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=0.3"), "completions cut off"),
         ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=3"), "log-ratios clamped"),
     ],
@@ -118,14 +144,20 @@ def test_a_run_that_is_broken_in_this_way_shows_it(module, settings, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "name"),
-    [("sampling", "ratios away from 1 at a batch's first update"), ("training", "sampler and trainer apart")],
+    [
+        ("sampling", "ratios away from 1 at a batch's first update"),
+        ("training", "sampler and trainer apart"),
+    ],
 )
 def test_a_sampler_that_gives_other_log_probs_is_seen(tmp_path, monkeypatch, old, name):
     complete = TransformersSampler.complete
 
     def wrong(self, requests, more=False):
         drift = 0.3 * torch.arange(99.0)
-        return [replace(x, log_probs=x.log_probs - drift[: len(x.log_probs)]) for x in complete(self, requests, more)]
+        return [
+            replace(x, log_probs=x.log_probs - drift[: len(x.log_probs)])
+            for x in complete(self, requests, more)
+        ]
 
     monkeypatch.setattr(TransformersSampler, "complete", wrong)
     examined = examine(trained(tmp_path / "run", REVERSE, f"rollout.old_log_probs={old}"))
@@ -136,9 +168,18 @@ def made_up(steps=100, **columns) -> Run:
     """A run of these columns, each a number or one for each step, beside what a healthy one has."""
     number = np.arange(1.0, steps + 1)
     healthy = {
-        **{"step": number, "reward": number / steps, "exact_match": number / (2 * steps), "grad_norm": 1.0},
+        **{
+            "step": number,
+            "reward": number / steps,
+            "exact_match": number / (2 * steps),
+            "grad_norm": 1.0,
+        },
         **{"staleness": (number - 1) % 4, "ratio_new_old": 1.0, "kl_new_old": 0.0, "entropy": 1.0},
-        **{"kl_old_sampling": 1e-6, "zero_advantage_group_fraction": 0.2, "truncated_fraction": 0.0},
+        **{
+            "kl_old_sampling": 1e-6,
+            "zero_advantage_group_fraction": 0.2,
+            "truncated_fraction": 0.0,
+        },
         **{
             "clipped_low_fraction": 0.02,
             "clipped_high_fraction": 0.02,
@@ -147,9 +188,17 @@ def made_up(steps=100, **columns) -> Run:
         },
         **{"effective_sample_size": 0.97, "num_skipped_steps": 0.0},
     }
-    arrays = {name: np.broadcast_to(value, number.shape).astype(float) for name, value in (healthy | columns).items()}
+    arrays = {
+        name: np.broadcast_to(value, number.shape).astype(float)
+        for name, value in (healthy | columns).items()
+    }
     return Run(
-        "run", "run", "done", step=steps, config={"loss.name": "grpo", "trainer.max_steps": steps}, columns=arrays
+        "run",
+        "run",
+        "done",
+        step=steps,
+        config={"loss.name": "grpo", "trainer.max_steps": steps},
+        columns=arrays,
     )
 
 
@@ -178,7 +227,9 @@ HALF = np.where(np.arange(100) < 60, 0.0, 1.0)
         ({"reward": 1 - HALF}, "reward lost", None),
         (
             {
-                "evaluation/held_out/pass@1": np.interp(np.arange(100), [0, 50, 99], [0.2, 0.6, 0.4]),
+                "evaluation/held_out/pass@1": np.interp(
+                    np.arange(100), [0, 50, 99], [0.2, 0.6, 0.4]
+                ),
                 "evaluation/held_out/pass@1_error": 0.01,
             },
             "reward up while held-out falls",
@@ -202,10 +253,17 @@ def test_the_page_says_since_when_and_what_to_change(study, capsys, tmp_path):
     (run, *_) = run_directories("", [str(study("study_starts_controls"))])
     page = diagnose([str(run)])
     assert "Not looked for, since it was not measured: " in page
-    broken = [path for path in run_directories("", [str(run.parent)]) if examine(read_run(path, None)).found]
+    broken = [
+        path
+        for path in run_directories("", [str(run.parent)])
+        if examine(read_run(path, None)).found
+    ]
     assert main(["doctor", str(broken[0])]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"reward lost, since step \d+ reward was 0\.\d+ and is 0\.\d+ at the end\. Healthy: rises,", said)
+    assert re.search(
+        r"reward lost, since step \d+ reward was 0\.\d+ and is 0\.\d+ at the end\. Healthy: rises,",
+        said,
+    )
     assert "Change: optimizer.learning_rate, lower" in said
     assert main(["doctor", str(broken[0]), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
@@ -221,6 +279,9 @@ def test_a_run_of_a_few_steps_tells_nothing():
 
 def test_the_table_of_the_docs_is_that_of_the_rules():
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
-    rows = [f"| {rule.name} | {', '.join(f'`{name}`' for name in rule.metrics)} | {rule.healthy} |" for rule in RULES]
+    rows = [
+        f"| {rule.name} | {', '.join(f'`{name}`' for name in rule.metrics)} | {rule.healthy} |"
+        for rule in RULES
+    ]
     assert [row for row in rows if row not in page] == []
     assert page.partition("## What is wrong with a run")[2].count("\n| ") == len(RULES) + 1

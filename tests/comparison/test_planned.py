@@ -21,9 +21,16 @@ def run_of(values, seed=0, metric=PASS, state="done", reason=None, **config):
     """A run with a value every 10 documents from 0 on."""
     steps = np.arange(float(len(values)))
     config = {"seed": seed, "trainer.max_steps": 9, **config}
-    columns = {"step": steps, "documents_seen": 10 * steps, "tokens_seen": 30 * steps, "seconds": steps}
+    columns = {
+        "step": steps,
+        "documents_seen": 10 * steps,
+        "tokens_seen": 30 * steps,
+        "seconds": steps,
+    }
     columns |= {"time": steps, metric: np.array(values, float)}
-    return Run("/", f"{config.get('loss.name')}-{seed}", state, reason, len(values) - 1, config, columns)
+    return Run(
+        "/", f"{config.get('loss.name')}-{seed}", state, reason, len(values) - 1, config, columns
+    )
 
 
 def arms(ends, **config):
@@ -36,11 +43,16 @@ def arms(ends, **config):
 
 
 def test_area_and_final_are_compared_where_they_are_asked_for():
-    runs = [run_of([0.0, 1.0, 0.4], 0, **{"loss.name": "a"}), run_of([0.0, 0.2, 0.8], 0, **{"loss.name": "b"})]
+    runs = [
+        run_of([0.0, 1.0, 0.4], 0, **{"loss.name": "a"}),
+        run_of([0.0, 0.2, 0.8], 0, **{"loss.name": "b"}),
+    ]
     area, final = compare(runs, f"area:{PASS}"), compare(runs, f"final:{PASS}")
     assert [group.label for group in area.groups] == ["a", "b"]
     assert [group.label for group in final.groups] == ["b", "a"]
-    assert next(iter(area.comparisons)).difference == pytest.approx((0.1 + 0.5) / 2 - (0.5 + 0.7) / 2)
+    assert next(iter(area.comparisons)).difference == pytest.approx(
+        (0.1 + 0.5) / 2 - (0.5 + 0.7) / 2
+    )
     assert next(iter(final.comparisons)).difference == pytest.approx(0.4 - 0.8)
     assert not area.by_documents
     assert compare(runs, PASS).goal.threshold is not None
@@ -58,14 +70,21 @@ def test_contrasts_are_with_the_base_that_differs_in_nothing_else():
         run
         for lag in (0, 8)
         for run in arms(
-            {"grpo": [0.5, 0.6, 0.7], "gspo": [0.52, 0.61, 0.74], "cispo": [0.9, 0.9, 0.8]}, **{"rollout.lag": lag}
+            {"grpo": [0.5, 0.6, 0.7], "gspo": [0.52, 0.61, 0.74], "cispo": [0.9, 0.9, 0.8]},
+            **{"rollout.lag": lag},
         )
     ]
     compared = compare(runs, f"final:{PASS}", against="loss=grpo")
     labels = [group.label for group in compared.groups]
     assert sorted(labels[:2]) == ["grpo, 0", "grpo, 8"]
-    planned = {(labels[pair.first], labels[pair.second]) for pair in compared.comparisons if not pair.exploratory}
-    assert planned == {(f"grpo, {lag}", f"{loss}, {lag}") for lag in (0, 8) for loss in ("gspo", "cispo")}
+    planned = {
+        (labels[pair.first], labels[pair.second])
+        for pair in compared.comparisons
+        if not pair.exploratory
+    }
+    assert planned == {
+        (f"grpo, {lag}", f"{loss}, {lag}") for lag in (0, 8) for loss in ("gspo", "cispo")
+    }
     assert compared.comparisons.tested == 4
     assert all(pair.difference > 0 for pair in compared.comparisons if not pair.exploratory)
 
@@ -73,11 +92,17 @@ def test_contrasts_are_with_the_base_that_differs_in_nothing_else():
 def test_each_arm_at_its_best_rate_is_compared_with_the_base_at_its_own():
     rates = {("grpo", 1e-3): 0.7, ("grpo", 2e-3): 0.5, ("gspo", 1e-3): 0.4, ("gspo", 2e-3): 0.6}
     runs = [
-        run_of([0.0, 0.1, end + seed / 100], seed, **{"loss.name": loss, "optimizer.learning_rate": rate})
+        run_of(
+            [0.0, 0.1, end + seed / 100],
+            seed,
+            **{"loss.name": loss, "optimizer.learning_rate": rate},
+        )
         for (loss, rate), end in rates.items()
         for seed in range(3)
     ]
-    (pair,) = compare(runs, f"final:{PASS}", "optimizer.learning_rate", against="loss=grpo").comparisons
+    (pair,) = compare(
+        runs, f"final:{PASS}", "optimizer.learning_rate", against="loss=grpo"
+    ).comparisons
     assert (pair.exploratory, pair.difference) == (False, pytest.approx(-0.1))
 
 
@@ -100,28 +125,36 @@ def test_blocks_are_checkpoints_and_seeds():
     assert [len(group.counted) for group in compared.groups] == [4, 4]
     (pair,) = compared.comparisons
     assert (pair.paired, pair.counts, pair.difference) == (True, (4, 4), pytest.approx(0.015))
-    assert pair.p == pytest.approx(0.0138, abs=1e-4)  # t = 0.015 / (0.00577 / 2) = 5.196 with 3 degrees of freedom
+    # t = 0.015 / (0.00577 / 2) = 5.196 with 3 degrees of freedom
+    assert pair.p == pytest.approx(0.0138, abs=1e-4)
     assert pair.improvement == pytest.approx((3 + 3.5) / 8)  # of 4 pairs of each checkpoint
     runs.pop()
     (pair,) = compare(runs, f"final:{PASS}", over="model.path").comparisons
     assert (pair.paired, pair.counts, pair.difference) == (True, (3, 3), pytest.approx(0.04 / 3))
-    assert pair.p == pytest.approx(0.0572, abs=1e-4)  # t = 0.01333 / (0.00577 / 3**0.5) = 4 with 2 degrees of freedom
+    # t = 0.01333 / (0.00577 / 3**0.5) = 4 with 2 degrees of freedom
+    assert pair.p == pytest.approx(0.0572, abs=1e-4)
     runs.pop()
     (pair,) = compare(runs[:1] + runs[2:], f"final:{PASS}", over="model.path").comparisons
     assert (pair.counts, pair.p) == ((1, 1), None)  # one block is left that both have
-    (pair,) = Comparisons([Sample({("a", 0): 0.3, ("a", 1): 0.4}), Sample({("b", 0): 0.3, ("b", 1): 0.5})])
-    assert (pair.paired, pair.counts, pair.p) == (False, (2, 2), pytest.approx(0.7117, abs=1e-4))  # by scipy
+    (pair,) = Comparisons(
+        [Sample({("a", 0): 0.3, ("a", 1): 0.4}), Sample({("b", 0): 0.3, ("b", 1): 0.5})]
+    )
+    # by scipy
+    assert (pair.paired, pair.counts, pair.p) == (False, (2, 2), pytest.approx(0.7117, abs=1e-4))
 
 
 def test_blocks_of_other_prompts_are_not_paired():
-    """The values of the test above, where p is 0.014: a key of the task that follows from the loss tells them apart."""
+    """The values of the test above, where p is 0.014: a key of the task that follows from the loss
+    tells them apart."""
     ends = {"grpo": [[0.3, 0.34], [0.7, 0.72]], "gspo": [[0.31, 0.35], [0.72, 0.74]]}
     runs = []
     for loss, by_path in ends.items():
         for path, values in zip("ab", by_path, strict=True):
             for seed, end in enumerate(values):
                 task = {"task.name": "reverse", "task.num_digits": 6 if loss == "grpo" else 4}
-                runs.append(run_of([0.0, 0.1, end], seed, **{"loss.name": loss, "model.path": path}, **task))
+                runs.append(
+                    run_of([0.0, 0.1, end], seed, **{"loss.name": loss, "model.path": path}, **task)
+                )
     compared = compare(runs, f"final:{PASS}", over="model.path")
     (pair,) = compared.comparisons
     groups = [np.ravel(ends[group.values["loss"]]) for group in compared.groups]
@@ -138,7 +171,10 @@ def test_a_margin_in_percent_is_of_the_size_of_the_mean(base):
     assert margin_of("0.1", base) == 0.1
     one = base + np.array([-0.04, 0.0, 0.01, 0.03])
     other = base + np.array([-0.02, 0.03, 0.01, 0.05])
-    samples = [Sample({(seed,): float(value) for seed, value in enumerate(values)}) for values in (one, other)]
+    samples = [
+        Sample({(seed,): float(value) for seed, value in enumerate(values)})
+        for values in (one, other)
+    ]
     (pair,) = Comparisons(samples, "10%")
     bound = 0.1 * abs(one.mean())
     lower = scipy.stats.ttest_rel(other + bound, one, alternative="greater").pvalue
@@ -148,7 +184,8 @@ def test_a_margin_in_percent_is_of_the_size_of_the_mean(base):
 
 
 def test_a_collapsed_run_stays_at_the_last_tenth_of_what_it_measured_in_training():
-    """Of 40 steps the last four, 0.3 on average, from document 400 to the 800 of the other, and at its end."""
+    """Of 40 steps the last four, 0.3 on average, from document 400 to the 800 of the other, and at
+    its end."""
     steps = np.arange(1.0, 81)
     runs = []
     for seed, count in ((0, 80), (1, 40)):
@@ -156,7 +193,9 @@ def test_a_collapsed_run_stays_at_the_last_tenth_of_what_it_measured_in_training
         values[-4:] = 0.7, 0.1, 0.2, 0.2
         columns = {"step": steps[:count], "documents_seen": 10 * steps[:count], "reward": values}
         config = {"seed": seed, "trainer.max_steps": 80}
-        state, reason = ("done", None) if seed == 0 else ("failed", "NumericalError: 3 steps in a row")
+        state, reason = (
+            ("done", None) if seed == 0 else ("failed", "NumericalError: 3 steps in a row")
+        )
         runs.append(Run("/", f"run-{seed}", state, reason, count, config, columns))
     bad = runs[1].columns["reward"].copy()
     (group,) = compare(runs, "area:reward").groups
@@ -167,13 +206,22 @@ def test_a_collapsed_run_stays_at_the_last_tenth_of_what_it_measured_in_training
 
 
 def test_a_run_that_collapsed_stays_where_it_ended():
-    """It has seen half as much, and neither shortens what the others are compared over nor is left out."""
-    bad = run_of([0.2, 0.4, 0.1], 1, state="failed", reason="NumericalError: 3 steps in a row", **{"loss.name": "a"})
+    """It has seen half as much, and neither shortens what the others are compared over nor is left
+    out."""
+    bad = run_of(
+        [0.2, 0.4, 0.1],
+        1,
+        state="failed",
+        reason="NumericalError: 3 steps in a row",
+        **{"loss.name": "a"},
+    )
     broken = run_of([0.2, 0.9], 2, state="failed", reason="OSError: no space", **{"loss.name": "a"})
     runs = [run_of([0.2, 0.4, 0.6, 0.6, 0.6], 0, **{"loss.name": "a"}), bad, broken]
     compared = compare(runs, f"area:{PASS}")
     assert compared.goal.span == (0, 40)
-    assert [one.mean for one in compared.groups[0].reached] == pytest.approx([0.5, (0.3 + 0.25 + 0.1 + 0.1) / 4])
+    assert [one.mean for one in compared.groups[0].reached] == pytest.approx(
+        [0.5, (0.3 + 0.25 + 0.1 + 0.1) / 4]
+    )
     assert compared.groups[0].reached[1].final == pytest.approx(0.1)
     assert "collapsed, and not dropped: a-1" in compared.notes[0]
     assert [run.name for run, _ in compared.left_out] == ["a-2"]
@@ -191,9 +239,9 @@ def test_a_planned_comparison(study, capsys):
     assert main(["compare", str(study), *options, "--runs-csv", str(study / "r.csv")]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "Final evaluation/held_out/pass@1, t-test, paired by seed, two-sided, and two one-sided ones for equality"
-        in said
-    )
+        "Final evaluation/held_out/pass@1, t-test, paired by seed, two-sided, and two one-sided "
+        "ones for equality"
+    ) in said
     assert "within 0.02, p adjusted for 3 planned pairs (Holm):" in said
     assert "gspo 4 +0.002 [+0.001, +0.003] 0.033 4 0.69 <0.001 paired equal within 0.02" in said
     assert "cispo 4 +0.100 [+0.092, +0.107] <0.001 2 1.00 1.000 paired better" in said
@@ -207,9 +255,15 @@ def test_a_planned_comparison(study, capsys):
     ("arguments", "expected"),
     [
         (["--against", "loss=gpro"], "No configuration has it; of loss there are"),
-        (["--against", "lag=1"], "--against=lag needs a key that tells the runs apart. These are loss."),
+        (
+            ["--against", "lag=1"],
+            "--against=lag needs a key that tells the runs apart. These are loss.",
+        ),
         (["--over", "model.path"], "--over=model.path needs a key that tells the runs apart."),
-        (["--over", "los"], "--over=los needs a key that tells the runs apart. These are loss. Use"),
+        (
+            ["--over", "los"],
+            "--over=los needs a key that tells the runs apart. These are loss. Use",
+        ),
         (["--margin", "-1"], "--margin=-1 needs a number > 0, or one with %"),
         (["--margin", "nan%"], "--margin=nan% needs a number > 0"),
         (["--metric", "area:rewrd"], "Use --metric=reward."),
@@ -224,6 +278,18 @@ def test_bad_input_is_one_message(study, capsys, arguments, expected):
 
 def test_a_page_has_the_exploratory_pairs(study, capsys):
     page = study / "page.html"
-    assert main(["compare", str(study), f"--metric=final:{PASS}", "--against=loss=grpo", "--html", str(page)]) == 0
+    assert (
+        main(
+            [
+                "compare",
+                str(study),
+                f"--metric=final:{PASS}",
+                "--against=loss=grpo",
+                "--html",
+                str(page),
+            ]
+        )
+        == 0
+    )
     assert page.read_text().count("exploratory: ") == 3
     assert find_runs([str(study)])[0].state == "done"

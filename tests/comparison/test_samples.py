@@ -9,11 +9,21 @@ import pytest
 
 from pgtoolkit.cli import main
 from pgtoolkit.comparison import samples as inspected
-from pgtoolkit.comparison.samples import best_and_worst, chosen_set, html, kept_by, render_samples, samples
+from pgtoolkit.comparison.samples import (
+    best_and_worst,
+    chosen_set,
+    html,
+    kept_by,
+    render_samples,
+    samples,
+)
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 from pgtoolkit.system.legible import legible, lines_of, shortened
 
-HOSTILE = "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>\u202eevil\u2028\x9b31m\r\u200b\ufeff"
+HOSTILE = (
+    "\x1b[2J\x1b]0;owned\x07</script><script>document.title='owned'</script>"
+    "\u202eevil\u2028\x9b31m\r\u200b\ufeff"
+)
 
 
 def row(step, name, reward, completion="", **more):
@@ -21,7 +31,8 @@ def row(step, name, reward, completion="", **more):
 
 
 def write(folder: Path, **sets) -> Path:
-    """A run directory with these rows; of an evaluation by step, with `training` the hundred steps they lie in."""
+    """A run directory with these rows; of an evaluation by step, with `training` the hundred steps
+    they lie in."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text("seed: 0\n")
     for name, rows in sets.items():
@@ -55,11 +66,17 @@ def folder(tmp_path_factory):
 
 def test_what_changed_is_told_by_the_mean_reward_of_each_prompt(folder):
     kept = kept_by(folder)
-    assert {name: one.steps for name, one in kept.items()} == {"held_out": [0, 50, 100], "training": [3, 7, 9]}
+    assert {name: one.steps for name, one in kept.items()} == {
+        "held_out": [0, 50, 100],
+        "training": [3, 7, 9],
+    }
     found = samples(chosen_set(kept, None), count=2)
     assert (found.set, found.step, found.since, found.counts) == ("held_out", 100, 0, (3, 0, 1))
     assert found.rows == EVALUATED[16:]
-    assert [(one.after.name, one.means) for one in found.changes] == [("b", (0.0, 0.875)), ("d", (0.0, 0.625))]
+    assert [(one.after.name, one.means) for one in found.changes] == [
+        ("b", (0.0, 0.875)),
+        ("d", (0.0, 0.625)),
+    ]
     # Of two completions as near to the mean the first.
     assert [(one.before.completion, one.after.completion) for one in found.changes] == [
         ("b at 0", "b with 1.0"),
@@ -97,7 +114,10 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert main(["samples", "run", "--count", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "run: held_out, step 100: 9 completions kept of 5 prompts, mean reward of these 0.556"
+    assert (
+        lines[0]
+        == "run: held_out, step 100: 9 completions kept of 5 prompts, mean reward of these 0.556"
+    )
     assert lines[1] == "Other sets: training (steps 3, 7, 9)"
     assert lines[3:7] == [
         "Best",
@@ -107,7 +127,10 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     ]
     assert lines[9] == "  0.000  a: 0 tokens, ended by itself, weights of update 0"
     assert lines[13:] == [
-        "Changed since step 0: 3 prompts better, 0 worse, 1 the same (by mean reward of what was kept)",
+        (
+            "Changed since step 0: 3 prompts better, 0 worse, 1 the same (by mean reward of what "
+            "was kept)"
+        ),
         "  0.000 -> 0.875  b",
         "    prompt      b?",
         "    step 0      b at 0",
@@ -116,7 +139,10 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     assert max(map(len, lines)) <= 100
     assert main(["samples", "run", "--set", "training", "--step", "3"]) == 0
     out = capsys.readouterr().out
-    assert "All have reward 0.500; some of them\n  0.500  a: advantage -0.500, 1 token, ended by itself" in out
+    assert (
+        "All have reward 0.500; some of them\n  0.500  a: advantage -0.500, 1 token, ended by "
+        "itself"
+    ) in out
     assert "Changed since step 3: unknown, no prompt was asked twice" in " ".join(out.split())
 
 
@@ -125,7 +151,10 @@ def test_the_terminals_page(folder, capsys, monkeypatch):
     [
         (["--step", "99"], "--step=99 needs one of steps 0, 50, 100 of held_out (got 99)."),
         (["--since", "100"], "--since=100 needs one of steps 0, 50 of held_out (got 100)."),
-        (["--since", "5", "--step", "0"], "--since=5 needs a step before 0, which is the first of held_out (got 5)."),
+        (
+            ["--since", "5", "--step", "0"],
+            "--since=5 needs a step before 0, which is the first of held_out (got 5).",
+        ),
         (["--set", "other"], "--set=other needs one of held_out, training (got other)."),
         (["--count", "0"], "argument --count: '0' is no whole number >= 1"),
     ],
@@ -152,7 +181,14 @@ def test_signs_of_every_script_stay_as_they_are():
 
 def test_long_texts_are_cut_in_their_middle():
     assert lines_of("ab\ncdefg\n", 4, 9) == ["ab", "cdef", "g", ""]
-    assert lines_of("\n".join(map(str, range(100))), 20, 6) == ["0", "1", "2", "… 95 more lines …", "98", "99"]
+    assert lines_of("\n".join(map(str, range(100))), 20, 6) == [
+        "0",
+        "1",
+        "2",
+        "… 95 more lines …",
+        "98",
+        "99",
+    ]
     assert lines_of("漢字x" * 2, 5, 9) == ["漢字x", "漢字x"]
     assert lines_of("a\tb", 9, 9) == ["a   b"]
     assert shortened("abcdefghi", 6) == "abcd\n… 3 more characters …\nhi"
@@ -168,11 +204,17 @@ def test_what_nobody_could_score_is_said_to_be_not_scored(tmp_path):
     assert re.search(r"Best\n  0\.500  a.*Worst\n  -1\.000  c", page, re.DOTALL)
     alone = render_samples(samples(kept["training"], step=1), kept, "run", 3, 8)
     assert "none of these was scored" in alone
-    assert [one["reward"] for one in data_of(html([*kept.values()], None, "run", ""))["rows"]] == [None, None, 0.5, -1]
+    assert [one["reward"] for one in data_of(html([*kept.values()], None, "run", ""))["rows"]] == [
+        None,
+        None,
+        0.5,
+        -1,
+    ]
 
 
 def test_equal_completions_of_a_prompt_are_one_on_the_page(tmp_path):
-    """At one step and with one reward; texts that are equal but for what is cut out of the middle are not."""
+    """At one step and with one reward; texts that are equal but for what is cut out of the middle
+    are not."""
     long = ["a" * 5000 + middle + "b" * 5000 for middle in "xyy"]
     rows = [row(1, "p", 1.0, "same")] * 6 + [
         row(1, "p", 0.5, "same"),
@@ -187,7 +229,9 @@ def test_equal_completions_of_a_prompt_are_one_on_the_page(tmp_path):
 
 
 def data_of(written):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', written, re.S)[1]
+    )
 
 
 def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, monkeypatch):
@@ -207,7 +251,12 @@ def test_the_page_holds_what_was_kept_and_nothing_that_acts(tmp_path, folder, mo
     assert {one["name"] for one in found["rows"] if one["set"] == "held_out"} == {"a", "e"}
 
     hostile = [row(1, HOSTILE, float("inf"), HOSTILE + "x" * 9000, answer="@DATA@")]
-    written = html([kept_by(write(tmp_path / "run", training=hostile))["training"]], None, HOSTILE, f"{HOSTILE} @DATA@")
+    written = html(
+        [kept_by(write(tmp_path / "run", training=hostile))["training"]],
+        None,
+        HOSTILE,
+        f"{HOSTILE} @DATA@",
+    )
     assert written.count("<script") == 2
     assert written.count("</script>") == 2
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u202e\ufeff]", written)

@@ -1,4 +1,5 @@
-"""The page of `pgtk samples` in a real browser: search, order, one prompt, and texts that try to act."""
+"""The page of `pgtk samples` in a real browser: search, order, one prompt, and texts that try to
+act."""
 
 import pytest
 from builders.browser import NEEDED, opened
@@ -10,7 +11,10 @@ from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_complet
 
 pytestmark = [pytest.mark.slow, NEEDED]
 
-HOSTILE = "</script><img src='http://127.0.0.1:9/x' onerror=\"document.title='owned'\"><b>\u202eevil \x1b[31m"
+HOSTILE = (
+    "</script><img src='http://127.0.0.1:9/x' "
+    "onerror=\"document.title='owned'\"><b>\u202eevil \x1b[31m"
+)
 NAMES = "return [...document.querySelectorAll('li header button')].map(one => one.textContent)"
 REWARDS = "return [...document.querySelectorAll('li .reward')].map(one => one.textContent)"
 
@@ -20,15 +24,27 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "config.yaml").write_text("seed: 0\n")
     rows = [
-        CompletionRow(step, f"p{i}", f"prompt {i}", f"at {step}: {'long ' * 40}{i}", (step + i) / 1000, tokens=i)
+        CompletionRow(
+            step,
+            f"p{i}",
+            f"prompt {i}",
+            f"at {step}: {'long ' * 40}{i}",
+            (step + i) / 1000,
+            tokens=i,
+        )
         for step in (0, 200)
         for i in range(130)
     ]
-    rows[5] = CompletionRow(0, "p5", HOSTILE, HOSTILE, 1.0, {HOSTILE: 1.0}, answer="İstanbul is FOUND")
+    rows[5] = CompletionRow(
+        0, "p5", HOSTILE, HOSTILE, 1.0, {HOSTILE: 1.0}, answer="İstanbul is FOUND"
+    )
     for step in (0, 200):
         own = [row for row in rows if row.step == step]
         write_completions(folder / FOLDER / f"evaluation_held_out_{step:06d}.parquet", own)
-    write_completions(folder / FOLDER / "steps_000001-000100.parquet", [CompletionRow(7, "t", "2+2=", "4", 0.5)] * 3)
+    write_completions(
+        folder / FOLDER / "steps_000001-000100.parquet",
+        [CompletionRow(7, "t", "2+2=", "4", 0.5)] * 3,
+    )
     assert main(["samples", str(folder), "--html", str(folder / "page.html")]) == 0
     with opened() as browser:
         browser.get(f"file://{folder}/page.html")
@@ -75,11 +91,14 @@ def test_one_set_one_step_and_words_are_found(page):
 def test_what_a_model_wrote_stays_text(page):
     search(page, "onerror")
     assert page.execute_script(NAMES) == ["p5"]
-    texts = page.execute_script("return [...document.querySelectorAll('pre')].map(one => one.textContent)")
+    texts = page.execute_script(
+        "return [...document.querySelectorAll('pre')].map(one => one.textContent)"
+    )
     assert texts[0] == HOSTILE.replace("\u202e", "<U+202E>").replace("\x1b", "<U+001B>")
     assert page.title == "Completions"
     assert page.find_elements(By.CSS_SELECTOR, "img, pre b") == []
     search(page, "found")
     assert page.execute_script(NAMES) == ["p5"]
     search(page, "")
-    assert page.get_log("browser") == []  # no error, and nothing that the page was kept from loading
+    # no error, and nothing that the page was kept from loading
+    assert page.get_log("browser") == []

@@ -1,4 +1,5 @@
-"""Which runs are seeds of one configuration: by all that they were trained with, not by their last config.yaml."""
+"""Which runs are seeds of one configuration: by all that they were trained with, not by their last
+config.yaml."""
 
 import json
 
@@ -30,8 +31,18 @@ def save(folder, seed, *changes, steps=6, data=None, modules=None, **more):
             config = config | changed
             run.write_config(config, [], step)
         for step in range(1, steps + 1):
-            run.append_metrics(step, {"reward": 0.1 * step + seed, "documents_seen": 8 * step, "num_tokens": 5})
-        row = {"step": steps, "time": 1.0, "set": "test", "pass@1": 0.5, "avg": 0.5, "documents": 8, "prompts": 4}
+            run.append_metrics(
+                step, {"reward": 0.1 * step + seed, "documents_seen": 8 * step, "num_tokens": 5}
+            )
+        row = {
+            "step": steps,
+            "time": 1.0,
+            "set": "test",
+            "pass@1": 0.5,
+            "avg": 0.5,
+            "documents": 8,
+            "prompts": 4,
+        }
         run.append_evaluations([row | {"completions_per_prompt": 2, "seconds": 1.0}])
         if data is not None:
             (folder / "data.json").write_text(json.dumps(data))
@@ -64,8 +75,11 @@ def test_a_run_that_was_continued_with_another_loss_is_no_seed_of_it(tmp_path):
 
 @pytest.mark.parametrize("step", [0, 6])
 def test_what_no_step_was_made_with_tells_no_runs_apart(tmp_path, step):
-    """Changed before the first step, where the later value holds, or after the last, where the earlier does."""
-    first, second = ({"loss": {"name": name}} for name in (("grpo", "gspo") if step == 0 else ("gspo", "grpo")))
+    """Changed before the first step, where the later value holds, or after the last, where the
+    earlier does."""
+    first, second = (
+        {"loss": {"name": name}} for name in (("grpo", "gspo") if step == 0 else ("gspo", "grpo"))
+    )
     save(tmp_path / "0", 0, (step, second), **first)
     save(tmp_path / "1", 1)
     assert labels(tmp_path) == ([], {"all runs": [0, 1]})
@@ -89,10 +103,18 @@ def test_a_key_that_only_the_option_of_before_had_counts(tmp_path):
         ("linear", {"4 to step 4, then 6": [0], "6": [1]}),
     ],
 )
-def test_a_run_that_was_made_longer_is_one_that_began_so_unless_its_rate_decays(tmp_path, schedule, expected):
+def test_a_run_that_was_made_longer_is_one_that_began_so_unless_its_rate_decays(
+    tmp_path, schedule, expected
+):
     optimizer = {"schedule": schedule}
     longer = {"trainer": {"max_steps": 6, "stop_at": None}}
-    save(tmp_path / "0", 0, (4, longer), trainer={"max_steps": 4, "stop_at": 0.5}, optimizer=optimizer)
+    save(
+        tmp_path / "0",
+        0,
+        (4, longer),
+        trainer={"max_steps": 4, "stop_at": 0.5},
+        optimizer=optimizer,
+    )
     save(tmp_path / "1", 1, trainer={"max_steps": 6, "stop_at": None}, optimizer=optimizer)
     assert labels(tmp_path)[1] == expected
 
@@ -117,13 +139,21 @@ def test_the_same_seeds_on_other_prompts_are_not_paired(tmp_path):
         for seed in range(2):
             for sha in "ab":
                 data = {key: files(sha)}
-                save(tmp_path / key / f"{sha}{seed}", seed, data=data, model={"name": "huggingface", "path": "m"})
+                save(
+                    tmp_path / key / f"{sha}{seed}",
+                    seed,
+                    data=data,
+                    model={"name": "huggingface", "path": "m"},
+                )
         (pair,) = compare(find_runs([str(tmp_path / key)]), "final:reward").comparisons
         assert pair.paired is paired
 
 
 def test_contents_that_a_resume_accepted_count_from_its_step_on(tmp_path):
-    accepted = [{"step": 2, "before": {"task.path": files("a")}}, {"step": 4, "before": {"task.path": files("b")}}]
+    accepted = [
+        {"step": 2, "before": {"task.path": files("a")}},
+        {"step": 4, "before": {"task.path": files("b")}},
+    ]
     save(tmp_path / "0", 0, data={"task.path": files("c"), "accepted": accepted})
     for seed, sha in ((1, "a"), (2, "b"), (3, "c")):
         save(tmp_path / str(seed), seed, data={"task.path": files(sha)})
@@ -132,7 +162,9 @@ def test_contents_that_a_resume_accepted_count_from_its_step_on(tmp_path):
     assert found[0,] == f"{a} to step 2, then {b} to step 4, then {c}"
 
 
-def test_other_code_of_the_users_own_is_another_configuration_unless_it_is_ignored(tmp_path, capsys):
+def test_other_code_of_the_users_own_is_another_configuration_unless_it_is_ignored(
+    tmp_path, capsys
+):
     for seed, digest in enumerate(("aaaaaaaa", "aaaaaaaa", "bbbbbbbb")):
         save(tmp_path / str(seed), seed, modules={"step": 0, "modules": {"rewards": digest}})
     keys, found = labels(tmp_path)
@@ -151,14 +183,23 @@ def test_other_code_of_the_users_own_is_another_configuration_unless_it_is_ignor
 
 def test_code_that_changed_before_a_resume_counts_from_its_step_on(tmp_path):
     resumed = {"time": "2026-01-01T00:00:00+0000", "step": 4, "modules": {"rewards": "bbbbbbbb"}}
-    save(tmp_path / "0", 0, modules={"step": 0, "modules": {"rewards": "aaaaaaaa"}, "resumed": [resumed]})
+    save(
+        tmp_path / "0",
+        0,
+        modules={"step": 0, "modules": {"rewards": "aaaaaaaa"}, "resumed": [resumed]},
+    )
     save(tmp_path / "1", 1, modules={"step": 0, "modules": {"rewards": "bbbbbbbb"}})
     assert labels(tmp_path)[1] == {"aaaaaaaa to step 4, then bbbbbbbb": [0], "bbbbbbbb": [1]}
 
 
 def test_a_run_that_does_not_say_its_code_or_data_differs_from_no_others(tmp_path):
     save(tmp_path / "0", 0)
-    save(tmp_path / "1", 1, data={"task.path": files("a")}, modules={"modules": {"rewards": "aaaaaaaa"}})
+    save(
+        tmp_path / "1",
+        1,
+        data={"task.path": files("a")},
+        modules={"modules": {"rewards": "aaaaaaaa"}},
+    )
     resumed = {"time": "2026-01-01T00:00:00+0000", "step": 4, "modules": {"rewards": "aaaaaaaa"}}
     save(tmp_path / "2", 2, modules={"resumed": [resumed]})
     assert labels(tmp_path) == ([], {"all runs": [0, 1, 2]})

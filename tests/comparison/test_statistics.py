@@ -1,4 +1,5 @@
-"""Tests, intervals and seeds needed of a comparison, against scipy, hand-computed values and simulated runs."""
+"""Tests, intervals and seeds needed of a comparison, against scipy, hand-computed values and
+simulated runs."""
 
 import math
 from itertools import product
@@ -52,14 +53,21 @@ def test_samples_of_other_prompts_are_tested_by_welch(one, other):
 
 
 def test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed():
-    """Differences 2, 3 and 4 whatever the seeds' own level: t = 3 / (1 / sqrt 3), p = 1 - t / sqrt(2 + t^2)."""
-    one, other = sample(10.0, 20.0, 30.0, seeds=[5, 6, 7]), sample(34.0, 12.0, 23.0, seeds=[7, 5, 6])
+    """Differences 2, 3 and 4 whatever the seeds' own level: t = 3 / (1 / sqrt 3), p = 1 - t /
+    sqrt(2 + t^2)."""
+    one, other = (
+        sample(10.0, 20.0, 30.0, seeds=[5, 6, 7]),
+        sample(34.0, 12.0, 23.0, seeds=[7, 5, 6]),
+    )
     (found,) = Comparisons([one, other])
     t = 3 * math.sqrt(3)
     assert (found.paired, found.difference) == (True, 3.0)
     assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t))
     assert found.interval == (2.0, 4.0)
-    for other_sample in (sample(34.0, 12.0, 23.0, seeds=[7, 5, 8]), Sample(other.values, "another task")):
+    for other_sample in (
+        sample(34.0, 12.0, 23.0, seeds=[7, 5, 8]),
+        Sample(other.values, "another task"),
+    ):
         (found,) = Comparisons([one, other_sample])
         assert not found.paired
         assert found.p > 0.5
@@ -68,7 +76,10 @@ def test_samples_of_the_same_seeds_and_prompts_are_paired_by_seed():
 def test_without_any_spread_nothing_is_claimed():
     (same,) = Comparisons([sample(1.0, 1.0), sample(1.0, 1.0)])
     assert (same.p, verdict(same)) == (1.0, "unknown")
-    for pair in ([sample(1.0, 1.0), sample(0.0, 0.0)], [sample(0.3, 0.4, 0.5), sample(0.2, 0.3, 0.4)]):
+    for pair in (
+        [sample(1.0, 1.0), sample(0.0, 0.0)],
+        [sample(0.3, 0.4, 0.5), sample(0.2, 0.3, 0.4)],
+    ):
         (found,) = Comparisons(pair)  # of the second all differences are 0.1 but for rounding
         assert (found.p, found.interval, found.seeds_needed) == (None, None, None)
         assert verdict(found) == "no noise to test by"
@@ -83,16 +94,21 @@ def test_p_is_adjusted_by_holm():
     found = {(c.first, c.second): c for c in Comparisons(samples)}
     raw = sorted(found[pair].p for pair in ((0, 1), (0, 2), (1, 2)))
     expected = [3 * raw[0], max(3 * raw[0], 2 * raw[1]), max(2 * raw[1], raw[2])]
-    assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(expected)
+    assert sorted(found[pair].adjusted_p for pair in ((0, 1), (0, 2), (1, 2))) == pytest.approx(
+        expected
+    )
     assert found[0, 3].adjusted_p is None
     assert found[0, 3].counts == (3, 1)
 
 
 def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
-    """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself, for the other."""
+    """Two equal p of 0.038 beside a smaller one: 2 p for the first of them, and not less, p itself,
+    for the other."""
     values = [[0.0, 1.0, 2.0], [2.5, 3.5, 4.5], [5.0, 6.0, 7.0]]
     found = {(c.first, c.second): c for c in Comparisons(unpaired(*values))}
-    near, far = (scipy.stats.ttest_ind(values[0], other, equal_var=False).pvalue for other in values[1:])
+    near, far = (
+        scipy.stats.ttest_ind(values[0], other, equal_var=False).pvalue for other in values[1:]
+    )
     assert far < near < LEVEL < 2 * near
     expected = {(0, 2): 3 * far, (0, 1): 2 * near, (1, 2): 2 * near}
     assert {pair: c.adjusted_p for pair, c in found.items()} == pytest.approx(expected)
@@ -102,7 +118,8 @@ def test_a_verdict_goes_by_the_adjusted_p_which_never_falls():
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
-    """All 27 equally likely resamples of three, or 729 pairs of them: no random number is needed to know them."""
+    """All 27 equally likely resamples of three, or 729 pairs of them: no random number is needed to
+    know them."""
     first, second = np.array([1.0, 4.0, 9.0]), np.array([2.0, 8.0, 11.0])
     draws = list(product(range(3), repeat=3))
     if paired:
@@ -116,18 +133,22 @@ def test_an_interval_of_few_seeds_has_the_percentiles_of_all_resamples(paired):
 
 @pytest.mark.parametrize(("seeds", "covered"), [(3, 0.75), (5, 0.85), (10, 0.90)])
 def test_an_interval_covers_as_often_as_the_page_says(seeds, covered):
-    """300 simulated comparisons of equal normal distributions, two of three paired: within three standard errors."""
+    """300 simulated comparisons of equal normal distributions, two of three paired: within three
+    standard errors."""
     draw, hits = np.random.default_rng(0), []
     for number in range(300):
         low, high = _interval(*draw.standard_normal((2, seeds)), paired=bool(number % 3))
         hits.append(low <= 0 <= high)
-    assert np.mean(hits) == pytest.approx(covered, abs=3 * math.sqrt(covered * (1 - covered) / len(hits)))
+    assert np.mean(hits) == pytest.approx(
+        covered, abs=3 * math.sqrt(covered * (1 - covered) / len(hits))
+    )
 
 
 @pytest.mark.parametrize(
     ("difference", "variances", "seeds"),
     [
-        # Cohen, Statistical Power Analysis (1988): 64 and 26 of each for effects of 0.5 and 0.8; paired 34 and 15.
+        # Cohen, Statistical Power Analysis (1988): 64 and 26 of each for effects of 0.5 and 0.8;
+        # paired 34 and 15.
         (0.5, [1.0, 1.0], 64),
         (-0.8, [1.0, 1.0], 26),
         (0.5, [1.0], 34),
@@ -149,22 +170,35 @@ def test_with_the_seeds_needed_the_difference_is_found_as_often_as_said():
     assert np.mean(p < LEVEL) == pytest.approx(POWER, abs=0.04)
 
 
-# Runs x tasks. What rliable 1.2.0 makes of them: aggregate_iqm, probability_of_improvement, and get_interval_estimates
-# (percentile, 20,000 resamples) with arch 8.0.0.
-ONE = [[0.61, 0.42], [0.70, 0.47], [0.05, 0.44], [0.66, 0.52], [0.73, 0.40], [0.58, 0.49], [0.69, 0.51]]
+# Runs x tasks. What rliable 1.2.0 makes of them: aggregate_iqm, probability_of_improvement, and
+#   get_interval_estimates (percentile, 20,000 resamples) with arch 8.0.0.
+ONE = [
+    [0.61, 0.42],
+    [0.70, 0.47],
+    [0.05, 0.44],
+    [0.66, 0.52],
+    [0.73, 0.40],
+    [0.58, 0.49],
+    [0.69, 0.51],
+]
 OTHER = [[0.52, 0.42], [0.64, 0.35], [0.60, 0.39], [0.66, 0.45], [0.55, 0.38]]
 
 
 def tasks(rows):
-    return Sample({(task, seed): value for seed, row in enumerate(rows) for task, value in enumerate(row)})
+    return Sample(
+        {(task, seed): value for seed, row in enumerate(rows) for task, value in enumerate(row)}
+    )
 
 
 @pytest.mark.parametrize(
-    ("rows", "mean", "interval"), [(ONE, 0.535, (0.47125, 0.58375)), (OTHER, 0.4883333333, (0.46, 0.52666667))]
+    ("rows", "mean", "interval"),
+    [(ONE, 0.535, (0.47125, 0.58375)), (OTHER, 0.4883333333, (0.46, 0.52666667))],
 )
 def test_the_interquartile_mean_and_its_interval_are_those_of_rliable(rows, mean, interval):
     assert interquartile_mean(np.ravel(rows)) == pytest.approx(mean)
-    assert interquartile_mean(np.ravel(rows)) == pytest.approx(scipy.stats.trim_mean(rows, 0.25, axis=None))
+    assert interquartile_mean(np.ravel(rows)) == pytest.approx(
+        scipy.stats.trim_mean(rows, 0.25, axis=None)
+    )
     assert interquartile_interval(tasks(rows)) == pytest.approx(interval, abs=0.003)
     assert interquartile_interval(tasks(rows[:1])) is None
 
@@ -177,7 +211,8 @@ def test_seeds_are_drawn_anew_within_their_stratum():
 def test_the_probability_of_improvement_is_that_of_rliable():
     assert improvement(tasks(OTHER), tasks(ONE)) == pytest.approx(0.78571429)
     by_task = [
-        scipy.stats.mannwhitneyu(*pair).statistic / 35 for pair in zip(*map(np.transpose, (ONE, OTHER)), strict=True)
+        scipy.stats.mannwhitneyu(*pair).statistic / 35
+        for pair in zip(*map(np.transpose, (ONE, OTHER)), strict=True)
     ]
     assert improvement(tasks(OTHER), tasks(ONE)) == pytest.approx(np.mean(by_task))
     assert improvement(tasks(ONE), tasks(ONE)) == 0.5
@@ -206,13 +241,20 @@ def test_two_one_sided_tests_are_those_of_scipy(paired, margin, bound):
     upper = test(np.subtract(other, bound), one, alternative="less", **both).pvalue
     assert found.equal_p == pytest.approx(max(lower, upper))
     assert found.p > LEVEL
-    assert verdict(found, 1, margin) == ("equal within " + margin if max(lower, upper) < LEVEL else "unknown")
+    assert verdict(found, 1, margin) == (
+        "equal within " + margin if max(lower, upper) < LEVEL else "unknown"
+    )
 
 
 def test_the_words_of_a_pair():
-    """Sure of a difference of 0.01 within 0.02: equal; beyond it: better or worse; no spread: equal."""
+    """Sure of a difference of 0.01 within 0.02: equal; beyond it: better or worse; no spread:
+    equal."""
     one = sample(0.500, 0.510, 0.520, 0.530)
-    near, far, wide = sample(0.511, 0.520, 0.530, 0.541), sample(0.60, 0.61, 0.62, 0.64), sample(0.5, 0.1, 0.9, 0.6)
+    near, far, wide = (
+        sample(0.511, 0.520, 0.530, 0.541),
+        sample(0.60, 0.61, 0.62, 0.64),
+        sample(0.5, 0.1, 0.9, 0.6),
+    )
     margin, words = "0.02", []
     for other in (near, far, wide, one):
         (found,) = Comparisons([one, other], margin)

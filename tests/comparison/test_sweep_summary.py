@@ -23,7 +23,8 @@ def uri(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sweep(uri, tmp_path_factory):
-    """Two losses by two seeds, one more run that failed, and a job that never began; in the store, too."""
+    """Two losses by two seeds, one more run that failed, and a job that never began; in the store,
+    too."""
     folder = tmp_path_factory.mktemp("cwd") / "outputs" / "sweeps" / "by_loss"
     jobs = []
     for loss, seed, end, state in (
@@ -37,8 +38,12 @@ def sweep(uri, tmp_path_factory):
         reason = "StorageError: disk full" if state == "failed" else None
         _save(folder / directory, uri, loss, seed, end, state, reason)
         jobs.append({"name": directory, "directory": directory, "status": state, "reason": reason})
-    jobs.append({"name": "x", "directory": "loss-gspo_seed-3-0123abc3", "status": "pending", "reason": None})
-    (folder / "sweep.json").write_text(json.dumps({"name": "by_loss", "command": ["pgtk"], "jobs": jobs}))
+    jobs.append(
+        {"name": "x", "directory": "loss-gspo_seed-3-0123abc3", "status": "pending", "reason": None}
+    )
+    (folder / "sweep.json").write_text(
+        json.dumps({"name": "by_loss", "command": ["pgtk"], "jobs": jobs})
+    )
     return folder
 
 
@@ -59,7 +64,8 @@ def _save(folder, uri, loss, seed, end, state, reason):
         run.set_status("running", 0, mlflow=tracker.info)
         for step in range(1, STEPS + 1):
             run.append_metrics(
-                step, {"reward": end if step > STEPS - 2 else 0.0, "documents_seen": 8 * step, "kl": 0.1}
+                step,
+                {"reward": end if step > STEPS - 2 else 0.0, "documents_seen": 8 * step, "kl": 0.1},
             )
         run.set_status(state, STEPS, reason)
         tracker.finish(state)
@@ -73,13 +79,16 @@ def page(capsys, *arguments):
 def test_pgtk_ui_prints_the_pages_of_the_newest_sweep(sweep, uri):
     client = MlflowClient(uri)
     (experiment,) = [one for one in client.search_experiments() if one.name == "experiment of one"]
-    jobs = client.search_runs([experiment.experiment_id], "tags.sweep = 'by_loss' and tags.seed LIKE '%'")
+    jobs = client.search_runs(
+        [experiment.experiment_id], "tags.sweep = 'by_loss' and tags.seed LIKE '%'"
+    )
     lines = _addresses(client, "http://h").splitlines()
     assert lines[2] == "newest sweep  by_loss (5 runs)"
     assert lines[3].startswith("compare       http://h/#/compare-runs?runs=")
     assert all(job.info.run_id in lines[3] for job in jobs)
     assert lines[4].startswith(
-        f"charts        http://h/#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART"
+        "charts        "
+        f"http://h/#/experiments/{experiment.experiment_id}/runs?compareRunsMode=CHART"
     )
 
 
@@ -98,7 +107,13 @@ def test_the_summary_run_carries_table_and_report_and_is_kept_up_to_date(sweep, 
     assert (run.data.tags["sweep"], run.data.tags["sweep_summary"]) == ("by_loss", "true")
     assert "0.906 ± 0.044" in run.data.tags["mlflow.note.content"]
     names = {file.path for file in client.list_artifacts(info["run_id"])}
-    assert names == {"sweep.json", "comparison.html", "comparison.txt", "comparison.png", "runs.csv"}
+    assert names == {
+        "sweep.json",
+        "comparison.html",
+        "comparison.txt",
+        "comparison.png",
+        "runs.csv",
+    }
     found = client.search_runs([info["experiment_id"]], "tags.sweep = 'by_loss'")
     assert sorted(one.info.run_name for one in found)[:2] == ["by_loss", "loss-grpo_seed-0"]
 

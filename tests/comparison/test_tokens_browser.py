@@ -1,4 +1,5 @@
-"""The page of `pgtk tokens` in a real browser: it draws what the losses gave, legible, by mouse and keyboard."""
+"""The page of `pgtk tokens` in a real browser: it draws what the losses gave, legible, by mouse and
+keyboard."""
 
 import math
 
@@ -21,7 +22,8 @@ HOSTILE = "</script><script>document.title='taken'</script>"
 WORDS = ("a", "b", " c", "\n", "\t", "\x1b[2J", HOSTILE, "&lt;", "\u202eright", "é", "=", "<end>")
 CLASSES = """
 return [...document.querySelectorAll('article[data-number="%d"] .text')].map(
-    text => [...text.children].map(span => [...span.classList].filter(name => name !== 'here').join(' ')))
+    text => [...text.children].map(
+        span => [...span.classList].filter(name => name !== 'here').join(' ')))
 """
 
 
@@ -37,7 +39,9 @@ def shown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     small_llama().save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(
+        folder / "model"
+    )
     rows = [
         good_row(
             number,
@@ -76,15 +80,21 @@ def test_the_colours_are_the_numbers(page, shown):
             assert drawn[:2] == ["untrained"] * 2
             for name, code in zip(drawn[2:], clip[12 * number : 12 * number + 12], strict=True):
                 side, _, effect = CLIPS[code].partition(", ")
-                expected = [effect, f"{'low' if side == 'below' else 'high'}-"] if effect else ["", ""]
-                assert name.startswith(expected[0]) and expected[1] in name and bool(name) == bool(effect)  # noqa: PT018
+                expected = (
+                    [effect, f"{'low' if side == 'below' else 'high'}-"] if effect else ["", ""]
+                )
+                assert name.startswith(expected[0])
+                assert expected[1] in name
+                assert bool(name) == bool(effect)
     known = {"inside", "below, cut", "above, cut", "above, unchanged"}
     assert {CLIPS[code] for clip in clips for code in clip} >= known
     for quantity in ("coefficient", "share"):
         choose(page, quantity)
         vectors = [column.vectors[quantity] for column in shown.columns]
         limit = max(np.quantile(np.abs(values), 0.99) for values in vectors)
-        for drawn, values, clip in zip(page.execute_script(CLASSES % 1), vectors, clips, strict=True):
+        for drawn, values, clip in zip(
+            page.execute_script(CLASSES % 1), vectors, clips, strict=True
+        ):
             for name, value, code in zip(drawn[2:], values[12:24], clip[12:24], strict=True):
                 level = min(10, math.ceil(10 * abs(value) / limit))
                 cut = " cut" if CLIPS[code].endswith("cut") else ""
@@ -105,12 +115,20 @@ def test_texts_do_nothing_and_the_keyboard_gives_a_token_s_numbers(page, shown):
     footer = page.execute_script("return document.querySelector('footer').innerText")
     assert "token = id 10, place 13 of 14 in <i>document</i> 0; trained token 11 of 12" in footer
     cells = page.execute_script(
-        "return [...document.querySelectorAll('footer tr')].map(row => [...row.children].map(cell => cell.innerText))"
+        "return [...document.querySelectorAll('footer tr')].map(row => [...row.children].map(cell "
+        "=> cell.innerText))"
     )
     numbers = {name: [one.replace("\u2212", "-") for one in more] for name, *more in cells}
-    for name, key in (("ratio", "ratio"), ("coefficient c_t", "coefficient"), ("weight w_t", "weight")):
+    for name, key in (
+        ("ratio", "ratio"),
+        ("coefficient c_t", "coefficient"),
+        ("weight w_t", "weight"),
+    ):
         expected = [float(column.vectors[key][row]) for column in shown.columns]
         assert [float(one) for one in numbers[name]] == pytest.approx(expected, rel=1e-4)
     assert numbers["clip"] == [CLIPS[column.vectors["clip"][row]] for column in shown.columns]
-    assert float(numbers["new log-prob p_t"][0]) == pytest.approx(float(shown.common["new_log_prob"][row]), rel=1e-4)
-    assert page.execute_script("return document.querySelectorAll('.here').length") == 3  # in every column
+    assert float(numbers["new log-prob p_t"][0]) == pytest.approx(
+        float(shown.common["new_log_prob"][row]), rel=1e-4
+    )
+    # in every column
+    assert page.execute_script("return document.querySelectorAll('.here').length") == 3

@@ -24,11 +24,23 @@ from pgtoolkit.system.yaml_text import to_yaml
 
 def test_the_default_is_the_main_job():
     config = compose([]).config
-    assert (config.loss.name, config.loss.epsilon_low, config.loss.epsilon_high) == ("gspo", 3e-4, 4e-4)
+    assert (config.loss.name, config.loss.epsilon_low, config.loss.epsilon_high) == (
+        "gspo",
+        3e-4,
+        4e-4,
+    )
     assert config.rollout.prompts_per_batch * config.rollout.group_size == 32 * 8
     assert config.accumulation.docs_per_step == 64
-    assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.95, 10)
-    assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == ("dr_grpo", 6, 300)
+    assert (
+        config.optimizer.learning_rate,
+        config.optimizer.beta2,
+        config.optimizer.warmup_steps,
+    ) == (1e-3, 0.95, 10)
+    assert (config.advantage.estimator, config.task.num_digits, config.trainer.max_steps) == (
+        "dr_grpo",
+        6,
+        300,
+    )
     assert validate(config)[1].problems == []
 
 
@@ -44,7 +56,9 @@ def test_what_is_checked_and_run_is_what_hydra_composes(overrides):
     checked = check(overrides).runs[0]
     with hydra.initialize_config_dir(str(config_directory()), version_base="1.3"):
         composed = hydra.compose("config", overrides, return_hydra_config=True)
-    assert len(checked.recorded) == len([override for override in overrides if not override.startswith("hydra")])
+    assert len(checked.recorded) == len(
+        [override for override in overrides if not override.startswith("hydra")]
+    )
     assert str(checked.directory).rpartition("-")[2] == composed.hydra.run.dir.rpartition("-")[2]
     with open_dict(composed):
         del composed["hydra"]
@@ -61,22 +75,37 @@ def test_defaults_depend_on_whether_the_model_was_trained_before():
     assert chosen() == (1e-3, 7, 512)
     assert chosen(*downloaded) == (1e-6, 256, 4096)
     assert chosen(*downloaded, "model.random_weights=true") == (1e-3, 7, 512)
-    assert chosen(*downloaded, "optimizer.learning_rate=3e-5", "accumulation=fixed") == (3e-5, 256, 4096)
+    assert chosen(*downloaded, "optimizer.learning_rate=3e-5", "accumulation=fixed") == (
+        3e-5,
+        256,
+        4096,
+    )
     assert chosen(*downloaded, "debug=short") == (1e-6, 256, 1024)
-    for overrides, divisor in ((downloaded, 256), ([], 7), (["rollout.max_completion_length=9"], 9)):
-        assert compose([*overrides, "loss=gspo", "aggregation=constant"]).config.aggregation.divisor == divisor
+    for overrides, divisor in (
+        (downloaded, 256),
+        ([], 7),
+        (["rollout.max_completion_length=9"], 9),
+    ):
+        assert (
+            compose([*overrides, "loss=gspo", "aggregation=constant"]).config.aggregation.divisor
+            == divisor
+        )
     for overrides in (downloaded, [*downloaded, "debug=short"]):
         assert validated(compose(overrides))[1] == Report()
 
 
 def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
-    old = plain_config(compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config)
+    old = plain_config(
+        compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(old))
     assert compose([], run_dir=tmp_path).config.optimizer.learning_rate == 1e-3
     assert compose(["optimizer=adamw"], run_dir=tmp_path).config.optimizer.learning_rate == 1e-6
 
 
-GROUPS = {group: names for group, names in options().items() if group not in ("experiment", "debug")}
+GROUPS = {
+    group: names for group, names in options().items() if group not in ("experiment", "debug")
+}
 
 
 def test_an_experiment_can_change_every_top_level_key(tmp_path):
@@ -89,16 +118,24 @@ def test_an_experiment_can_change_every_top_level_key(tmp_path):
     single = {"parallelism": "data_parallel", "optimizer": "warmup_steps", "trainer": "max_steps"}
     single |= {"entropy": "coefficient", "evaluation": "every", "critic": "clip"}
     assert {*other, *single, "seed"} == set(Config.__dataclass_fields__)
-    body = {"defaults": [{f"override /{group}": option} for group, option in other.items()], "seed": 17}
+    body = {
+        "defaults": [{f"override /{group}": option} for group, option in other.items()],
+        "seed": 17,
+    }
     body |= {group: {key: 17} for group, key in single.items()}
     mine.parent.mkdir()
     mine.write_text("# @package _global_\n" + yaml.safe_dump(body, sort_keys=False))
 
     composed = compose(["experiment=mine"], tmp_path)
-    assert [problem.partition(" ")[0] for problem in composed.problems] == ["model.path", "rollout.path"]
+    assert [problem.partition(" ")[0] for problem in composed.problems] == [
+        "model.path",
+        "rollout.path",
+    ]
     config = composed.config
     assert {group: composed.choices[group] for group in other} == other
-    assert [value_of(config, f"{group}.{key}") for group, key in single.items()] == [17] * len(single)
+    assert [value_of(config, f"{group}.{key}") for group, key in single.items()] == [17] * len(
+        single
+    )
     assert config.seed == 17
     assert compose(["experiment=mine", "seed=3"], tmp_path).config.seed == 3
 
@@ -107,12 +144,20 @@ def test_conf_and_the_page_of_keys_are_what_the_schema_says():
     for file, text in files().items():
         assert file.read_text() == text, f"{file}: python -m pgtoolkit.config.pages writes it anew"
     written = {file for file in files() if file.suffix == ".yaml"}
-    by_hand = {file for group in ("experiment", "debug") for file in config_directory().glob(f"{group}/*.yaml")}
-    assert written | by_hand == {*config_directory().glob("*.yaml"), *config_directory().glob("[!h]*/*.yaml")}
+    by_hand = {
+        file
+        for group in ("experiment", "debug")
+        for file in config_directory().glob(f"{group}/*.yaml")
+    }
+    assert written | by_hand == {
+        *config_directory().glob("*.yaml"),
+        *config_directory().glob("[!h]*/*.yaml"),
+    }
 
 
 def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
-    """What the schema declares, resolved by its own rules, is what OmegaConf makes of the file in conf/."""
+    """What the schema declares, resolved by its own rules, is what OmegaConf makes of the file in
+    conf/."""
     for group, option in [(group, option) for group, names in GROUPS.items() for option in names]:
         config = compose_choices([f"{group}={option}"])
         declared = option_values(group, option)
@@ -121,7 +166,11 @@ def test_an_option_gives_each_key_the_value_that_hydra_reads_from_its_file():
             if value == REQUIRED:
                 assert OmegaConf.is_missing(config[group], leaf)
             else:
-                assert default_in(config, f"{group}.{leaf}") == config[group][leaf], (group, option, leaf)
+                assert default_in(config, f"{group}.{leaf}") == config[group][leaf], (
+                    group,
+                    option,
+                    leaf,
+                )
 
 
 def test_every_key_says_what_it_means():

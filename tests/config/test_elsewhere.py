@@ -1,4 +1,5 @@
-"""What TRL and verl call our keys: every name of theirs has an answer, and a file of theirs becomes a command here."""
+"""What TRL and verl call our keys: every name of theirs has an answer, and a file of theirs becomes
+a command here."""
 
 import dataclasses
 import json
@@ -23,7 +24,10 @@ def test_every_field_of_trls_configuration_is_known():
     trl = pytest.importorskip("trl")
     names = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
     assert len(names) > 150
-    assert sorted(name for name in names if not any(row.trainer == "TRL" for _, row in known_as(name))) == []
+    assert (
+        sorted(name for name in names if not any(row.trainer == "TRL" for _, row in known_as(name)))
+        == []
+    )
     scripts = [*dataclasses.fields(trl.ModelConfig), *dataclasses.fields(trl.ScriptArguments)]
     assert sorted(field.name for field in scripts if not known_as(field.name, "TRL")) == []
 
@@ -43,7 +47,13 @@ def test_every_key_of_verls_sections_is_known():
     names = (Path(__file__).parent / "verl_names.txt").read_text().splitlines()[1:]
     assert len(names) == 196
     assert [name for name in names if not known_as(name, "verl")] == []
-    for name in ("norm_adv_by_std_in_grpo", "total_epochs", "top_k", "kl_loss_coef", "actor_rollout_ref.model.path"):
+    for name in (
+        "norm_adv_by_std_in_grpo",
+        "total_epochs",
+        "top_k",
+        "kl_loss_coef",
+        "actor_rollout_ref.model.path",
+    ):
         assert known_as(name, "verl"), name
 
 
@@ -57,7 +67,9 @@ def test_the_tables_name_keys_and_options_that_there_are():
         for code in re.findall("`([^`]+)`", row.here + row.remark):
             key, _, value = code.partition("=")
             if re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", key):
-                assert key in keys | theirs or code in {"metrics.jsonl", "pgtoolkit.policy_loss"}, row
+                assert key in keys | theirs or code in {"metrics.jsonl", "pgtoolkit.policy_loss"}, (
+                    row
+                )
             elif value and key in groups:
                 assert value in groups[key], row
 
@@ -88,7 +100,10 @@ def test_a_key_of_theirs_is_ours_where_its_value_is(name, keys):
         ("save_steps", "here: `trainer.checkpoint_every`"),
         ("report_to", "here: `tracking`"),
         ("bf16", "here: `model.dtype` = `bfloat16`, `float16` or `float32`"),
-        ("top_k", "here: there is none completions come from the distribution that log-probs are of"),
+        (
+            "top_k",
+            "here: there is none completions come from the distribution that log-probs are of",
+        ),
         ("warmup_ratio", "here: `optimizer.warmup_steps`, a share of `trainer.max_steps`"),
         ("ppo_epochs", "here: there is none each completion is trained on once"),
         ("norm_adv_by_std_in_grpo", "here: `advantage` = `grpo`, false: `dr_grpo`"),
@@ -103,10 +118,16 @@ def test_explain_knows_their_words(word, says):
 @pytest.mark.parametrize(
     ("override", "answer"),
     [
-        ("num_iterations=2", "TRL's num_iterations has no equal here: each completion is trained on once. Use pgtk"),
+        (
+            "num_iterations=2",
+            "TRL's num_iterations has no equal here: each completion is trained on once. Use pgtk",
+        ),
         ("data.train_batch_size=64", "Use rollout.prompts_per_batch=64."),
         ("actor_rollout_ref.actor.ppo_epochs=2", "verl's ppo_epochs has no equal here"),
-        ("scale_rewards=batch", "TRL's scale_rewards is here `advantage` = `grpo`; `batch` is `batch_std`"),
+        (
+            "scale_rewards=batch",
+            "TRL's scale_rewards is here `advantage` = `grpo`; `batch` is `batch_std`",
+        ),
     ],
 )
 def test_an_unknown_key_is_answered_from_the_tables(capsys, override, answer):
@@ -145,7 +166,11 @@ VERL = {
         "rollout": {"n": 8},
     },
     "algorithm": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
-    "data": {"train_files": ["train.parquet"], "train_batch_size": 256, "max_response_length": 1024},
+    "data": {
+        "train_files": ["train.parquet"],
+        "train_batch_size": 256,
+        "max_response_length": 1024,
+    },
     "trainer": {"total_training_steps": 100, "logger": ["console", "wandb", "mlflow", "swanlab"]},
 }
 
@@ -163,7 +188,11 @@ def settings(overrides: list[str]) -> Config:
     """The configuration that they give, which has to be without a problem."""
     composed = compose(overrides)
     _, report = validated(composed)
-    assert [problem for problem in report.problems if "model.path" not in problem and "task.path" not in problem] == []
+    assert [
+        problem
+        for problem in report.problems
+        if "model.path" not in problem and "task.path" not in problem
+    ] == []
     return composed.config
 
 
@@ -172,7 +201,8 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     config = settings(overrides)
     expected = {
         "rollout.group_size": 8,
-        "rollout.prompts_per_batch": 8,  # 2 processes x 4 documents x 8 micro-batches, 8 completions of a prompt
+        # 2 processes x 4 documents x 8 micro-batches, 8 completions of a prompt
+        "rollout.prompts_per_batch": 8,
         "accumulation.docs_per_step": 64,
         "loss.epsilon_low": 0.2,
         "loss.epsilon_high": 0.28,
@@ -186,12 +216,16 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     assert {key: plain_value(config, key) for key in expected} == expected
     assert {"loss=grpo", "aggregation=token_mean", "advantage=grpo", "kl=k3_ratio"} <= {*overrides}
     silent = page.partition("Here they differ:\n")[2].partition("\n\n")[0]
-    assert "aggregation=token_mean: loss_type=dapo there, sample_mean here; gradients have another size" in silent
+    assert (
+        "aggregation=token_mean: loss_type=dapo there, sample_mean here; gradients have another "
+        "size"
+    ) in silent
     assert "optimizer.beta2=0.999: adam_beta2=0.999 there, 0.95 here" in silent
     assert "epsilon_high" not in silent
     assert "rollout.group_size" not in silent  # 8 on both sides
     without = page.partition("What has no equal here:\n")[2].partition("\n\n")[0]
-    assert without.strip() == "num_iterations=2: each completion is trained on once"  # top_k=0 changes nothing
+    # top_k=0 changes nothing
+    assert without.strip() == "num_iterations=2: each completion is trained on once"
     assert "warmup_ratio=0.1: optimizer.warmup_steps, a share of trainer.max_steps" in page
     assert page.endswith("What is no key of TRL's that is known:\n  zzz\n")
 
@@ -199,16 +233,34 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("values", "overrides"),
     [
-        ({"loss_type": "dr_grpo"}, ["aggregation=constant", "aggregation.divisor=512", "loss=grpo"]),
-        ({"loss_type": "cispo", "epsilon_high": 5.0}, ["loss=cispo", "loss.epsilon_high=4", "aggregation=token_mean"]),
-        ({"importance_sampling_level": "sequence", "loss_type": "luspo"}, ["loss=gspo", "aggregation.divisor=1"]),
-        ({"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4}, ["loss.epsilon_low=0.0003"]),
-        ({"loss_type": "sapo", "sapo_temperature_neg": 1.2}, ["loss=sapo", "loss.temperature_negative=1.2"]),
+        (
+            {"loss_type": "dr_grpo"},
+            ["aggregation=constant", "aggregation.divisor=512", "loss=grpo"],
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            ["loss=cispo", "loss.epsilon_high=4", "aggregation=token_mean"],
+        ),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+            ["loss=gspo", "aggregation.divisor=1"],
+        ),
+        (
+            {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4},
+            ["loss.epsilon_low=0.0003"],
+        ),
+        (
+            {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
+            ["loss=sapo", "loss.temperature_negative=1.2"],
+        ),
         ({"scale_rewards": "none"}, ["advantage=dr_grpo"]),
         ({"scale_rewards": False}, ["advantage=dr_grpo"]),
         ({"beta": 0.1, "use_bias_correction_kl": False}, ["kl=k3", "kl.coefficient=0.1"]),
         ({"delta": 4.0}, ["loss.dual_clip=4"]),
-        ({"use_vllm": True}, ["sampler=vllm", "correction=sequence_mask", "sampler.gpu_memory_share=0.3"]),
+        (
+            {"use_vllm": True},
+            ["sampler=vllm", "correction=sequence_mask", "sampler.gpu_memory_share=0.3"],
+        ),
         ({"generation_batch_size": 128, "num_generations": 16}, ["rollout.prompts_per_batch=8"]),
         ({"max_grad_norm": 0}, ["optimizer.max_grad_norm=null"]),
     ],
@@ -232,8 +284,12 @@ def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch
         "trainer.max_steps": 400,
         "task.path": "train.parquet",
     }
-    assert {key: Path(str(value)).name if key == "task.path" else value for key, value in expected.items()} == {
-        key: Path(plain_value(config, key)).name if key == "task.path" else plain_value(config, key) for key in expected
+    assert {
+        key: Path(str(value)).name if key == "task.path" else value
+        for key, value in expected.items()
+    } == {
+        key: Path(plain_value(config, key)).name if key == "task.path" else plain_value(config, key)
+        for key in expected
     }
     assert {"loss=gspo", "advantage=dr_grpo"} <= {*overrides}
     assert "aggregation=sample_mean" in overrides

@@ -26,16 +26,25 @@ def test_seeds_of_reasoning_gym_that_overlap_are_refused():
 
 def test_sets_are_what_differs_from_the_task():
     values, problems, _ = checked(
-        *(ON, "evaluation.sets.a.num_digits=2", "evaluation.sets.b.seed=7", "evaluation.sets.b.prompts=9"),
+        *(
+            ON,
+            "evaluation.sets.a.num_digits=2",
+            "evaluation.sets.b.seed=7",
+            "evaluation.sets.b.prompts=9",
+        ),
         "evaluation.seed=5",
     )
     assert problems == []
-    found = [(one.name, one.task.num_digits, one.seed, one.prompts) for one in held_out_sets(values)]
+    found = [
+        (one.name, one.task.num_digits, one.seed, one.prompts) for one in held_out_sets(values)
+    ]
     assert found == [("a", 2, 5, 128), ("b", 6, 7, 9)]
     lines = list(evaluations(values))
     assert "in all at most 8768 completions, beside 19200 documents of training" in lines
     values, _, _ = checked("evaluation.every=7", "trainer.max_steps=8")
-    assert next(evaluations(values)) == "every 7 steps, before the first and after the last: 3 times"
+    assert (
+        next(evaluations(values)) == "every 7 steps, before the first and after the last: 3 times"
+    )
 
 
 def test_other_files_have_no_split_of_the_task():
@@ -44,11 +53,16 @@ def test_other_files_have_no_split_of_the_task():
         sets = "evaluation.sets={same: {prompts: 3}, other: {path: test.jsonl}}"
         values, _, _ = checked(*task.split(), "task.path=data", "task.split=train", ON, sets)
         found = held_out_sets(values)
-        assert [(one.task.path, one.task.split) for one in found] == [("data", "train"), ("test.jsonl", None)]
+        assert [(one.task.path, one.task.split) for one in found] == [
+            ("data", "train"),
+            ("test.jsonl", None),
+        ]
 
 
 def test_runs_with_and_without_evaluation_are_of_one_configuration():
     on = [ON, "evaluation.prompts_per_set=7"]
-    without, evaluated, goal = (plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"]))
+    without, evaluated, goal = (
+        plain_config(compose(one).config) for one in ([], on, [*on, "trainer.stop_at=0.5"])
+    )
     assert digest(evaluated) == digest(without) != digest(goal)  # a goal may end it before
     assert name_from(on, {}) == "default"

@@ -1,4 +1,5 @@
-"""What only reads runs nothing and sends no secret; what trains says what it imports; what always has to be typed."""
+"""What only reads runs nothing and sends no secret; what trains says what it imports; what always
+has to be typed."""
 
 import json
 import shlex
@@ -51,12 +52,20 @@ def refused(capsys, *arguments):
 
 
 HYDRA = {
-    "callbacks: {a: {_target_: evil.Callback}}": "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)",
-    "job_logging: {version: 1, handlers: {a: {(): evil.Callback}}}": "hydra.job_logging.handlers.a.()=evil.",
-    "job: {env_set: {LD_PRELOAD: evil.so}}": "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out",
+    "callbacks: {a: {_target_: evil.Callback}}": (
+        "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)"
+    ),
+    (
+        "job_logging: {version: 1, handlers: {a: {(): evil.Callback}}}"
+    ): "hydra.job_logging.handlers.a.()=evil.",
+    "job: {env_set: {LD_PRELOAD: evil.so}}": (
+        "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out"
+    ),
     "launcher: {_target_: evil.Callback}": "Key '_target_' not in",
     "sweeper: {_target_: hydra_plugins.evil.S}": "hydra.sweeper._target_ needs to be left out",
-    "sweeper: {params: {+hydra.callbacks.a: 1}}": "hydra.sweeper.params.+hydra.callbacks.a needs to be typed",
+    "sweeper: {params: {+hydra.callbacks.a: 1}}": (
+        "hydra.sweeper.params.+hydra.callbacks.a needs to be typed"
+    ),
     "sweeper: {params: {seed: '${oc.create:1}'}}": "hydra.sweeper.params.seed needs to be typed",
     "searchpath: ['pkg://evil']": "hydra.searchpath needs to be left out",
 }
@@ -78,9 +87,19 @@ def test_options_of_ones_own_have_hydra_run_nothing(evil, capsys):
         assert "hydra.callbacks.a._target_ needs to be left out (got evil.Callback)" in said
     # Seen by the sweep alone: each of its runs chooses another loss than the one that brings it.
     (evil / "conf/loss").mkdir()
-    (evil / "conf/experiment/second.yaml").write_text("# @package _global_\ndefaults: [override /loss: theirs]\n")
-    (evil / "conf/loss/theirs.yaml").write_text(f"# @package _global_\ndefaults: [/loss/gspo@loss]\n{callback}\n")
-    command = ["-m", f"--config-dir={evil}/conf", "experiment=second", "loss=gspo,grpo", "debug=short"]
+    (evil / "conf/experiment/second.yaml").write_text(
+        "# @package _global_\ndefaults: [override /loss: theirs]\n"
+    )
+    (evil / "conf/loss/theirs.yaml").write_text(
+        f"# @package _global_\ndefaults: [/loss/gspo@loss]\n{callback}\n"
+    )
+    command = [
+        "-m",
+        f"--config-dir={evil}/conf",
+        "experiment=second",
+        "loss=gspo,grpo",
+        "debug=short",
+    ]
     assert "hydra.callbacks.a._target_ needs to be left out" in refused(capsys, *command)
     assert not (evil / "outputs").exists()
 
@@ -90,7 +109,9 @@ def test_files_beside_a_sweep_stand_for_nothing_of_ours(evil, capsys):
     (evil / "mine.yaml").write_text("defaults: [config, _self_]\n")
     for folder, more in ((evil, []), (evil / "options", [f"--config-dir={evil}/options"])):
         (folder / "hydra").mkdir(parents=True)
-        (folder / "hydra/pgtk.yaml").write_text("job: {name: pgtk, env_set: {LD_PRELOAD: evil.so}}\n")
+        (folder / "hydra/pgtk.yaml").write_text(
+            "job: {name: pgtk, env_set: {LD_PRELOAD: evil.so}}\n"
+        )
         said = refused(capsys, "sweep", "mine.yaml", "seed=1,2", *more)
         assert "hydra.job.env_set.LD_PRELOAD=evil.so needs to be left out" in said
         (folder / "hydra/pgtk.yaml").unlink()
@@ -101,7 +122,8 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     file = evil / "mine.yaml"
     file.write_text(
         "defaults: [config, override hydra/launcher: slurm, _self_]\n"
-        "hydra: {launcher: {partition: gpu, nodes: 2}, sweep: {dir: mine}, sweeper: {params: {seed: '1,2'}}}\n"
+        "hydra: {launcher: {partition: gpu, nodes: 2}, sweep: {dir: mine}, sweeper: {params: "
+        "{seed: '1,2'}}}\n"
     )
     checked = check(["hydra.launcher.setup=[module load cuda]"], True, sweep_file=file)
     assert problems(checked) == []
@@ -109,7 +131,8 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
     for setting in ("setup: [./evil]", 'partition: "gpu\\n./evil"'):
         file = evil / f"{setting[:4]}.yaml"  # what was composed once is kept
         file.write_text(
-            f"defaults: [config, override hydra/launcher: slurm, _self_]\nhydra: {{launcher: {{{setting}}}}}"
+            f"defaults: [config, override hydra/launcher: slurm, _self_]\nhydra: {{launcher: "
+            f"{{{setting}}}}}"
         )
         (problem,) = problems(check(["seed=1,2"], True, sweep_file=file))
         assert problem.startswith(f"hydra.launcher.{setting.partition(':')[0]}")
@@ -122,7 +145,11 @@ def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, 
 
 def test_an_environment_variable_is_not_read_however_it_is_spelled(evil, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
-    for text in ("${${tracking.experiment}:SECRET}", "${oc.${metrics.level}:SECRET}", "${oc.decode:'${tracking.uri}'}"):
+    for text in (
+        "${${tracking.experiment}:SECRET}",
+        "${oc.${metrics.level}:SECRET}",
+        "${oc.decode:'${tracking.uri}'}",
+    ):
         found = problems(check([f"tracking.run_name={text}", "tracking.experiment=oc.env"]))
         assert "hunter2" not in str(found)
         assert any(problem.startswith("tracking.run_name") for problem in found), text
@@ -158,9 +185,12 @@ def notes_of(capsys, *arguments):
 
 def test_a_file_names_functions_which_are_imported_and_one_line_says_so(evil, imported, capsys):
     (evil / "conf/experiment").mkdir(parents=True)
-    (evil / "conf/experiment/mine.yaml").write_text("# @package _global_\naggregation: {reducer: evil.weights}\n")
+    (evil / "conf/experiment/mine.yaml").write_text(
+        "# @package _global_\naggregation: {reducer: evil.weights}\n"
+    )
     (evil / "mine.yaml").write_text(
-        "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: evil.score}\n"
+        "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: "
+        "evil.score}\n"
         "hydra: {sweeper: {params: {aggregation.reducer: 'evil.weights'}}}\n"
     )
     said = notes_of(capsys, "check", *VERIFIER, "task.verifier=evil.score")
@@ -185,9 +215,12 @@ def test_what_the_rules_refuse_is_not_imported(evil, capsys):
 
 
 def test_a_sweep_file_with_a_reward_of_ones_own_works_from_end_to_end(evil, imported, capsys):
-    short = [override for override in SHORT if not override.startswith(("task.", "trainer.max_steps"))]
+    short = [
+        override for override in SHORT if not override.startswith(("task.", "trainer.max_steps"))
+    ]
     (evil / "mine.yaml").write_text(
-        "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: evil.score}\n"
+        "defaults: [config, override task: prompts, _self_]\ntask: {path: prompts.jsonl, verifier: "
+        "evil.score}\n"
         "evaluation: {every: 1, prompts_per_set: 1, sets: {held_out: {path: test.jsonl}}}\n"
         "hydra: {sweeper: {params: {seed: '1,2'}}}\n"
     )
@@ -214,7 +247,10 @@ def test_a_program_that_samples_may_stand_in_a_file_but_not_in_a_runs(evil, caps
     words = ["sampler.executable=./evil.sh", "sampler.arguments=['--trust-remote-code']"]
     saved(evil, "sampler=vllm", *words)
     said = refused(capsys, "resume", "run", "trainer.max_steps=8")
-    executable = "sampler.executable=./evil.sh needs to be typed (got it from the run's file). It is run as a command"
+    executable = (
+        "sampler.executable=./evil.sh needs to be typed (got it from the run's file). It "
+        "is run as a command"
+    )
     assert executable in said
     assert "Use sampler.executable=VALUE on the command line." in said
     assert "sampler.arguments=[--trust-remote-code] needs to be typed" in said
@@ -262,7 +298,8 @@ def test_one_of_several_verifiers_is_named_too(evil, imported, capsys):
 
 @pytest.fixture
 def theirs(evil, imported):
-    """A run that somebody else has made, whose configuration names functions of theirs that lie beside it."""
+    """A run that somebody else has made, whose configuration names functions of theirs that lie
+    beside it."""
     short = [one for one in SHORT if not one.startswith("task.")]
     functions = ["task.verifier=evil.score", "aggregation.reducer=evil.weights"]
     own = [*VERIFIER, *functions, "trainer.max_steps=1"]
@@ -282,12 +319,19 @@ def test_a_run_of_several_verifiers_is_resumed_as_it_is(evil):
     assert "task.verifiers.b.weight=2 needs to stay as the run began" in problem
 
 
-def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(theirs, imported, capsys):
+def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(
+    theirs, imported, capsys
+):
     assert main(["export", "run", "model"]) == 0
     assert (Path("model") / "model.safetensors").exists()
     store = f"--uri=sqlite:///{theirs.parent}/mlflow.db"
     shutil.copytree("run", "copy")
-    for command in (["compare", "run"], ["compare", "run", "copy"], ["samples", "run"], ["sync", "run", store]):
+    for command in (
+        ["compare", "run"],
+        ["compare", "run", "copy"],
+        ["samples", "run"],
+        ["sync", "run", store],
+    ):
         assert main(command) == 0
     assert main(["explain", "task.verifier"]) == 0
     assert not imported()
@@ -305,7 +349,8 @@ def test_looking_at_a_run_imports_nothing_of_it_and_continuing_it_says_what(thei
 
 @pytest.fixture
 def server(capsys):
-    """The address of a server that refuses everything, what came to it, and what was said before the first request."""
+    """The address of a server that refuses everything, what came to it, and what was said before
+    the first request."""
     arrived = []
     said = []
 
@@ -327,12 +372,17 @@ def server(capsys):
         listening.shutdown()
 
 
-def test_what_only_reads_sends_a_token_only_to_an_address_that_was_typed(evil, server, capsys, monkeypatch):
+def test_what_only_reads_sends_a_token_only_to_an_address_that_was_typed(
+    evil, server, capsys, monkeypatch
+):
     address, arrived, _ = server
     saved(evil, "tracking=mlflow", f"tracking.uri={address}")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
     said = refused(capsys, "sync", "run")
-    assert f"pgtk sync run needs the server's address to be typed (got {address} from the run's file)" in said
+    assert (
+        f"pgtk sync run needs the server's address to be typed (got {address} from the run's file)"
+        in said
+    )
     assert "It would be sent MLFLOW_TRACKING_TOKEN. Use --uri=ADDRESS" in said
     assert arrived == []
     assert main(["sync", "run", f"--uri={address}"]) == 6
@@ -348,10 +398,13 @@ def test_what_only_reads_sends_a_token_only_to_an_address_that_was_typed(evil, s
     assert set(arrived) == {None}
 
 
-def test_what_trains_says_where_it_sends_a_token_before_the_first_request(evil, server, monkeypatch):
+def test_what_trains_says_where_it_sends_a_token_before_the_first_request(
+    evil, server, monkeypatch
+):
     address, arrived, said = server
     (evil / "mine.yaml").write_text(
-        f"defaults: [config, _self_]\ntracking: {{uri: '{address}'}}\nhydra: {{sweeper: {{params: {{seed: '1,2'}}}}}}\n"
+        f"defaults: [config, _self_]\ntracking: {{uri: '{address}'}}\nhydra: {{sweeper: {{params: "
+        f"{{seed: '1,2'}}}}}}\n"
     )
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
     note = f"note: sends MLFLOW_TRACKING_TOKEN to {address} (tracking.uri)"
@@ -371,4 +424,6 @@ def test_the_key_of_sampling_servers_is_said_where_they_were_named(evil, capsys,
     servers = ["sampler=vllm", "sampler.urls=[http://127.0.0.1:9]"]
     assert before_start(config_of(*servers)) == []
     monkeypatch.setenv("VLLM_API_KEY", "hunter2")
-    assert before_start(config_of(*servers)) == ["sends VLLM_API_KEY to http://127.0.0.1:9 (sampler.urls)"]
+    assert before_start(config_of(*servers)) == [
+        "sends VLLM_API_KEY to http://127.0.0.1:9 (sampler.urls)"
+    ]

@@ -1,4 +1,5 @@
-"""Every file in conf/experiment and conf/debug: its header is its command, and the run it describes takes a step."""
+"""Every file in conf/experiment and conf/debug: its header is its command, and the run it describes
+takes a step."""
 
 import json
 import math
@@ -13,7 +14,11 @@ from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.validate import validate
 from pgtoolkit.training.train import train
 
-FILES = {file.stem: file for folder in ("experiment", "debug") for file in (config_directory() / folder).glob("*")}
+FILES = {
+    file.stem: file
+    for folder in ("experiment", "debug")
+    for file in (config_directory() / folder).glob("*")
+}
 CHOSEN = {
     "cispo": ("cispo", "token_mean"),
     "distillation": ("reinforce", "token_mean"),
@@ -68,14 +73,21 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
     if name == "sft":
         row = good_row(token_ids=[4, 3, 2, 1, 0], reward=..., old_log_probs=..., group_id=...)
         rows = write_jsonl(tmp_path / "rollouts.jsonl", [row] * 12)
-        overrides = [one for one in overrides if not one.startswith(("rollout.", "task."))] + [f"rollout.path={rows}"]
+        overrides = [one for one in overrides if not one.startswith(("rollout.", "task."))] + [
+            f"rollout.path={rows}"
+        ]
     if name == "distillation":
-        student, teacher = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1))
+        student, teacher = (
+            save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1)
+        )
         named = f"model.path={student}", f"kl.reference={teacher}"
         overrides = [*(one for one in overrides if not one.startswith("model.")), *named]
     if name == "float16":
         model = save_with_tokenizer(small_llama(0), tmp_path / "model")
-        overrides = [*(one for one in overrides if not one.startswith("model.")), f"model.path={model}"]
+        overrides = [
+            *(one for one in overrides if not one.startswith("model.")),
+            f"model.path={model}",
+        ]
     if name == "gsm8k":
         model = save_with_tokenizer(small_llama(0), tmp_path / "model")
         row = {"question": "67=", "answer": "6 * 7 = 42\n#### 42"}
@@ -91,7 +103,11 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
         words = small_llama(0, vocab_size=97, eos_token_id=96, max_position_embeddings=64)
         model = save_with_tokenizer(words, tmp_path / "model", alphabet=None)
         overrides = [one for one in overrides if not one.startswith(("model.", "task."))]
-        overrides += [f"model.path={model}", "evaluation.prompts_per_set=2", "accumulation.max_tokens=64"]
+        overrides += [
+            f"model.path={model}",
+            "evaluation.prompts_per_set=2",
+            "accumulation.max_tokens=64",
+        ]
     config = config_of(*overrides)
     assert validate(config)[1].problems == []
     train(config, tmp_path, overrides=overrides)
@@ -103,4 +119,6 @@ def test_it_is_headed_by_its_command_and_takes_a_step(name, tmp_path):
     assert ("entropy" in row) is (name == "on_policy")
     assert row.get("ratio_new_old", 1) == pytest.approx(1, abs=1e-6)
     assert (config.loss.name, config.aggregation.mode) == CHOSEN[name]
-    assert all(torch.isfinite(weight).all() for weight in checkpoint_of(tmp_path, 1)["model"].values())
+    assert all(
+        torch.isfinite(weight).all() for weight in checkpoint_of(tmp_path, 1)["model"].values()
+    )

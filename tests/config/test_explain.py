@@ -25,13 +25,21 @@ def test_every_key_and_option_is_explained():
     texts = [text for written in known.values() for text in written]
     assert not [text for text in texts if redact(text) != text]
     for group, names in options().items():
-        assert all(f"{group}={name}" in known[group][0] and f"{group}={name}" in known for name in names)
+        assert all(
+            f"{group}={name}" in known[group][0] and f"{group}={name}" in known for name in names
+        )
 
 
 def test_every_metric_and_exit_status_is_explained(tmp_path):
     known = explanations()
     for kind in _KINDS.values():
-        assert {*kind.means, *kind.maxima, *kind.minima, *kind.sums, kind.sample_size or "loss"} <= {*known}
+        assert {
+            *kind.means,
+            *kind.maxima,
+            *kind.minima,
+            *kind.sums,
+            kind.sample_size or "loss",
+        } <= {*known}
     row = metrics_of(run(tmp_path / "run", "metrics=with_entropy"))[0]
     assert {*row} <= {*known}
     assert all(str(kind.exit_status) in known for kind in PgtoolkitError.__subclasses__())
@@ -43,7 +51,9 @@ def test_every_word_of_the_line_of_a_step_is_explained():
     words = [word for word in line.replace("%", "").split() if not re.match(r"[\d?]", word)]
     assert len(words) == 2 + len(_FIELDS)
     for word in words:
-        assert any("the line that a run prints" in page for page in known[word]) or word == "step", word
+        assert (
+            any("the line that a run prints" in page for page in known[word]) or word == "step"
+        ), word
     for metric in _FIELDS:
         assert metric in known
 
@@ -53,16 +63,28 @@ def test_every_word_of_the_line_of_a_step_is_explained():
     [
         ("loss.epsilon_high=0.28", "number from 1e-09 to 1000000000"),
         ("kl.coefficient", "It needs kl other than none"),
-        ("rollout.lag", "`pgtk resume` keeps it: the checkpoint holds batches that were sampled ahead"),
+        (
+            "rollout.lag",
+            "`pgtk resume` keeps it: the checkpoint holds batches that were sampled ahead",
+        ),
         ("max_completion_length", "default: 7, with model=huggingface 256"),
         ("gspo", "ratio: R_d = exp("),
         ("constant", "verl loss_agg_mode: `seq-mean-token-sum-norm`"),
         ("ppo", "loss=grpo: an option"),
         ("kl_ref", "never negative level: basic, where a reference is known"),
         ("75", "stopped by a signal after saving a checkpoint; it can be resumed"),
-        ("proximal", "rollout.old_log_probs: a key of rollout=policy type: one of training, sampling, proximal"),
+        (
+            "proximal",
+            (
+                "rollout.old_log_probs: a key of rollout=policy type: one of training, sampling, "
+                "proximal"
+            ),
+        ),
         ("cosine", "optimizer.schedule: a key"),
-        ("anchor", "a word in what `pgtk explain` says of rollout.old_log_probs: a key of rollout=policy"),
+        (
+            "anchor",
+            "a word in what `pgtk explain` says of rollout.old_log_probs: a key of rollout=policy",
+        ),
         ("teacher", "kl.reference: a key"),
         ("trajectory", "trajectory: see docs/data.md field: `trajectory`"),
         ("exit status 75", "stopped by a signal after saving a checkpoint; it can be resumed"),
@@ -81,14 +103,19 @@ def test_every_word_of_the_line_of_a_step_is_explained():
         ("reward/format", "mean score of each of several verifiers"),
         ("num_generations", "here: `rollout.group_size`"),
         ("clip_ratio_c", "the dual clip, which verl always has"),
-        ("accumulation.docs_per_step=96 does not divide the 256 documents of a batch", "Documents per optimizer step"),
+        (
+            "accumulation.docs_per_step=96 does not divide the 256 documents of a batch",
+            "Documents per optimizer step",
+        ),
     ],
 )
 def test_what_is_said(words, says):
     assert says in " ".join(explain(words).split())
 
 
-@pytest.mark.parametrize(("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entropi", "entropy")])
+@pytest.mark.parametrize(
+    ("word", "near"), [("epsilonhigh", "epsilon_high"), ("gsop", "gspo"), ("entropi", "entropy")]
+)
 def test_an_unknown_word_gets_the_nearest(capsys, word, near):
     assert main(["explain", word]) == 2
     assert capsys.readouterr().err.endswith(f"Use pgtk explain {near}.\n")
@@ -100,8 +127,13 @@ def test_a_word_like_no_other_gets_the_page_of_keys(capsys):
 
 
 def test_it_loads_no_torch():
-    code = "import sys; from pgtoolkit.cli import main; main(['explain', 'gspo']); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from pgtoolkit.cli import main; main(['explain', 'gspo']); assert 'torch' "
+        "not in sys.modules"
+    )
     assert (
         "one ratio per document"
-        in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        in subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
     )

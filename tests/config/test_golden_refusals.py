@@ -1,4 +1,5 @@
-"""golden_refusals.txt: which configurations are refused for which keys, and which are accepted with how many notes."""
+"""golden_refusals.txt: which configurations are refused for which keys, and which are accepted with
+how many notes."""
 
 import json
 import re
@@ -12,7 +13,12 @@ from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.validate import validated
 from pgtoolkit.runs.directory import RunDirectory
 
-LLAMA = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 3}
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+}
 MODELS = {
     "LLAMA": {"vocab_size": 100},
     "TIED": {"vocab_size": 100, "tie_word_embeddings": True},
@@ -25,7 +31,9 @@ def sections():
     """(title, its lines) of each part of the list."""
     lines = Path(__file__).with_name("golden_refusals.txt").read_text().splitlines()[4:]
     parts = [[*part] for blank, part in groupby(lines, lambda line: not line) if not blank]
-    return [(title.lstrip("# "), rows) for (title,), rows in zip(parts[::2], parts[1::2], strict=True)]
+    return [
+        (title.lstrip("# "), rows) for (title,), rows in zip(parts[::2], parts[1::2], strict=True)
+    ]
 
 
 @pytest.fixture
@@ -70,11 +78,18 @@ def outcome(overrides):
         assert other or all(part in problem for part in (" needs ", "(got ", " Use ")), problem
     keys = [subject(problem) for problem in problems]
     if problems:
-        return "refused: " + ", ".join(key if key.startswith("=") else key.partition("=")[0] for key in keys)
+        return "refused: " + ", ".join(
+            key if key.startswith("=") else key.partition("=")[0] for key in keys
+        )
     return "accepted" + (f", {len(notes)} note{'s' * (len(notes) > 1)}" if notes else "")
 
 
-@pytest.mark.parametrize(("title", "rows"), sections(), ids=lambda value: value[:20] if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("title", "rows"), sections(), ids=lambda value: value[:20] if isinstance(value, str) else ""
+)
 def test_what_is_refused_and_what_is_accepted(places, title, rows):
-    found = [f"{overrides} -> {outcome(overrides)}" for overrides in (row.partition(" -> ")[0] for row in rows)]
+    found = [
+        f"{overrides} -> {outcome(overrides)}"
+        for overrides in (row.partition(" -> ")[0] for row in rows)
+    ]
     assert found == rows

@@ -1,4 +1,5 @@
-"""The table of keys: digest, comparison, resume, absolute paths and what a file may name follow each declaration."""
+"""The table of keys: digest, comparison, resume, absolute paths and what a file may name follow
+each declaration."""
 
 import copy
 import functools
@@ -60,12 +61,27 @@ def with_other(config, key):
 
 
 LEARNS = {
-    True: {"seed", "loss.epsilon_low", "rollout.stop", "rollout.lag", "sampler.seeded", "trainer.max_steps"},
-    False: {"parallelism.timeout_seconds", "parallelism.shard", "evaluation.every", "sampler.urls", "tracking.uri"},
+    True: {
+        "seed",
+        "loss.epsilon_low",
+        "rollout.stop",
+        "rollout.lag",
+        "sampler.seeded",
+        "trainer.max_steps",
+    },
+    False: {
+        "parallelism.timeout_seconds",
+        "parallelism.shard",
+        "evaluation.every",
+        "sampler.urls",
+        "tracking.uri",
+    },
 }
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}")
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}"
+)
 def test_digest_and_comparison_follow_learns(key):
     config = of_option(key.schema)
     after = with_other(config, key)
@@ -82,7 +98,10 @@ def test_digest_and_comparison_follow_learns(key):
 def test_the_sampler_learns_only_where_it_writes_what_is_trained():
     sampled, recorded = ([], ["rollout=recorded", "rollout.path=rows.jsonl", "evaluation.every=1"])
     for overrides, differ in ((sampled, True), (recorded, False)):
-        configs = [plain_config(compose([*overrides, f"sampler={name}"]).config) for name in ("transformers", "vllm")]
+        configs = [
+            plain_config(compose([*overrides, f"sampler={name}"]).config)
+            for name in ("transformers", "vllm")
+        ]
         assert (digest(configs[0]) != digest(configs[1])) is differ
 
 
@@ -92,8 +111,13 @@ def test_a_resume_follows_fixed(key):
     config = of_option(key.schema, "evaluation.every=1", *more)
     after = with_other(config, key)
     problems = [*cannot_change(config, after, set())]
-    assert [place for place, _ in problems][:1] == ([key.group if key.option else key.name] if key.fixed else [])
-    assert all(f"A run is continued as it was: {key.fixed}. Use a new run." in problem for _, problem in problems)
+    assert [place for place, _ in problems][:1] == (
+        [key.group if key.option else key.name] if key.fixed else []
+    )
+    assert all(
+        f"A run is continued as it was: {key.fixed}. Use a new run." in problem
+        for _, problem in problems
+    )
     if key.fixed_if:  # where its condition does not hold
         config = of_option(key.schema)
         assert [*cannot_change(config, with_other(config, key), set())] == []
@@ -108,7 +132,9 @@ def test_files_may_lie_elsewhere_where_their_contents_are_known():
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in KEYS if key.type.startswith("str") and not key.option], ids=lambda key: key.name
+    "key",
+    [key for key in KEYS if key.type.startswith("str") and not key.option],
+    ids=lambda key: key.name,
 )
 def test_paths_follow_reads_and_writes(key, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -120,10 +146,15 @@ def test_paths_follow_reads_and_writes(key, tmp_path, monkeypatch):
     assert made == (str(tmp_path / "there") if is_place else "there") or key.name == "tracking.uri"
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}")
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if not key.option], ids=lambda key: f"{key.schema}.{key.leaf}"
+)
 def test_only_keys_that_say_so_name_code(key):
     config = with_other(of_option(key.schema), key)
-    kinds = {"function": (named_functions, "my_module.score"), "command": (named_commands, "my_command")}
+    kinds = {
+        "function": (named_functions, "my_module.score"),
+        "command": (named_commands, "my_command"),
+    }
     for kind, (named_in, value) in kinds.items():
         named = {name for name in named_in(config) if name.startswith(key.name)}
         if key.type.startswith("str"):
@@ -133,10 +164,17 @@ def test_only_keys_that_say_so_name_code(key):
 
 
 def put(config, condition, is_met):
-    """Give the key of a single condition a value with which it holds, or does not; a text does for every type here."""
+    """Give the key of a single condition a value with which it holds, or does not; a text does for
+    every type here."""
     name, operator, expected = parts(condition)
     other = "tiny" if name == "model.name" else "other"
-    value = float(expected) + is_met if operator == ">" else expected if is_met is (operator == "=") else other
+    value = (
+        float(expected) + is_met
+        if operator == ">"
+        else expected
+        if is_met is (operator == "=")
+        else other
+    )
     group, _, leaf = name.rpartition(".")
     set_in(value_of(config, group), leaf, value)
 
@@ -152,8 +190,11 @@ OF_KEYS = [key for key in KEYS if key.only_if not in OF_GROUPS or key.name == "t
 
 @pytest.mark.parametrize("key", OF_KEYS, ids=lambda key: f"{key.schema}.{key.leaf}")
 def test_a_value_without_effect_is_refused(key):
-    """Another value than the usual one where a condition does not hold; where all do nothing is said of it."""
-    chosen = [key.schema.replace("/", "="), *NEEDED.get(key.schema, [])] if "/" in key.schema else []
+    """Another value than the usual one where a condition does not hold; where all do nothing is
+    said of it."""
+    chosen = (
+        [key.schema.replace("/", "="), *NEEDED.get(key.schema, [])] if "/" in key.schema else []
+    )
     config = compose(chosen).config
     usual, conditions = value_of(config, key.name), key.only_if.split(" or ")[0].split(" and ")
 
@@ -162,7 +203,9 @@ def test_a_value_without_effect_is_refused(key):
             set_in(value_of(config, key.group), key.leaf, value)
             for condition in conditions:
                 put(config, condition, condition != lacking)
-            report = Report(usual=lambda name: usual if name == key.name else value_of(config, name))
+            report = Report(
+                usual=lambda name: usual if name == key.name else value_of(config, name)
+            )
             ignored(config, report)
             told = [problem for problem in report.problems if problem.startswith(f"{key.name}=")]
             assert len(told) == (value != usual and lacking is not None)
@@ -182,7 +225,9 @@ def test_what_pgtk_evaluate_takes():
 def test_every_declaration_is_one_of_the_key_and_names_keys_that_there_are():
     names = {key.name for key in KEYS}
     for key in KEYS:
-        for condition in filter(None, (key.fixed_if, key.only_if, key.learns if isinstance(key.learns, str) else "")):
+        for condition in filter(
+            None, (key.fixed_if, key.only_if, key.learns if isinstance(key.learns, str) else "")
+        ):
             for single in singles(condition):
                 assert single.replace("!=", "=").replace(">", "=").partition("=")[0] in names
     assert len(KEYS) == len({(key.name, key.schema) for key in KEYS})

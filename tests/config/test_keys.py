@@ -1,6 +1,8 @@
-"""Every key of the configuration acts as it says: changed, the number that it configures changes as it should.
+"""Every key of the configuration acts as it says: changed, the number that it configures changes as
+it should.
 
-The rows are in tests/keys/. The table is made from the schema, so that a new key without a row fails.
+The rows are in tests/keys/. The table is made from the schema, so that a new key without a row
+fails.
 """
 
 import importlib
@@ -9,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ("step", "penalties", "critic", "model", "rollouts", "servers", "tasks", "run", "evaluation")
+MODULES = (
+    "step",
+    "penalties",
+    "critic",
+    "model",
+    "rollouts",
+    "servers",
+    "tasks",
+    "run",
+    "evaluation",
+)
 pytest.register_assert_rewrite("keys", *(f"keys.{name}" for name in MODULES))
 
 for name in MODULES:
@@ -29,10 +41,14 @@ def test_the_key_acts(key, request):
         file, _, name = SEEN_BY[key].partition("::")
         assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(), SEEN_BY[key]
         return
-    assert key in ROWS, f"{key} is new: write a function in tests/keys/ that changes it and sees its number change"
+    assert key in ROWS, (
+        f"{key} is new: write a function in tests/keys/ that changes it and sees its number change"
+    )
     names = inspect.signature(ROWS[key]).parameters
     if "key" in names or ROWS[key] not in SEEN:  # what shows several keys at once runs once
-        ROWS[key](**{name: key if name == "key" else request.getfixturevalue(name) for name in names})
+        ROWS[key](
+            **{name: key if name == "key" else request.getfixturevalue(name) for name in names}
+        )
         SEEN.add(ROWS[key])
 
 

@@ -1,4 +1,5 @@
-"""Whatever is typed as the value of a key, `pgtk check` answers with a page, never with a traceback."""
+"""Whatever is typed as the value of a key, `pgtk check` answers with a page, never with a
+traceback."""
 
 import dataclasses
 import random
@@ -10,18 +11,52 @@ from pgtoolkit.config.schema import SCHEMAS
 from pgtoolkit.launch.check import check, problems, render_plan
 
 ODD = (
-    *("[]", "{}", "{a: 1}", "[1, 2]", "???", "${nope}", "${loss}", "abc", "-1", "true", "null", "''", "nan"),
+    *(
+        "[]",
+        "{}",
+        "{a: 1}",
+        "[1, 2]",
+        "???",
+        "${nope}",
+        "${loss}",
+        "abc",
+        "-1",
+        "true",
+        "null",
+        "''",
+        "nan",
+    ),
     *("9" * 4400, "x" * 300, "é✓", "'\0'", "'~nobody/x'", "'http://[::1'", "${oc.env:HOME}"),
 )
 OF_HYDRA = (
-    *("hydra", "hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper", "hydra.sweeper.params"),
-    *("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir", "hydra.launcher.n_jobs"),
-    *("hydra.mode", "hydra.searchpath", "hydra.job.name", "hydra.overrides.task", "hydra.callbacks"),
+    *(
+        "hydra",
+        "hydra/launcher",
+        "hydra/sweeper",
+        "hydra.launcher",
+        "hydra.sweeper",
+        "hydra.sweeper.params",
+    ),
+    *(
+        "hydra.run.dir",
+        "hydra.sweep.dir",
+        "hydra.sweep.subdir",
+        "hydra.output_subdir",
+        "hydra.launcher.n_jobs",
+    ),
+    *(
+        "hydra.mode",
+        "hydra.searchpath",
+        "hydra.job.name",
+        "hydra.overrides.task",
+        "hydra.callbacks",
+    ),
 )
 
 
 def keys():
-    """(override that chooses the option, its keys) of everything in the schema; the seed; the groups themselves."""
+    """(override that chooses the option, its keys) of everything in the schema; the seed; the
+    groups themselves."""
     found = [(None, ["seed"]), (None, sorted(options()))]
     for schema, types in SCHEMAS.items():
         group, _, option = schema.partition("/")
@@ -52,7 +87,9 @@ def test_all_keys_of_an_option_at_once(chosen, own):
 
 
 def test_hydras_own_keys():
-    pairs = [(key, value, multirun) for key in OF_HYDRA for value in ODD for multirun in (False, True)]
+    pairs = [
+        (key, value, multirun) for key in OF_HYDRA for value in ODD for multirun in (False, True)
+    ]
     for key, value, multirun in random.Random(0).sample(pairs, 8):
         assert in_sentences(looked_at(f"{key}={value}", multirun=multirun)), (key, value)
 
@@ -63,18 +100,38 @@ def test_hydras_own_keys():
         ("hydra.job.chdir=true", False, "hydra.job.chdir=true needs to be left out"),
         ("hydra.job.chdir=true", True, "hydra.job.chdir=true needs to be left out"),
         ("hydra.mode=${loss.name}", False, "hydra.mode=${loss.name} needs a plain value"),
-        ("hydra.launcher.n_jobs=${loss.name}", True, "hydra.launcher.n_jobs=${loss.name} needs a plain value"),
+        (
+            "hydra.launcher.n_jobs=${loss.name}",
+            True,
+            "hydra.launcher.n_jobs=${loss.name} needs a plain value",
+        ),
         (
             "loss.epsilon_high=interval(0.1,0.2)",
             True,
             "loss.epsilon_high=interval(0.1,0.2) needs hydra/sweeper=optuna_search",
         ),
-        ("seed=range(1,3,0)", True, "A range has from 1 to 10000 values. Use seed=range(FIRST,END)"),
+        (
+            "seed=range(1,3,0)",
+            True,
+            "A range has from 1 to 10000 values. Use seed=range(FIRST,END)",
+        ),
         ("seed=range(3,1)", True, "A range has from 1 to 10000 values"),
         ("loss.epsilon_high=range(0,1,1e-9)", True, "A range has from 1 to 10000 values"),
-        ("kl.reference_prompt='{prompt[a]}'", False, "kl.reference_prompt={prompt[a]} needs a template"),
-        ("kl.reference_prompt='{prompt:>99999999999}'", False, "needs a template of {prompt} and {answer}"),
-        ("kl.reference_prompt='{prompt!r} {answer.x}'", False, "needs a template of {prompt} and {answer}"),
+        (
+            "kl.reference_prompt='{prompt[a]}'",
+            False,
+            "kl.reference_prompt={prompt[a]} needs a template",
+        ),
+        (
+            "kl.reference_prompt='{prompt:>99999999999}'",
+            False,
+            "needs a template of {prompt} and {answer}",
+        ),
+        (
+            "kl.reference_prompt='{prompt!r} {answer.x}'",
+            False,
+            "needs a template of {prompt} and {answer}",
+        ),
     ],
 )
 def test_what_would_end_in_a_traceback_or_never_is_one_sentence(typed, multirun, says):
@@ -82,7 +139,9 @@ def test_what_would_end_in_a_traceback_or_never_is_one_sentence(typed, multirun,
     assert says in problem
 
 
-@pytest.mark.parametrize("body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"])
+@pytest.mark.parametrize(
+    "body", ["loss: null", "model: {name: unknown}", "task: 3", "trainer: ${nope}", "seed: 1e400"]
+)
 def test_a_file_that_makes_no_configuration(tmp_path, body):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{body}\n")

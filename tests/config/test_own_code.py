@@ -1,4 +1,5 @@
-"""Own code is chosen as an option is, `loss=my_module.MyFamily`, wherever an option can be chosen."""
+"""Own code is chosen as an option is, `loss=my_module.MyFamily`, wherever an option can be
+chosen."""
 
 import json
 import sys
@@ -64,7 +65,10 @@ def test_a_path_stands_for_the_keys_that_a_run_keeps(typed, meant):
     assert short.problems == long.problems == []
     assert short.config == long.config
     assert digest(plain_config(short.config)) == digest(plain_config(long.config))
-    assert as_typed({"loss.name": "grpo", "advantage.path": None}) == {"loss.name": "grpo", "advantage.path": None}
+    assert as_typed({"loss.name": "grpo", "advantage.path": None}) == {
+        "loss.name": "grpo",
+        "advantage.path": None,
+    }
 
 
 def test_files_choose_own_code_and_set_its_parameters(tmp_path):
@@ -82,28 +86,44 @@ def test_files_choose_own_code_and_set_its_parameters(tmp_path):
         "hydra: {sweeper: {params: {advantage: 'dr_grpo,mine.shifted'}}}\n"
     )
     config = compose(["experiment=tried"], tmp_path / "mine").config
-    assert (config.loss.path, dict(config.loss.options), config.loss.num_splits) == ("mine.Squared", {"tau": 0.3}, 2)
+    assert (config.loss.path, dict(config.loss.options), config.loss.num_splits) == (
+        "mine.Squared",
+        {"tau": 0.3},
+        2,
+    )
     assert config.aggregation.reducer == "mine.halves"
     typed = compose(["experiment=tried", "loss.tau=0.5"], tmp_path / "mine").config
     assert dict(typed.loss.options) == {"tau": 0.5}
     asked = compose_sweep([], sweep_file=sweep)
     assert asked.varying == {"advantage": ["dr_grpo", "mine.shifted"]}
-    jobs = [asked.compose(overrides, number).composed for number, overrides in enumerate(asked.jobs)]
+    jobs = [
+        asked.compose(overrides, number).composed for number, overrides in enumerate(asked.jobs)
+    ]
     assert [job.problems for job in jobs] == [[], []]
     assert [job.config.advantage.path for job in jobs] == [None, "mine.shifted"]
     assert [dict(job.config.loss.options) for job in jobs] == [{"tau": 0.3}] * 2
     acting = tmp_path / "acting.yaml"
-    acting.write_text("defaults: [config, override loss: mine.Squared, _self_]\nloss: {_target_: os.system}\n")
-    assert "loss.options._target_ needs to be left out" in " ".join(compose([], sweep_file=acting).problems)
+    acting.write_text(
+        "defaults: [config, override loss: mine.Squared, _self_]\nloss: {_target_: os.system}\n"
+    )
+    assert "loss.options._target_ needs to be left out" in " ".join(
+        compose([], sweep_file=acting).problems
+    )
 
 
 def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of_them_lacks(mine):
     sweep = compose_sweep(["loss=grpo,mine.Squared", "loss.tau=0.3"])
-    jobs = [sweep.compose(overrides, number).composed for number, overrides in enumerate(sweep.jobs)]
-    assert ["loss.tau=0.3 needs loss=kimi (got loss=grpo)" in " ".join(job.problems) for job in jobs] == [True, False]
+    jobs = [
+        sweep.compose(overrides, number).composed for number, overrides in enumerate(sweep.jobs)
+    ]
+    assert [
+        "loss.tau=0.3 needs loss=kimi (got loss=grpo)" in " ".join(job.problems) for job in jobs
+    ] == [True, False]
     assert jobs[1].problems == []
     others = compose_sweep(["loss=gspo,mine.Squared", "loss.epsilon_low=0.1", "tracking=none"])
-    jobs = [others.compose(overrides, number).composed for number, overrides in enumerate(others.jobs)]
+    jobs = [
+        others.compose(overrides, number).composed for number, overrides in enumerate(others.jobs)
+    ]
     assert [job.problems for job in jobs] == [[], []]
     assert [job.name for job in jobs] == ["gspo", "Squared"]
     (wrong,) = problems(check(["loss=mine.Squared", "loss.epsilon_low=0.1", "tracking=none"]))
@@ -116,12 +136,24 @@ def test_a_sweep_has_own_code_beside_other_options_and_refuses_a_key_that_one_of
         ("loss=gspoo.x", "No module named 'gspoo'", "loss=gspo"),
         ("loss=mien.Squared", "No module named 'mien'", "loss=mine.Squared"),
         ("loss=nowhere.near", "No module named 'nowhere'", "loss=package.module.class"),
-        ("loss=mine.Sqared", "needs a class in the module mine (got no Sqared)", "loss=mine.Squared"),
+        (
+            "loss=mine.Sqared",
+            "needs a class in the module mine (got no Sqared)",
+            "loss=mine.Squared",
+        ),
         ("loss=mine.NoFamily", "NoFamily is no Family", None),
         ("loss=grp", "or the dotted path of a class of your own (got 'grp')", "loss=grpo"),
-        ("advantage=mine.shiftd", "needs a function in the module mine (got no shiftd)", "advantage=mine.shifted"),
+        (
+            "advantage=mine.shiftd",
+            "needs a function in the module mine (got no shiftd)",
+            "advantage=mine.shifted",
+        ),
         ("aggregation=mine.shifted", "called as shifted(totals, *, mask", None),
-        ("advantage.path=mine.shifted", "got dr_grpo", "advantage=mine.shifted or advantage.path=null"),
+        (
+            "advantage.path=mine.shifted",
+            "got dr_grpo",
+            "advantage=mine.shifted or advantage.path=null",
+        ),
         ("kl=mine.Squared", "needs one of full_forward", "kl=none"),
     ],
 )
@@ -136,9 +168,18 @@ def test_a_wrong_path_is_refused_with_the_nearest(typed, message, use, mine):
 @pytest.mark.parametrize(
     ("typed", "twice"),
     [
-        (["loss=mine.Squared", "loss.path=mine.Other"], "loss.path=mine.Other needs to be the only value of loss.path"),
-        (["loss=mine.Squared", "loss.tau=1", "loss.options.tau=2"], "needs to be the only value of loss.tau"),
-        (["aggregation=mine.halves", "aggregation.reducer=mine.w"], "the only value of aggregation.reducer"),
+        (
+            ["loss=mine.Squared", "loss.path=mine.Other"],
+            "loss.path=mine.Other needs to be the only value of loss.path",
+        ),
+        (
+            ["loss=mine.Squared", "loss.tau=1", "loss.options.tau=2"],
+            "needs to be the only value of loss.tau",
+        ),
+        (
+            ["aggregation=mine.halves", "aggregation.reducer=mine.w"],
+            "the only value of aggregation.reducer",
+        ),
     ],
 )
 def test_two_paths_and_two_values_of_a_parameter_are_refused(typed, twice):
@@ -146,14 +187,17 @@ def test_two_paths_and_two_values_of_a_parameter_are_refused(typed, twice):
 
 
 def test_names_have_the_name_of_the_class():
-    assert name_from(["loss=mine.Squared", "loss.tau=0.3"], {"loss": "gspo"}) == "loss-Squared_tau-0.3"
+    assert (
+        name_from(["loss=mine.Squared", "loss.tau=0.3"], {"loss": "gspo"}) == "loss-Squared_tau-0.3"
+    )
     assert name_from(["loss=grpo,mine.Squared"], {}) == "loss-grpo-Squared"
     words = ["loss=mine.Squared", "aggregation=mine.halves", "seed=1"]
     assert compose(words).name == run_name(words, {}, None, None) == "Squared_halves_seed-1"
 
 
 def test_runs_of_either_spelling_are_one_configuration_with_the_name_of_the_class(mine, capsys):
-    """`compare`, `check`, MLflow's parameters, the model's card and the plan call them by the path."""
+    """`compare`, `check`, MLflow's parameters, the model's card and the plan call them by the
+    path."""
     losses = [["loss=mine.Squared", "loss.tau=0.3"], [*LONG, "loss.options.tau=0.3"], ["loss=grpo"]]
     for number, loss in enumerate(losses):
         run(mine / "runs" / f"{number}", *loss, "trainer.max_steps=1", f"seed={number % 2}")
@@ -172,17 +216,30 @@ def test_runs_of_either_spelling_are_one_configuration_with_the_name_of_the_clas
     assert main(["export", "runs/0", "model"]) == 0
     assert "mine.Squared" in Path("model/README.md").read_text().partition("##")[0]
     saved = yaml.safe_load((mine / "runs" / "0" / "config.yaml").read_text())["loss"]
-    assert saved == {"name": "custom", "num_splits": 1, "path": "mine.Squared", "options": {"tau": 0.3}}
+    assert saved == {
+        "name": "custom",
+        "num_splits": 1,
+        "path": "mine.Squared",
+        "options": {"tau": 0.3},
+    }
 
 
 def test_a_run_of_the_long_spelling_is_continued_by_either(mine):
     run(mine / "run", *LONG, "loss.options.tau=0.3", "trainer.max_steps=1")
-    again = compose(["loss=mine.Squared", "loss.tau=0.4", "trainer.max_steps=2"], run_dir=mine / "run")
+    again = compose(
+        ["loss=mine.Squared", "loss.tau=0.4", "trainer.max_steps=2"], run_dir=mine / "run"
+    )
     assert again.problems == []
-    assert (again.config.loss.path, dict(again.config.loss.options)) == ("mine.Squared", {"tau": 0.4})
+    assert (again.config.loss.path, dict(again.config.loss.options)) == (
+        "mine.Squared",
+        {"tau": 0.4},
+    )
     run(mine / "run", "loss=mine.Squared", "loss.tau=0.3", "trainer.max_steps=2", resume=True)
     assert [row["step"] for row in metrics_of(mine / "run")] == [1, 2]
-    assert not (mine / "run" / "drift.jsonl").exists() or "loss" not in (mine / "run" / "drift.jsonl").read_text()
+    assert (
+        not (mine / "run" / "drift.jsonl").exists()
+        or "loss" not in (mine / "run" / "drift.jsonl").read_text()
+    )
 
 
 def test_own_advantages_and_weights_are_what_a_run_trains_with(mine):
@@ -197,7 +254,10 @@ def test_what_is_said_before_a_run_and_in_its_plan(mine, capsys):
     words = ["loss=mine.Squared", "aggregation=mine.halves", "advantage=mine.shifted"]
     assert main(["check", *words, *SHORT[-3:], "tracking=none", "--json"]) == 0
     said = capsys.readouterr()
-    assert "imports mine.Squared (loss), mine.halves (aggregation), mine.shifted (advantage)" in said.err
+    assert (
+        "imports mine.Squared (loss), mine.halves (aggregation), mine.shifted (advantage)"
+        in said.err
+    )
     assert json.loads(said.out)["problems"] == []
     first, second, *_ = equation(compose(words).config)
     assert first.startswith("mine.Squared, mine.halves: sum over")

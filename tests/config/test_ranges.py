@@ -1,4 +1,5 @@
-"""Every number of the configuration has a range: both ends are taken, what lies beyond is refused."""
+"""Every number of the configuration has a range: both ends are taken, what lies beyond is
+refused."""
 
 import math
 import re
@@ -12,8 +13,14 @@ from pgtoolkit.config.resolve import in_range
 from pgtoolkit.config.saved import typed
 from pgtoolkit.config.validate import validated
 
-NEEDED = {"rollout/recorded": ["rollout.path=pyproject.toml"], "aggregation": ["aggregation=constant"]}
-NEEDED |= {f"task/{name}": ["rollout.max_completion_length=66"] for name in ("chain_sum", "shortest_path", "guess")}
+NEEDED = {
+    "rollout/recorded": ["rollout.path=pyproject.toml"],
+    "aggregation": ["aggregation=constant"],
+}
+NEEDED |= {
+    f"task/{name}": ["rollout.max_completion_length=66"]
+    for name in ("chain_sum", "shortest_path", "guess")
+}
 """What an option needs besides, for a number of it to be looked at."""
 
 
@@ -51,10 +58,14 @@ def test_both_ends_are_taken_and_beyond_is_refused(key):
 
 def test_a_number_of_a_file_is_refused_like_a_typed_one(tmp_path):
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\noptimizer:\n  learning_rate: 1e38\n")
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\noptimizer:\n  learning_rate: 1e38\n"
+    )
     composed = compose(["experiment=mine"], tmp_path)
     (problem,) = validated(composed)[1].problems
-    assert problem.startswith("optimizer.learning_rate=1e+38 needs a number from 1e-12 to 100000 (got 1e+38). ")
+    assert problem.startswith(
+        "optimizer.learning_rate=1e+38 needs a number from 1e-12 to 100000 (got 1e+38). "
+    )
     assert problem.endswith(" Use optimizer.learning_rate=0.001.")
 
 

@@ -63,7 +63,11 @@ def problems(capsys, *overrides):
         ("rollout.stop=END", "", "'rollout.stop=[\"END\"]'"),
         ("task.verifier=my_verifier.scor", PROMPTS, "task.verifier=my_verifier.score"),
         ("aggregation=my_verifier.weight", "", "aggregation=my_verifier.weights"),
-        ("rollout.prompts_per_batch=1000000", "rollout.group_size=7", "rollout.prompts_per_batch=142857"),
+        (
+            "rollout.prompts_per_batch=1000000",
+            "rollout.group_size=7",
+            "rollout.prompts_per_batch=142857",
+        ),
         ("loss=grpo,", "", "loss=grpo"),
         ("num_generations=4", "", "rollout.group_size=4"),
         ("actor_rollout_ref.rollout.n=4", "", "rollout.group_size=4"),
@@ -92,22 +96,24 @@ def test_what_is_to_be_used_is_accepted(capsys, typed, before, use):
         (
             "task.verifier=my_verifier.{}",
             PROMPTS,
-            "with parameters among completion, answer, prompt, row, or with completions for a whole batch "
-            "(got strange(other))",
+            "with parameters among completion, answer, prompt, row, or with completions for a "
+            "whole batch (got strange(other))",
             "strange",
             "score",
         ),
         (
             "aggregation.reducer=my_verifier.{}",
             "",
-            "that can be called as of_totals(totals, *, mask, document_index, tokens_per_document, group_index) "
-            "(got of_totals(totals))",
+            "that can be called as of_totals(totals, *, mask, document_index, tokens_per_document, "
+            "group_index) (got of_totals(totals))",
             "of_totals",
             "weights",
         ),
     ],
 )
-def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed, before, says, function, good):
+def test_a_function_with_other_arguments_is_told_how_it_is_called(
+    capsys, typed, before, says, function, good
+):
     said = problems(capsys, *before.split(), typed.format(function))
     assert f"needs a function {says}" in said
     assert problems(capsys, *before.split(), typed.format(good)) == "none"
@@ -120,9 +126,15 @@ def test_a_function_with_other_arguments_is_told_how_it_is_called(capsys, typed,
         ("model=gpt2", "model=huggingface model.path=gpt2"),
         ("model=tinny", "model=tiny"),
         ("model.path=~/m", "model.path=$HOME/m"),
-        ("model.path=a,b", "pgtk -m model.path=a,b, or \"model.path='a,b'\" for one value with a comma in it"),
+        (
+            "model.path=a,b",
+            "pgtk -m model.path=a,b, or \"model.path='a,b'\" for one value with a comma in it",
+        ),
         ("trainer.max_steps=3,4", "pgtk -m trainer.max_steps=3,4"),
-        ("task.path=my_verifier.py,prompts.jsonl", "pgtk -m task.path=my_verifier.py,prompts.jsonl"),
+        (
+            "task.path=my_verifier.py,prompts.jsonl",
+            "pgtk -m task.path=my_verifier.py,prompts.jsonl",
+        ),
         ("loss=glob(g*)", "pgtk -m loss=gmpo,grpo,gspo"),
         ("loss=glob(x*)", "loss=OPTION"),
         ("loss.path=my_verifier.Mine", "loss=my_verifier.Mine"),
@@ -148,24 +160,32 @@ def test_a_word_without_a_value_is_not_told_to_take_quotes(capsys):
 
 @pytest.mark.parametrize("typed", [[], ["kl.reference=recorded"]])
 def test_who_has_no_teacher_is_not_told_to_take_the_policy_itself(capsys, typed):
-    assert "Use kl.reference=FOLDER" in (said := problems(capsys, "experiment=distillation", *typed))
+    assert "Use kl.reference=FOLDER" in (
+        said := problems(capsys, "experiment=distillation", *typed)
+    )
     assert "initial" not in said
 
 
 def test_messages_are_asked_for_by_their_field_and_need_a_template(capsys):
     chats = ("task=prompts", "task.path=chats.jsonl")
-    assert "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use task.prompt_field=messages" in problems(
-        capsys, *chats
-    )
+    assert (
+        "chats.jsonl:1:prompt: is missing; the row has messages, answer. Use "
+        "task.prompt_field=messages"
+    ) in problems(capsys, *chats)
     said = problems(capsys, *chats, "task.prompt_field=messages")
     assert "task.prompt_field needs texts (got chat messages with model=tiny)" in said
 
 
 def test_a_sweep_file_chooses_options_as_it_is_told_to(capsys, tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n")
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [config, _self_]\nloss: cispo\naggregation: token_mean\n"
+    )
     assert main(["sweep", "mine.yaml", "seed=1,2"]) == 2
     said = capsys.readouterr().err
-    assert "aggregation: token_mean, loss: cispo needs to stand in the list `defaults:` (got a key)" in said
+    assert (
+        "aggregation: token_mean, loss: cispo needs to stand in the list `defaults:` (got a key)"
+        in said
+    )
     lines = re.search(r"Use (.*)\.", said)[1].replace(", ", "\n  ")
     (tmp_path / "second.yaml").write_text(f"defaults:\n  - config\n  {lines}\n  - _self_\n")
     (run, _) = check(["seed=1,2"], True, sweep_file=tmp_path / "second.yaml").runs
@@ -181,6 +201,9 @@ def test_a_sweep_with_overrides_is_compared_by_the_name_of_its_folder(capsys):
 
 def test_a_bound_of_the_ratio_given_as_a_ratio_is_noted(capsys):
     main(["check", "loss=grpo", "loss.epsilon_high=1.28"])
-    assert "  loss.epsilon_high=1.28 clips above a ratio of 1 + 1.28 = 2.28; DAPO's is 0.28" in capsys.readouterr().out
+    assert (
+        "  loss.epsilon_high=1.28 clips above a ratio of 1 + 1.28 = 2.28; DAPO's is 0.28"
+        in capsys.readouterr().out
+    )
     main(["check", "loss=grpo", "loss.epsilon_high=0.28"])
     assert "clips above a ratio of" not in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Rules of `validate` that look at more than overrides; golden_refusals.txt has all that can be typed."""
+"""Rules of `validate` that look at more than overrides; golden_refusals.txt has all that can be
+typed."""
 
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
@@ -12,7 +13,10 @@ def test_the_sizes_multiply_to_the_processes_that_a_launcher_started(monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     found = problems("parallelism=ddp")
-    assert "2 = pipeline_parallel=1 x data_parallel=2 x sequence_data_parallel=1 x tensor_parallel=1" in found[0]
+    assert (
+        "2 = pipeline_parallel=1 x data_parallel=2 x sequence_data_parallel=1 x tensor_parallel=1"
+        in found[0]
+    )
     assert problems("parallelism=ddp parallelism.data_parallel=4") == []
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert problems("parallelism=ddp") == []

@@ -1,4 +1,5 @@
-"""YAML of anybody's: a run's configuration, a sweep, options of a user's own. What cannot be read is one sentence."""
+"""YAML of anybody's: a run's configuration, a sweep, options of a user's own. What cannot be read
+is one sentence."""
 
 import shutil
 
@@ -33,7 +34,9 @@ def test_aliases_are_refused_before_they_are_followed(tmp_path, capsys):
     assert "bomb.yaml needs YAML that can be read (got line 2 has the alias *a0" in said
     (tmp_path / "mine/loss").mkdir(parents=True)
     shutil.copy("bomb.yaml", "mine/loss/large.yaml")
-    assert "large.yaml needs YAML that can be read" in refusal(capsys, "check", "--config-dir=mine", "loss=large")
+    assert "large.yaml needs YAML that can be read" in refusal(
+        capsys, "check", "--config-dir=mine", "loss=large"
+    )
     (tmp_path / "config.yaml").write_text(BOMB)
     with pytest.raises(StorageError, match=r"config.yaml is damaged \(line 2 has the alias \*a0"):
         read_resolved(tmp_path)
@@ -79,7 +82,9 @@ def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
     assert "config.yaml is damaged (line 1 is more than 30" in capsys.readouterr().err
     (tmp_path / "mine/loss").mkdir(parents=True)
     (tmp_path / "mine/loss/deep.yaml").write_bytes(DEEP["braces"])
-    assert "deep.yaml needs YAML that can be read" in refusal(capsys, "check", "--config-dir=mine", "loss=deep")
+    assert "deep.yaml needs YAML that can be read" in refusal(
+        capsys, "check", "--config-dir=mine", "loss=deep"
+    )
     (tmp_path / "deep.yaml").write_bytes(DEEP["dashes"])
     assert "deep.yaml needs YAML that can be read" in refusal(capsys, "sweep", "deep.yaml")
 
@@ -88,7 +93,10 @@ def test_a_run_or_an_option_nested_too_deep_is_one_sentence(tmp_path, capsys):
     ("text", "says"),
     [
         ("[a: b\n  - : {", "mine.yaml needs YAML that can be read (got no YAML, line 2:"),
-        ("defaults: [config, _self_]\ntask: {verifier: exact_match}\n", "Key 'verifier' not in 'ReverseTaskConfig'"),
+        (
+            "defaults: [config, _self_]\ntask: {verifier: exact_match}\n",
+            "Key 'verifier' not in 'ReverseTaskConfig'",
+        ),
         ("- seed\n", "must be a DictConfig, got ListConfig"),
     ],
 )

@@ -1,4 +1,5 @@
-"""What the library's two entry points refuse: each keyword with values of wrong kinds, in a sentence that names it."""
+"""What the library's two entry points refuse: each keyword with values of wrong kinds, in a
+sentence that names it."""
 
 import math
 
@@ -43,9 +44,15 @@ WRONG = {
     ],
     "reducer": ["package.function"],
     "group_index": [
-        (value, {"aggregation": "prompt_mean"}) for value in (None, CASE.group_index[:-1], CASE.group_index.double())
+        (value, {"aggregation": "prompt_mean"})
+        for value in (None, CASE.group_index[:-1], CASE.group_index.double())
     ]
-    + [(CASE.group_index, {"totals": totals(num_groups=2, tokens_per_group=torch.tensor([20, 20]))})],
+    + [
+        (
+            CASE.group_index,
+            {"totals": totals(num_groups=2, tokens_per_group=torch.tensor([20, 20]))},
+        )
+    ],
     "num_documents": NOT_WHOLE,
     "totals": [
         {"num_documents": 6},
@@ -60,7 +67,10 @@ WRONG = {
         *((None, {"kl": KL}), CASE.advantages),  # the last would be read by nothing
         *((value, {"metrics": "basic"}) for value in (*VECTOR, CASE.labels)),
     ],
-    "ref_logits": [CASE.logits, *((value, {"kl": FULL}) for value in (None, CASE.logits[:, 1:], CASE.labels))],
+    "ref_logits": [
+        CASE.logits,
+        *((value, {"kl": FULL}) for value in (None, CASE.logits[:, 1:], CASE.labels)),
+    ],
     "entropy_coefficient": [-1, math.nan, True],
     "temperature": NUMBERS,
     "metrics": ["all", None],
@@ -121,14 +131,26 @@ def refused(function, arguments, keyword):
 
 def test_what_is_right_is_taken():
     """Whole and other numbers of numpy's too; the least of each."""
-    totals = StepTotals(np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 0, 20], dtype=torch.int32))
-    options = {"num_documents": np.int64(D), "aggregation": "constant", "divisor": np.float32(8), "totals": totals}
+    totals = StepTotals(
+        np.int64(9), torch.tensor(40), 0, 3, torch.tensor([20, 0, 20], dtype=torch.int32)
+    )
+    options = {
+        "num_documents": np.int64(D),
+        "aggregation": "constant",
+        "divisor": np.float32(8),
+        "totals": totals,
+    }
     options["group_index"] = CASE.group_index.int()
-    expected = policy_loss(*CASE.tensors, aggregation="constant", divisor=8.0, totals=StepTotals(9, 40, 0))
+    expected = policy_loss(
+        *CASE.tensors, aggregation="constant", divisor=8.0, totals=StepTotals(9, 40, 0)
+    )
     logits, labels, old, advantages, index = CASE.tensors
     found = policy_loss(logits, labels.int(), old, advantages, index.int(), **options)
     assert found.loss == expected.loss
-    options = {"aggregation": "constant", "reducer": lambda totals, mask, **_: mask / totals.num_tokens}
+    options = {
+        "aggregation": "constant",
+        "reducer": lambda totals, mask, **_: mask / totals.num_tokens,
+    }
     found = policy_loss(*CASE.tensors, loss="grpo", divisor=8, **options)
     assert found.loss == policy_loss(*CASE.tensors, loss="grpo", **options).loss
 
@@ -138,12 +160,16 @@ def test_documents_are_numbered_from_0_unless_their_number_is_given():
     right, index = policy_loss(*CASE.tensors), CASE.document_index
     gap = torch.where(index > 2, index + 2, index)
     for numbers, last, missing in ((index + 1, 6, 0), (index + 3, 8, 0), (gap, 7, 3)):
-        message = f"document_index needs every number from 0 to {last} .got none of {missing}.*num_documents"
+        message = (
+            f"document_index needs every number from 0 to {last} .got none of "
+            f"{missing}.*num_documents"
+        )
         with pytest.raises(ValueError, match=message):
             policy_loss(*CASE.tensors[:4], numbers)
         asked_for = policy_loss(*CASE.tensors[:4], numbers, num_documents=last + 1)
         assert float(asked_for.loss) == pytest.approx(float(right.loss) * 6 / (last + 1), rel=1e-14)
-    # A document without a trained token is one of the step's; padding may lie before document 0, or carry -1.
+    # A document without a trained token is one of the step's; padding may lie before document 0, or
+    # carry -1.
     padded = [torch.cat([x[:2], x]) for x in CASE.tensors[:4]]
     padded[1][:2] = -1
     found = policy_loss(*padded, torch.cat([torch.tensor([-1, -1]), index]))

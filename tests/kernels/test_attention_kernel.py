@@ -18,13 +18,16 @@ ROOM = 300
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch):
-    """The interpreter multiplies the bits of bfloat16 as if they were integers: as float32 they are what they are."""
+    """The interpreter multiplies the bits of bfloat16 as if they were integers: as float32 they are
+    what they are."""
     right = interpreter.InterpreterBuilder.create_dot
 
     def as_float32(x):
         if x.dtype.scalar != tl.bfloat16:
             return x
-        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        return interpreter.TensorHandle(
+            (x.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+        )
 
     def create_dot(self, a, b, *others):
         return right(self, as_float32(a), as_float32(b), *others)
@@ -33,9 +36,12 @@ def products_of_bfloat16(monkeypatch):
 
 
 def inputs(rows, heads, groups, width, dtype):
-    """query, key, value, keys, values; the first three as one product gives them: rows lie apart."""
+    """query, key, value, keys, values; the first three as one product gives them: rows lie
+    apart."""
     generator = torch.Generator().manual_seed(5)
-    fused = torch.randn(rows, 1, (heads + 2 * groups) * width, generator=generator).to(DEVICE, dtype)
+    fused = torch.randn(rows, 1, (heads + 2 * groups) * width, generator=generator).to(
+        DEVICE, dtype
+    )
     split = fused.split([heads * width, groups * width, groups * width], -1)
     query, key, value = (x.view(rows, 1, -1, width).transpose(1, 2) for x in split)
     cache = torch.randn(2, rows, groups, ROOM, width, generator=generator).to(DEVICE, dtype)
@@ -52,9 +58,13 @@ def expected(query, key, value, keys, values, positions, scaling, window):
             first = 0 if window is None else max(0, position + 1 - window)
             all_keys = [*keys[row, own, first:position], key[row, own, 0]]
             all_values = [*values[row, own, first:position], value[row, own, 0]]
-            products = torch.stack([(query[row, head, 0].double() * k.double()).sum() for k in all_keys])
+            products = torch.stack(
+                [(query[row, head, 0].double() * k.double()).sum() for k in all_keys]
+            )
             shares = (scaling * products).softmax(0)
-            out[row, head] = sum(share * v.double() for share, v in zip(shares, all_values, strict=True)).cpu()
+            out[row, head] = sum(
+                share * v.double() for share, v in zip(shares, all_values, strict=True)
+            ).cpu()
     return out
 
 
@@ -70,8 +80,11 @@ def expected(query, key, value, keys, values, positions, scaling, window):
         (2, 2, 5, 1, torch.bfloat16, 3e-2),
     ],
 )
-def test_a_token_sees_its_row_up_to_itself(monkeypatch, programs, heads, groups, width, window, dtype, tolerance):
-    """By one program a row and key-value head, and by several, of which some have nothing to read."""
+def test_a_token_sees_its_row_up_to_itself(
+    monkeypatch, programs, heads, groups, width, window, dtype, tolerance
+):
+    """By one program a row and key-value head, and by several, of which some have nothing to
+    read."""
     monkeypatch.setattr(triton_attention, "_PROGRAMS", programs)
     monkeypatch.setattr(triton_attention, "_FEWEST_PLACES", 70)
     _, key, value, keys, values = given = inputs(4, heads, groups, width, dtype)

@@ -37,8 +37,11 @@ from pgtoolkit.losses.families import Grpo, family_of
 
 WAYS = ("given", "overwritten", "fused")
 SOME_CORRECTIONS = (None, "token truncated", "off policy")
-"""None, one known before the forward pass, and one after it, with which coefficients are not by token."""
-BY_TRITON = covering([*FAMILIES], PENALTIES, AGGREGATIONS, LEVELS, WAYS, SOME_CORRECTIONS, (0.0, 0.3), (False, True))
+"""None, one known before the forward pass, and one after it, with which coefficients are not by
+token."""
+BY_TRITON = covering(
+    [*FAMILIES], PENALTIES, AGGREGATIONS, LEVELS, WAYS, SOME_CORRECTIONS, (0.0, 0.3), (False, True)
+)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +49,18 @@ BY_TRITON = covering([*FAMILIES], PENALTIES, AGGREGATIONS, LEVELS, WAYS, SOME_CO
     BY_TRITON,
     ids=[", ".join(map(str, row)) for row in BY_TRITON],
 )
-def test_triton_matches_reference(family, kl, aggregation, level, way, correction, entropy, trajectories, monkeypatch):
+def test_triton_matches_reference(
+    family, kl, aggregation, level, way, correction, entropy, trajectories, monkeypatch
+):
     """Any two of these, in float32; the head in chunks of seven rows, as on a GPU."""
     problem = make_head_case(11 if way == "given" else 6, dtype=torch.float32)
     choice = Choice(family, correction, kl, aggregation, level, entropy, trajectories)
     wanted = problem.specified(choice, way == "fused")
     if way == "fused":
         choose = losses.choose_implementation
-        monkeypatch.setattr(losses, "choose_implementation", lambda _, *given: choose("triton", *given))
+        monkeypatch.setattr(
+            losses, "choose_implementation", lambda _, *given: choose("triton", *given)
+        )
         monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 7)
         found = problem.fused(choice, 3.0)
     else:
@@ -63,7 +70,10 @@ def test_triton_matches_reference(family, kl, aggregation, level, way, correctio
 
 def of_logits(case, choice, dtype, impl, overwrite=False):
     """By `policy_loss`, of logits of this dtype, whose memory may take the gradient."""
-    precise, leaf = torch.promote_types(dtype, torch.float32), case.logits.to(DEVICE, dtype).requires_grad_()
+    precise, leaf = (
+        torch.promote_types(dtype, torch.float32),
+        case.logits.to(DEVICE, dtype).requires_grad_(),
+    )
     options = {"impl": impl, "overwrite_logits": overwrite, "temperature": TEMPERATURE}
     options |= choice.step(case, precise, device=DEVICE)
     return result_of(policy_loss(leaf * 1, *case.on_device(precise), **options), [leaf], 3.0)
@@ -73,9 +83,18 @@ def of_logits(case, choice, dtype, impl, overwrite=False):
 @pytest.mark.parametrize(
     ("choice", "dtype"),
     [
-        *((Choice("cispo", aggregation="constant"), dtype) for dtype in (torch.float32, torch.float16)),
-        *((Choice("gspo", kl="k3_ratio"), torch.bfloat16), (Choice("grpo", kl="k2", entropy=0.3), torch.bfloat16)),
-        *((Choice("gspo", kl="full_reverse"), torch.bfloat16), (Choice("grpo", kl="full_forward"), torch.float16)),
+        *(
+            (Choice("cispo", aggregation="constant"), dtype)
+            for dtype in (torch.float32, torch.float16)
+        ),
+        *(
+            (Choice("gspo", kl="k3_ratio"), torch.bfloat16),
+            (Choice("grpo", kl="k2", entropy=0.3), torch.bfloat16),
+        ),
+        *(
+            (Choice("gspo", kl="full_reverse"), torch.bfloat16),
+            (Choice("grpo", kl="full_forward"), torch.float16),
+        ),
     ],
     ids=str,
 )
@@ -97,7 +116,10 @@ def check(case, choice, dtype, impl):
     ("loss", "shape"),
     [
         *(("grpo", {"lengths": (1, 1)}), ("gspo", {"lengths": (9, 1), "vocabulary": 2})),
-        *(("gspo", {"lengths": (2, 3, 1), "vocabulary": 4095}), ("grpo", {"lengths": (2, 3, 1), "vocabulary": 4096})),
+        *(
+            ("gspo", {"lengths": (2, 3, 1), "vocabulary": 4095}),
+            ("grpo", {"lengths": (2, 3, 1), "vocabulary": 4096}),
+        ),
         ("grpo", {"lengths": (2, 3, 1), "vocabulary": 4098}),
     ],
     ids=str,
@@ -112,7 +134,10 @@ def test_odd_shapes_match_reference(loss, shape, impl):
 @pytest.mark.parametrize("impl", ["triton"] if DEVICE == "cuda" else ["torch", "triton"])
 def test_a_label_outside_the_vocabulary_is_an_error(impl, loss):
     case = make_case(seed=1)
-    tensors = [case.logits.to(DEVICE, torch.float32), *(x.clone() for x in case.on_device(torch.float32))]
+    tensors = [
+        case.logits.to(DEVICE, torch.float32),
+        *(x.clone() for x in case.on_device(torch.float32)),
+    ]
     tensors[1][9] = 13
     with pytest.raises(DataError, match="document 2"):
         policy_loss(tensors[0].requires_grad_(), *tensors[1:], loss=loss, impl=impl)
@@ -125,11 +150,23 @@ def test_totals_that_count_no_token_of_a_trained_document_are_refused(impl):
     tensors = case.logits.to(DEVICE, torch.float32), *case.on_device(torch.float32)
     trained = int((case.labels >= 0).sum())
     for aggregation, number, message in (
-        ("token_mean", 0, rf"totals.num_tokens needs to count at least the {trained} trained tokens"),
-        ("prompt_mean", trained, r"weight of a trained token is not finite: .* totals that count none"),
+        (
+            "token_mean",
+            0,
+            rf"totals.num_tokens needs to count at least the {trained} trained tokens",
+        ),
+        (
+            "prompt_mean",
+            trained,
+            r"weight of a trained token is not finite: .* totals that count none",
+        ),
     ):
         totals = StepTotals(2, number, 2, 2, torch.tensor([0, 0]))
-        options = {"aggregation": aggregation, "group_index": case.group_index.to(DEVICE), "totals": totals}
+        options = {
+            "aggregation": aggregation,
+            "group_index": case.group_index.to(DEVICE),
+            "totals": totals,
+        }
         with pytest.raises(ValueError, match=message):
             policy_loss(*tensors, impl=impl, **options)
 
@@ -139,11 +176,13 @@ LOG_RATIOS = [500.0, 21.0, EDGE, -EDGE, -21.0, -500.0]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "impl"), [(torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, "triton")]
+    ("dtype", "impl"),
+    [(torch.float64, "torch"), (torch.float32, "torch"), (torch.float32, "triton")],
 )
 @pytest.mark.parametrize("loss", LOSSES)
 def test_huge_log_ratios_stay_finite(loss, dtype, impl):
-    """Clamped to 20 on both sides, beyond which no gradient passes, not even one of e^-20; 20 itself is inside."""
+    """Clamped to 20 on both sides, beyond which no gradient passes, not even one of e^-20; 20
+    itself is inside."""
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for log_ratio, advantage in product(LOG_RATIOS, (1.0, -1.0, 0.0)):
         logits = torch.zeros(1, 2, dtype=dtype, device=DEVICE, requires_grad=True)
@@ -151,7 +190,8 @@ def test_huge_log_ratios_stay_finite(loss, dtype, impl):
         old = torch.zeros(1, 2, dtype=dtype).log_softmax(-1)[:, 0].to(DEVICE) - log_ratio
         tensors = zero, old, torch.tensor([advantage], dtype=dtype, device=DEVICE), zero
         options = {"loss": loss, "epsilon_low": 0.2, "epsilon_high": 0.25, "metrics": "basic"}
-        out = policy_loss(logits, *tensors, impl=impl, check_finite=False, **options)  # old ones are above 0, too
+        # old ones are above 0, too
+        out = policy_loss(logits, *tensors, impl=impl, check_finite=False, **options)
         out.loss.backward()
         ratio = math.exp(max(-EDGE, min(EDGE, log_ratio)))
         passes = abs(log_ratio) <= EDGE and (ratio <= 1.25 if advantage > 0 else ratio >= 0.8)
@@ -164,29 +204,39 @@ def test_huge_log_ratios_stay_finite(loss, dtype, impl):
         # The derivative of the log-prob by its own logit is one half.
         assert logits.grad[0].tolist() == pytest.approx([slope / 2, -slope / 2], **exact)
         assert float(out.metrics["ratio_new_old"]) == pytest.approx(ratio, **exact)
-        assert float(out.metrics["kl_new_old"]) == pytest.approx(ratio - 1 - max(-EDGE, min(EDGE, log_ratio)), **exact)
+        assert float(out.metrics["kl_new_old"]) == pytest.approx(
+            ratio - 1 - max(-EDGE, min(EDGE, log_ratio)), **exact
+        )
         assert float(out.metrics["clamped_log_ratio_fraction"]) == (abs(log_ratio) > EDGE)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_the_clip_does_not_act_at_its_bounds(loss, impl):
-    """Ratios of exactly 2 and 1/2: e to the power of the log-prob of one of two equal tokens, or of minus it."""
+    """Ratios of exactly 2 and 1/2: e to the power of the log-prob of one of two equal tokens, or of
+    minus it."""
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     new = policy_loss(
         torch.zeros(1, 2, device=DEVICE), zero, *torch.zeros(2, 1, device=DEVICE), zero, impl=impl
     ).log_probs
     for ratio, old in ((2.0, 2 * new), (0.5, 0 * new)):
         for inside in (True, False):
-            wide = {"epsilon_low": 0.5 if inside else 0.499, "epsilon_high": 1.0 if inside else 0.999}
+            wide = {
+                "epsilon_low": 0.5 if inside else 0.499,
+                "epsilon_high": 1.0 if inside else 0.999,
+            }
             advantage = 1.0 if ratio > 1 else -1.0
             logits = torch.zeros(1, 2, device=DEVICE, requires_grad=True)
             tensors = zero, old, torch.full((1,), advantage, device=DEVICE), zero
             out = policy_loss(logits, *tensors, loss=loss, impl=impl, metrics="basic", **wide)
             out.loss.backward()
             assert float(out.metrics["max_ratio_new_old"]) == ratio
-            assert logits.grad[0].tolist() == ([-advantage * ratio / 2, advantage * ratio / 2] if inside else [0, 0])
-            found = [float(out.metrics[f"clipped_{name}_fraction"]) for name in ("ratio", "low", "high")]
+            assert logits.grad[0].tolist() == (
+                [-advantage * ratio / 2, advantage * ratio / 2] if inside else [0, 0]
+            )
+            found = [
+                float(out.metrics[f"clipped_{name}_fraction"]) for name in ("ratio", "low", "high")
+            ]
             assert found == ([0, 0, 0] if inside else [1, ratio < 1, ratio > 1])
 
 
@@ -194,7 +244,13 @@ def test_the_logits_can_be_given_up_once():
     case = make_case(seed=1)
     for loss in LOSSES:
         logits = case.logits.float().to(DEVICE).requires_grad_()
-        out = policy_loss(logits * 1, *case.on_device(torch.float32), loss=loss, impl="triton", overwrite_logits=True)
+        out = policy_loss(
+            logits * 1,
+            *case.on_device(torch.float32),
+            loss=loss,
+            impl="triton",
+            overwrite_logits=True,
+        )
         out.loss.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="first backward"):
             out.loss.backward()
@@ -202,7 +258,8 @@ def test_the_logits_can_be_given_up_once():
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_vectors_may_be_views(loss):
-    """One advantage for all tokens by expand, old log-probs with a stride: not what kernels may read as they lie."""
+    """One advantage for all tokens by expand, old log-probs with a stride: not what kernels may
+    read as they lie."""
     case = make_case(seed=2)
     labels, old, _, index = case.on_device(torch.float32)
     strided = torch.stack([old, torch.full_like(old, math.nan)], 1)[:, 0]
@@ -230,7 +287,8 @@ class HalvedByDocument(Halved):
 
 @pytest.mark.parametrize(("family", "base"), [(Halved, "grpo"), (HalvedByDocument, "gspo")])
 def test_a_family_that_no_kernel_knows(family, base):
-    """No kernel may take a family for one that it has a formula for: not even one that inherits from it."""
+    """No kernel may take a family for one that it has a formula for: not even one that inherits
+    from it."""
     case = make_case()
     for impl in IMPLEMENTATIONS:
         results = []
@@ -251,9 +309,11 @@ def test_a_family_that_no_kernel_knows(family, base):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_more_logits_than_int32_can_count(loss, dtype, columns):
-    """In one pass (of words: those of bfloat16 are half as many) and, for odd rows and `gspo`, in two.
+    """In one pass (of words: those of bfloat16 are half as many) and, for odd rows and `gspo`, in
+    two.
 
-    Zeros lie where an offset that went through 32 bits would point, so that a wrong number is read and not nothing.
+    Zeros lie where an offset that went through 32 bits would point, so that a wrong number is read
+    and not nothing.
     """
     rows = 16384
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -269,12 +329,20 @@ def test_more_logits_than_int32_can_count(loss, dtype, columns):
     old = torch.zeros(rows, device=DEVICE)
     old[tail] = torch_passes.forward(logits[tail].float(), labels[tail], 1.0, False)[0]
     old = torch.where(index == 31, old, -12.0)
-    options = {"loss": loss, "aggregation": "constant", "divisor": 1.0, "num_documents": 32, "impl": "triton"}
+    options = {
+        "loss": loss,
+        "aggregation": "constant",
+        "divisor": 1.0,
+        "num_documents": 32,
+        "impl": "triton",
+    }
     last = logits[tail].float().clone().requires_grad_()  # a copy: the logits are overwritten
     leaf = logits.requires_grad_()
     out = policy_loss(leaf, labels, old, advantages, index, **options, overwrite_logits=True)
     out.loss.backward()
-    expected = policy_loss(last, labels[tail], old[tail], advantages[tail], index[tail], **options | {"impl": "torch"})
+    expected = policy_loss(
+        last, labels[tail], old[tail], advantages[tail], index[tail], **options | {"impl": "torch"}
+    )
     expected.loss.backward()
     assert relative_error(leaf.grad[tail], last.grad) < GRADIENT_ERROR[dtype] * 2
     assert (memory[: 2**31] == 0).all()

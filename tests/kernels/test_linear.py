@@ -1,4 +1,5 @@
-"""The fused LM head against materialised logits: however it is cut, in every precision, for every parameter."""
+"""The fused LM head against materialised logits: however it is cut, in every precision, for every
+parameter."""
 
 import pytest
 import torch
@@ -23,31 +24,51 @@ from pgtoolkit.kernels import losses
 def in_chunks(monkeypatch, rows, implementation="torch"):
     """The fused head takes so many rows at a time, by these passes."""
     choose = losses.choose_implementation
-    monkeypatch.setattr(losses, "choose_implementation", lambda _, *given: choose(implementation, *given))
+    monkeypatch.setattr(
+        losses, "choose_implementation", lambda _, *given: choose(implementation, *given)
+    )
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
 
 
-HALF = tuple((dtype, fp32_logits) for dtype in (torch.bfloat16, torch.float16) for fp32_logits in (False, True))
+HALF = tuple(
+    (dtype, fp32_logits)
+    for dtype in (torch.bfloat16, torch.float16)
+    for fp32_logits in (False, True)
+)
 BONUS = {"aggregation": "constant", "divisor": 1e5, "entropy_coefficient": 0.3}
 
 
 @pytest.mark.parametrize(
     ("loss", "implementation", "dtype", "fp32_logits", "more"),
     [
-        *((LOSSES[i % 3], "torch", *kind, {}) for i, kind in enumerate(((torch.float32, False), *HALF))),
-        *(("grpo", "triton", torch.bfloat16, False, {}), ("cispo", "triton", torch.float16, True, {})),
+        *(
+            (LOSSES[i % 3], "torch", *kind, {})
+            for i, kind in enumerate(((torch.float32, False), *HALF))
+        ),
+        *(
+            ("grpo", "triton", torch.bfloat16, False, {}),
+            ("cispo", "triton", torch.float16, True, {}),
+        ),
         *((("grpo", "gspo")[i % 2], "torch", *kind, BONUS) for i, kind in enumerate(HALF)),
     ],
 )
 def test_precision(loss, implementation, dtype, fp32_logits, more, monkeypatch):
     """The clip is wide, so that rounded logits clip what exact ones do.
 
-    With an entropy bonus a mean over the step makes coefficients that float16 has no room for: they are wide until the
-    loss is scaled.
+    With an entropy bonus a mean over the step makes coefficients that float16 has no room for: they
+    are wide until the loss is scaled.
     """
-    wide, factor = {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0} | more, more.get("divisor", 1.0)
-    # With logits rounded to the dtype the ratios move; float32 logits leave the rounding of the gradient.
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2 if fp32_logits else 3e-2, torch.float16: 3e-3}[dtype]
+    wide, factor = (
+        {"loss": loss, "epsilon_low": 0.9, "epsilon_high": 9.0} | more,
+        more.get("divisor", 1.0),
+    )
+    # With logits rounded to the dtype the ratios move; float32 logits leave the rounding of the
+    # gradient.
+    tolerance = {
+        torch.float32: 1e-5,
+        torch.bfloat16: 1e-2 if fp32_logits else 3e-2,
+        torch.float16: 3e-3,
+    }[dtype]
     problem = make_head_case(dtype=dtype)
     expected_value, gradients, _ = problem.expected(factor, **wide)
     for rows in (4, 1000):
@@ -75,7 +96,12 @@ def test_num_splits_do_not_matter(num_splits):
 def test_no_grad_gives_loss_and_metrics_only(loss):
     problem = make_head_case()
     hidden, weight, bias = problem.leaves()
-    options = {"loss": FAMILIES[loss], "bias": bias, "metrics": "with_entropy", "impl": "fused_linear"}
+    options = {
+        "loss": FAMILIES[loss],
+        "bias": bias,
+        "metrics": "with_entropy",
+        "impl": "fused_linear",
+    }
     with_gradient = linear_policy_loss(hidden, weight, *problem.tensors, **options)
     with torch.no_grad():
         without = linear_policy_loss(hidden, weight, *problem.tensors, **options)
@@ -86,14 +112,19 @@ def test_no_grad_gives_loss_and_metrics_only(loss):
 
 
 def test_untrained_rows_are_not_multiplied():
-    """Hidden states of NaN at untrained positions reach neither the loss nor any gradient, which is 0 there."""
+    """Hidden states of NaN at untrained positions reach neither the loss nor any gradient, which is
+    0 there."""
     problem = make_head_case()
     for choice in map(Choice, LOSSES):
         wanted = problem.specified(choice)
         hidden, weight, bias = problem.leaves()
         untrained = problem.tensors[0] < 0
         poisoned = torch.where(untrained[:, None], torch.nan, hidden.detach()).requires_grad_()
-        given = {"bias": bias, "temperature": TEMPERATURE, **choice.step(problem.case, device=DEVICE)}
+        given = {
+            "bias": bias,
+            "temperature": TEMPERATURE,
+            **choice.step(problem.case, device=DEVICE),
+        }
         out = linear_policy_loss(poisoned, weight, *problem.tensors, **given)
         assert_close(result_of(out, [poisoned, weight, bias]), wanted, 1e-12)
         assert (poisoned.grad[untrained] == 0).all()
@@ -109,7 +140,14 @@ def test_nothing_to_train(loss):
         hidden = hidden.detach()[:rows].requires_grad_()
         labels = torch.full((rows,), -1, device=DEVICE)
         out = linear_policy_loss(
-            hidden, weight, labels, old[:rows], advantages[:rows], index[:rows], loss=loss, num_documents=6
+            hidden,
+            weight,
+            labels,
+            old[:rows],
+            advantages[:rows],
+            index[:rows],
+            loss=loss,
+            num_documents=6,
         )
         out.loss.backward()
         assert float(out.loss.detach()) == 0
@@ -121,10 +159,12 @@ PULL = kl.KL("k3", coefficient=0.5)
 
 
 @pytest.mark.parametrize(
-    ("loss", "penalty"), [*((loss, None) for loss in (*LOSSES, "kimi")), ("grpo", PULL), ("gspo", PULL)]
+    ("loss", "penalty"),
+    [*((loss, None) for loss in (*LOSSES, "kimi")), ("grpo", PULL), ("gspo", PULL)],
 )
 def test_counts_known_on_the_host(loss, penalty):
-    """The same chunks, hence the same bits, without asking the device; refused for another number of documents.
+    """The same chunks, hence the same bits, without asking the device; refused for another number
+    of documents.
 
     Tokens of advantage 0 have a gradient under `kimi` and under a penalty.
     """
@@ -136,10 +176,18 @@ def test_counts_known_on_the_host(loss, penalty):
     results = []
     for counts in (None, DocumentCounts(trained, informative)):
         leaves = problem.leaves()
-        options = {"loss": loss, "logits_memory_mb": 1, "check_finite": False, "num_documents": 6, **PARAMETERS[loss]}
+        options = {
+            "loss": loss,
+            "logits_memory_mb": 1,
+            "check_finite": False,
+            "num_documents": 6,
+            **PARAMETERS[loss],
+        }
         if penalty is not None:
             options |= {"kl": penalty, "ref_log_probs": problem.tensors[1] - 0.3}
-        out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], counts=counts, **options)
+        out = linear_policy_loss(
+            *leaves[:2], *problem.tensors, bias=leaves[2], counts=counts, **options
+        )
         out.loss.backward()
         results.append([out.loss.detach(), *(x.grad for x in leaves)])
     for first, second in zip(*results, strict=True):
@@ -148,13 +196,16 @@ def test_counts_known_on_the_host(loss, penalty):
     assert silent.any()
     assert bool((results[1][1].cpu()[silent] != 0).any()) is (loss == "kimi" or penalty is not None)
     with pytest.raises(ValueError, match="counts needs 6 documents"):
-        linear_policy_loss(*leaves[:2], *problem.tensors, counts=DocumentCounts([1], [1]), **options)
+        linear_policy_loss(
+            *leaves[:2], *problem.tensors, counts=DocumentCounts([1], [1]), **options
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", LOSSES)
 def test_deterministic(loss):
-    """Two runs on the same GPU agree to the last bit, clipped and zero-advantage documents included."""
+    """Two runs on the same GPU agree to the last bit, clipped and zero-advantage documents
+    included."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     rows, columns = 2000, 32000
     hidden = torch.randn(rows, 256, generator=generator, device=DEVICE).bfloat16()
@@ -163,13 +214,22 @@ def test_deterministic(loss):
     index = torch.randint(0, 20, (rows,), generator=generator, device=DEVICE)
     advantages = torch.randint(-1, 2, (20,), generator=generator, device=DEVICE).float()[index]
     with torch.no_grad():
-        new = linear_policy_loss(hidden, weight, labels, advantages, advantages, index, check_finite=False).log_probs
+        new = linear_policy_loss(
+            hidden, weight, labels, advantages, advantages, index, check_finite=False
+        ).log_probs
     old = new + 0.002 * torch.randn(rows, generator=generator, device=DEVICE)
     results = []
     for _ in range(2):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         out = linear_policy_loss(
-            *leaves, labels, old, advantages, index, loss=loss, logits_memory_mb=20, metrics="with_entropy"
+            *leaves,
+            labels,
+            old,
+            advantages,
+            index,
+            loss=loss,
+            logits_memory_mb=20,
+            metrics="with_entropy",
         )
         out.loss.backward()
         results.append([out.loss.detach(), *(x.grad for x in leaves), *out.metrics.values()])

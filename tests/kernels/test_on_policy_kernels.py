@@ -1,4 +1,5 @@
-"""Without old log-probs the new ones, without gradient, take their place: every implementation gives the same.
+"""Without old log-probs the new ones, without gradient, take their place: every implementation
+gives the same.
 
 Without a GPU the Triton kernels run under Triton's interpreter.
 """
@@ -18,10 +19,14 @@ from pgtoolkit.losses.objective import Loss
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "fused_linear"])
-@pytest.mark.parametrize(("family", "kl"), [("grpo", None), ("gspo", None), ("reinforce", "k3_ratio")])
+@pytest.mark.parametrize(
+    ("family", "kl"), [("grpo", None), ("gspo", None), ("reinforce", "k3_ratio")]
+)
 def test_loss_and_gradient_are_those_of_equal_log_probs(impl, family, kl):
     problem = make_head_case(dtype=torch.float32)
-    hidden, weight, bias = (x.float().to(DEVICE) for x in (problem.hidden, problem.weight, problem.bias))
+    hidden, weight, bias = (
+        x.float().to(DEVICE) for x in (problem.hidden, problem.weight, problem.bias)
+    )
     case = problem.case
     labels, old, advantages, documents = (x.to(DEVICE) for x in case.tensors[1:])
     tokens = Tokens(
@@ -33,7 +38,9 @@ def test_loss_and_gradient_are_those_of_equal_log_probs(impl, family, kl):
         ref_log_probs=old - 0.1,
         group_index=case.group_index.to(DEVICE),
     )
-    loss = Loss(FAMILIES[family], aggregation_of("token_mean"), 0.7, "basic", None, 0.0, kl and KL(kl, 0.1))
+    loss = Loss(
+        FAMILIES[family], aggregation_of("token_mean"), 0.7, "basic", None, 0.0, kl and KL(kl, 0.1)
+    )
     method, totals = Computation(impl), totals_of(case)
 
     def evaluated(tokens):
@@ -49,6 +56,10 @@ def test_loss_and_gradient_are_those_of_equal_log_probs(impl, family, kl):
     for found, gradient in zip(gradients, wanted, strict=True):
         assert gradient.abs().max() > 1e-3
         close(found, gradient, 1e-5)
-    assert out.metrics.keys() == expected.metrics.keys() >= {"kl_old_sampling", "kl_ref", "max_ratio_new_old"}
+    assert (
+        out.metrics.keys()
+        == expected.metrics.keys()
+        >= {"kl_old_sampling", "kl_ref", "max_ratio_new_old"}
+    )
     for name, value in expected.metrics.items():
         close(out.metrics[name], value, 1e-5, name)

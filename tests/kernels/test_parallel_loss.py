@@ -1,4 +1,5 @@
-"""The promise: loss, gradient and metrics do not depend on how documents, tokens and vocabulary are cut and spread.
+"""The promise: loss, gradient and metrics do not depend on how documents, tokens and vocabulary are
+cut and spread.
 
 Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in processes.
 """
@@ -6,7 +7,16 @@ Ranks are threads here; `test_parallel_loss_processes.py` runs some of it in pro
 import pytest
 import torch
 from builders.cuts import CUTS, Cut, check
-from builders.losses import AGGREGATIONS, CORRECTIONS, FAMILIES, LEVELS, PENALTIES, Choice, covering, make_head_case
+from builders.losses import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    FAMILIES,
+    LEVELS,
+    PENALTIES,
+    Choice,
+    covering,
+    make_head_case,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +24,8 @@ from pgtoolkit.kernels import losses
 
 OF_LOGITS = None
 WAYS = (OF_LOGITS, 3, 100)
-"""Of given logits, or the fused head with so many rows in a chunk: shorter than most documents, and longer."""
+"""Of given logits, or the fused head with so many rows in a chunk: shorter than most documents, and
+longer."""
 LOSSES = [*FAMILIES], [None, *CORRECTIONS], PENALTIES, AGGREGATIONS, LEVELS
 SPREAD = covering([*CUTS], *LOSSES, WAYS, (0.0, 0.3), (False, True))
 
@@ -26,7 +37,17 @@ def limit_rows(patch, rows):
 
 
 @pytest.mark.parametrize(
-    ("cut", "family", "correction", "kl", "aggregation", "level", "rows", "entropy", "trajectories"),
+    (
+        "cut",
+        "family",
+        "correction",
+        "kl",
+        "aggregation",
+        "level",
+        "rows",
+        "entropy",
+        "trajectories",
+    ),
     SPREAD,
     ids=[", ".join(map(str, row)) for row in SPREAD],
 )
@@ -40,7 +61,9 @@ def test_however_a_step_is_spread(
 
 
 @pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True)])
-@pytest.mark.parametrize("cut", ["data 4", "sequence 4", "vocabulary 4", "data x sequence x vocabulary"])
+@pytest.mark.parametrize(
+    "cut", ["data 4", "sequence 4", "vocabulary 4", "data x sequence x vocabulary"]
+)
 def test_in_float32(cut, loss, fused):
     check(CUTS[cut], make_head_case(dtype=torch.float32), Choice(loss), fused, tolerance=1e-5)
 

@@ -32,9 +32,12 @@ def check(cut, head_case, fused, loss, tolerance=1e-12, **options):
     cuts.check(cut, head_case, Choice(loss), fused, tolerance, **options)
 
 
-@pytest.mark.parametrize("cut", ["vocabulary 2", "vocabulary 4", "sequence 4", "sequence x vocabulary"])
+@pytest.mark.parametrize(
+    "cut", ["vocabulary 2", "vocabulary 4", "sequence 4", "sequence x vocabulary"]
+)
 def test_the_head_with_all_logits_and_with_some(cut):
-    # Hidden states of NaN reach the weight's gradient where all rows are multiplied, on one rank as well.
+    # Hidden states of NaN reach the weight's gradient where all rows are multiplied, on one rank as
+    # well.
     cut = replace(CUTS[cut], padding=0)
     for loss in LOSSES:
         check(cut, HEAD_CASE, True, loss, impl="torch")
@@ -43,15 +46,24 @@ def test_the_head_with_all_logits_and_with_some(cut):
 
 
 def test_bfloat16_with_an_fp32_head():
-    """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum over shards."""
+    """Rounded operands, exact logits: what is left is the rounding of the gradients and their sum
+    over shards."""
     for loss in LOSSES:
-        check(TWO_BY_TWO, make_head_case(dtype=torch.bfloat16), True, loss, tolerance=1e-2, fp32_logits=True)
+        check(
+            TWO_BY_TWO,
+            make_head_case(dtype=torch.bfloat16),
+            True,
+            loss,
+            tolerance=1e-2,
+            fp32_logits=True,
+        )
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_without_totals_the_ranks_together_are_the_step(loss, aggregation):
-    """Groups and trajectories spread over data ranks, one of them without a document, tokens cut in two."""
+    """Groups and trajectories spread over data ranks, one of them without a document, tokens cut in
+    two."""
     cut = Cut((((0, 3, 5),), ((),), ((1,),), ((4, 2),)), (0, 0.33, 1))
     choice = Choice(loss, aggregation=aggregation, metrics="basic", trajectories=loss == "gspo")
     cuts.check(cut, HEAD_CASE, choice, loss == "gspo", totals=None)
@@ -63,7 +75,9 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
     """Against one process."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 4)
     case = HEAD_CASE.case
-    weights = torch.rand(len(case.labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weights = torch.rand(
+        len(case.labels), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
     def run(rank, rows, groups):
         options = {
@@ -76,7 +90,9 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
         tensors = [x[rows] for x in case.tensors[1:]]
         hidden = HEAD_CASE.hidden[rows].clone().requires_grad_()
         if fused:
-            out = linear_policy_loss(hidden, HEAD_CASE.weight, *tensors, bias=HEAD_CASE.bias, **options)
+            out = linear_policy_loss(
+                hidden, HEAD_CASE.weight, *tensors, bias=HEAD_CASE.bias, **options
+            )
         else:
             out = policy_loss(hidden @ HEAD_CASE.weight.T + HEAD_CASE.bias, *tensors, **options)
         out.loss.backward()
@@ -94,7 +110,8 @@ def test_a_reducer_whose_weights_differ_within_a_document(loss, fused, monkeypat
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
-    """With all logits near -2000, a shard that counted as one of zeros would leave nothing of the others' sums."""
+    """With all logits near -2000, a shard that counted as one of zeros would leave nothing of the
+    others' sums."""
     assert 0 in [high - low for low, high in pairwise(CUTS["vocabulary 4"].vocabulary)]
     low = replace(HEAD_CASE, bias=HEAD_CASE.bias - 2000)
     check(CUTS["vocabulary 4"], low, fused, loss, tolerance=1e-9, check_finite=False)
@@ -104,12 +121,15 @@ def test_an_empty_vocabulary_shard_has_no_maximum(loss, fused):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_ranks_with_room_for_different_numbers_of_rows_make_the_same_chunks(cut, loss, monkeypatch):
     """As on GPUs of different memory, which without logits_memory_mb decides."""
-    monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: 3 + 4 * dist.get_rank())
+    monkeypatch.setattr(
+        losses, "rows_within", lambda memory, columns, dtype: 3 + 4 * dist.get_rank()
+    )
     check(CUTS[cut], HEAD_CASE, True, loss)
 
 
 def collectives(monkeypatch, cut, fused, loss, rows=100, **options):
-    """The collectives that rank 0 makes in a step of one micro-batch, without those that merge the metrics."""
+    """The collectives that rank 0 makes in a step of one micro-batch, without those that merge the
+    metrics."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     calls = []
     with monkeypatch.context() as patch:
@@ -148,12 +168,16 @@ def test_a_call_makes_as_many_collectives_as_the_documentation_says(monkeypatch)
 def test_bins_that_no_rank_overfills():
     generator = torch.Generator().manual_seed(0)
     for count, ranks, capacity in ((0, 2, 10), (1, 4, 10), (60, 2, 300), (40, 8, 120)):
-        lengths = [tuple(x) for x in torch.randint(0, 130, (count, ranks), generator=generator).tolist()]
+        lengths = [
+            tuple(x) for x in torch.randint(0, 130, (count, ranks), generator=generator).tolist()
+        ]
         bins = common_bins(lengths, capacity)
         assert sorted(item for items in bins for item in items) == list(range(count))
         for items in bins:
             assert (
-                len(items) == 1 or max(sum(lengths[item][rank] for item in items) for rank in range(ranks)) <= capacity
+                len(items) == 1
+                or max(sum(lengths[item][rank] for item in items) for rank in range(ranks))
+                <= capacity
             )
         assert len(bins) <= 2 + 1.5 * sum(map(max, lengths)) / capacity
 

@@ -1,4 +1,5 @@
-"""The promise over ranks with Triton's kernels, whose interpreter needs processes: gloo is between them."""
+"""The promise over ranks with Triton's kernels, whose interpreter needs processes: gloo is between
+them."""
 
 import pytest
 import torch
@@ -18,7 +19,11 @@ TRITON = ["vocabulary 2", "sequence 2", "data x vocabulary", "sequence x vocabul
 
 def paired(cuts):
     """Each cut with each of two families, by turns with given logits and with the fused head."""
-    return [(cut, loss, (loss == "gspo") is (i % 2 == 0)) for i, cut in enumerate(cuts) for loss in ("grpo", "gspo")]
+    return [
+        (cut, loss, (loss == "gspo") is (i % 2 == 0))
+        for i, cut in enumerate(cuts)
+        for loss in ("grpo", "gspo")
+    ]
 
 
 def on_this_rank(cut, problem, choice, fused):
@@ -26,7 +31,9 @@ def on_this_rank(cut, problem, choice, fused):
     choose = losses.choose_implementation
     with pytest.MonkeyPatch.context() as patch:
         if fused:
-            patch.setattr(losses, "choose_implementation", lambda _, *given: choose("triton", *given))
+            patch.setattr(
+                losses, "choose_implementation", lambda _, *given: choose("triton", *given)
+            )
             patch.setattr(losses, "rows_within", lambda *_: 4)
         options = {} if fused else {"impl": "triton"}
         return evaluate(axis_groups(cut.sizes), cut, problem, choice, fused, **options)
@@ -34,7 +41,11 @@ def on_this_rank(cut, problem, choice, fused):
 
 @pytest.mark.parametrize(("cut", "loss", "fused"), paired(TRITON))
 def test_triton(cut, loss, fused):
-    cut, choice, problem = CUTS[cut], Choice(loss, aggregation="prompt_mean"), make_head_case(dtype=torch.float32)
+    cut, choice, problem = (
+        CUTS[cut],
+        Choice(loss, aggregation="prompt_mean"),
+        make_head_case(dtype=torch.float32),
+    )
     results = world(cut.world_size).run(on_this_rank, cut, problem, choice, fused)
     assert_same(results, cut, problem.specified(choice, fused), fused, 1e-5)
 
@@ -44,7 +55,9 @@ class SmallModel(nn.Module):
 
     def __init__(self, problem, returns_logits):
         super().__init__()
-        self.body = nn.Linear(problem.hidden.shape[1], problem.hidden.shape[1], bias=False, dtype=torch.float64)
+        self.body = nn.Linear(
+            problem.hidden.shape[1], problem.hidden.shape[1], bias=False, dtype=torch.float64
+        )
         self.head = nn.Linear(*problem.weight.shape[::-1], dtype=torch.float64)
         self.returns_logits = returns_logits
         with torch.no_grad():
@@ -65,7 +78,9 @@ def gradients_on_two_ranks(problem, documents, loss, fused, counted):
     model = SmallModel(problem, returns_logits=not fused)
     wrapped = DistributedDataParallel(model)
     mine = documents[dist.get_rank()]
-    loss_of_step(problem, mine, loss, fused, model, wrapped, counted, dist.group.WORLD, dist.get_world_size())
+    loss_of_step(
+        problem, mine, loss, fused, model, wrapped, counted, dist.group.WORLD, dist.get_world_size()
+    )
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -78,7 +93,9 @@ def loss_of_step(problem, documents, loss, fused, model, called, counted, group,
     options |= {"totals": totals_of(case)} if counted else {"data_group": group}
     output = called(problem.hidden[rows])
     if fused:
-        out = linear_policy_loss(output, model.head.weight, *vectors, bias=model.head.bias, **options)
+        out = linear_policy_loss(
+            output, model.head.weight, *vectors, bias=model.head.bias, **options
+        )
     else:
         out = policy_loss(output, *vectors, **options)
     (out.loss * factor).backward()
@@ -86,8 +103,11 @@ def loss_of_step(problem, documents, loss, fused, model, called, counted, group,
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(("loss", "fused"), [("grpo", False), ("gspo", True)])
-def test_under_distributed_data_parallel_the_loss_is_multiplied_by_the_number_of_ranks(loss, fused, counted):
-    """As docs/losses.md says: the mean over two ranks is then the gradient of one process with all documents."""
+def test_under_distributed_data_parallel_the_loss_is_multiplied_by_the_number_of_ranks(
+    loss, fused, counted
+):
+    """As docs/losses.md says: the mean over two ranks is then the gradient of one process with all
+    documents."""
     problem, documents = make_head_case(), ((0, 3, 4), (1, 2, 5))
     alone = SmallModel(problem, returns_logits=not fused)
     loss_of_step(problem, tuple(range(6)), loss, fused, alone, alone, False, None, 1)

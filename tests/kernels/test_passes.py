@@ -15,7 +15,8 @@ VECTOR_ERROR = 2e-6
 
 
 def make_rows(rows, columns, dtype, seed=0):
-    """Logits with an untrained row of NaN, a row with tokens of probability 0, and a row whose coefficient is 0."""
+    """Logits with an untrained row of NaN, a row with tokens of probability 0, and a row whose
+    coefficient is 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = (3 * torch.randn(rows, columns, generator=generator)).to(dtype)
     labels = torch.randint(0, columns, (rows,), generator=generator)
@@ -43,7 +44,9 @@ def test_triton_passes_match_float64(dtype, columns, with_entropy):
         assert ours is theirs is None or relative_error(ours, theirs) < VECTOR_ERROR
     arguments = labels, coefficients, TEMPERATURE
     gradient = triton_passes.backward(logits, labels, found[1], *arguments[1:])
-    exact = torch_passes.backward(logits.double(), labels, expected[1], coefficients.double(), TEMPERATURE)
+    exact = torch_passes.backward(
+        logits.double(), labels, expected[1], coefficients.double(), TEMPERATURE
+    )
     assert relative_error(gradient, exact) < GRADIENT_ERROR[dtype]
     assert (gradient[labels < 0] == 0).all()
     assert (gradient[coefficients == 0] == 0).all()
@@ -63,7 +66,9 @@ def test_triton_passes_match_float64(dtype, columns, with_entropy):
 def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
     logits, labels, _ = make_rows(6, columns, dtype)
     logits, labels = logits[labels >= 0].contiguous(), labels[labels >= 0]
-    exact = torch_passes.forward_score_(logits.double(), labels, TEMPERATURE, with_entropy, torch.float64)
+    exact = torch_passes.forward_score_(
+        logits.double(), labels, TEMPERATURE, with_entropy, torch.float64
+    )
     found = triton_passes.forward_score_(logits, labels, TEMPERATURE, with_entropy, score_dtype)
     assert relative_error(found[0], exact[0]) < VECTOR_ERROR
     if with_entropy:
@@ -78,7 +83,8 @@ def test_score_overwrites_the_logits(dtype, score_dtype, columns, with_entropy):
     [(torch.float32, 1), (torch.float32, 4098), (torch.bfloat16, 37)],
 )
 def test_gradient_of_the_entropy(impl, dtype, columns):
-    """Against autograd in float64 of c log p(label) + e H, row by row; also where c alone, or e alone, is 0."""
+    """Against autograd in float64 of c log p(label) + e H, row by row; also where c alone, or e
+    alone, is 0."""
     implementation = IMPLEMENTATIONS[impl]
     logits, labels, coefficients = make_rows(6, columns, dtype)
     by_entropy = torch.linspace(-1, 1, 6, device=DEVICE)
@@ -108,7 +114,8 @@ def test_gradient_of_the_entropy(impl, dtype, columns):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extreme_logits(dtype, impl):
-    """Logits of ten thousand: the log-probs of float32 must not be what a sum near 10000 rounds to."""
+    """Logits of ten thousand: the log-probs of float32 must not be what a sum near 10000 rounds
+    to."""
     generator = torch.Generator().manual_seed(0)
     logits = (1e4 * (2 * torch.rand(8, 40, generator=generator) - 1)).to(dtype)
     logits[0] = 1e4
@@ -120,7 +127,9 @@ def test_extreme_logits(dtype, impl):
     torch.testing.assert_close(found[0].cpu().double(), expected[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found[2].cpu().double(), expected[2], rtol=1e-5, atol=1e-6)
     if dtype == torch.float32:
-        score = IMPLEMENTATIONS[impl].forward_score_(logits.clone().to(DEVICE), labels.to(DEVICE), 1.0, True, dtype)[2]
+        score = IMPLEMENTATIONS[impl].forward_score_(
+            logits.clone().to(DEVICE), labels.to(DEVICE), 1.0, True, dtype
+        )[2]
         exact = torch_passes.forward_score_(logits.double(), labels, 1.0, True, torch.float64)[2]
         torch.testing.assert_close(score.cpu().double(), exact, rtol=1e-5, atol=1e-6)
 
@@ -132,7 +141,8 @@ def test_vocabulary_shards_merge(impl, with_entropy):
     logits, labels, coefficients = make_rows(7, 61, torch.float32)
     cuts = [(0, 20), (20, 21), (21, 61)]
     parts = [
-        implementation.forward_shard(logits[:, low:high], labels, TEMPERATURE, with_entropy, low) for low, high in cuts
+        implementation.forward_shard(logits[:, low:high], labels, TEMPERATURE, with_entropy, low)
+        for low, high in cuts
     ]
     merged = torch_passes.merge_shards(parts, labels, TEMPERATURE)
     whole = torch_passes.forward(logits.double(), labels, TEMPERATURE, with_entropy)
@@ -140,12 +150,16 @@ def test_vocabulary_shards_merge(impl, with_entropy):
         assert found is expected is None or relative_error(found, expected) < VECTOR_ERROR
     gradient = torch.cat(
         [
-            implementation.backward(logits[:, low:high], labels, merged[1], coefficients, TEMPERATURE, low)
+            implementation.backward(
+                logits[:, low:high], labels, merged[1], coefficients, TEMPERATURE, low
+            )
             for low, high in cuts
         ],
         1,
     )
-    expected = torch_passes.backward(logits.double(), labels, whole[1], coefficients.double(), TEMPERATURE)
+    expected = torch_passes.backward(
+        logits.double(), labels, whole[1], coefficients.double(), TEMPERATURE
+    )
     assert relative_error(gradient, expected) < 1e-5
 
 
@@ -165,7 +179,9 @@ def test_strided_rows(impl):
     normalizer = implementation.forward(logits, labels, 1.0, False)[1]
     expected = implementation.backward(logits, labels, normalizer, coefficients, 1.0)
     view = wide[:, 14:64]
-    assert torch.equal(implementation.backward(view, labels, normalizer, coefficients, 1.0, out=view), expected)
+    assert torch.equal(
+        implementation.backward(view, labels, normalizer, coefficients, 1.0, out=view), expected
+    )
     assert torch.isnan(wide[:, :14]).all()
     assert torch.isnan(wide[:, 64:]).all()
 
@@ -179,12 +195,16 @@ def test_triton_refuses_what_it_cannot_do():
 @pytest.mark.parametrize("columns", [32768, 128256, 151936, 151937, 262144, 700002])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_shared_by_programs(dtype, columns):
-    """Vocabularies of real models, whose rows several programs share; the last two take the kernels that need none."""
+    """Vocabularies of real models, whose rows several programs share; the last two take the kernels
+    that need none."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     rows = 600  # more rows than programs run at once
     logits = (3 * torch.randn(rows, columns, generator=generator, device=DEVICE)).to(dtype)
     labels = torch.randint(0, columns, (rows,), generator=generator, device=DEVICE)
-    labels[:8] = torch.tensor([0, columns - 1, 4096, 4095, columns // 2, 40960, 32767, 1], device=DEVICE) % columns
+    labels[:8] = (
+        torch.tensor([0, columns - 1, 4096, 4095, columns // 2, 40960, 32767, 1], device=DEVICE)
+        % columns
+    )
     for with_entropy in (False, True):
         exact = [
             torch_passes.forward_score_(z.double(), y, TEMPERATURE, True, torch.float64)
@@ -192,11 +212,15 @@ def test_rows_shared_by_programs(dtype, columns):
         ]
         work = logits.clone()
         found = triton_passes.forward_score_(work, labels, TEMPERATURE, with_entropy, dtype)
-        again = triton_passes.forward_score_(logits.clone(), labels, TEMPERATURE, with_entropy, dtype)
+        again = triton_passes.forward_score_(
+            logits.clone(), labels, TEMPERATURE, with_entropy, dtype
+        )
         assert relative_error(found[0], torch.cat([x[0] for x in exact])) < VECTOR_ERROR
         if with_entropy:
             assert relative_error(found[1], torch.cat([x[1] for x in exact])) < VECTOR_ERROR
-        error = sum((a.double() - b[2]).norm() ** 2 for a, b in zip(found[2].split(100), exact, strict=True)).sqrt()
+        error = sum(
+            (a.double() - b[2]).norm() ** 2 for a, b in zip(found[2].split(100), exact, strict=True)
+        ).sqrt()
         norm = sum(b[2].norm() ** 2 for b in exact).sqrt()
         assert float(error / norm) < GRADIENT_ERROR[dtype]
         assert torch.equal(found[2], again[2])

@@ -1,7 +1,8 @@
-"""The kernels compile for a GPU (none is needed) under every family and penalty, and the one-pass kernel keeps its row.
+"""The kernels compile for a GPU (none is needed) under every family and penalty, and the one-pass
+kernel keeps its row.
 
-One value that does not fit is read back from memory between two rows, which all programs of a row then wait for: 5 %
-of the time on an H200, and no other test would notice.
+One value that does not fit is read back from memory between two rows, which all programs of a row
+then wait for: 5 % of the time on an H200, and no other test would notice.
 """
 
 import os
@@ -39,13 +40,17 @@ def compiled(kernel, sizes, types, other, aligned, **options):
 
 numbers = dict.fromkeys(("number0", "number1", "number2", "number3"), "fp32")
 known = {name: family() for name, family in FAMILIES.items()}
-known |= {"dual_clip": Grpo(dual_clip=3.0), "binary_kl": Dppo(divergence="binary_kl"), "score": None}
+known |= {"dual_clip": Grpo(dual_clip=3.0), "binary_kl": Dppo(divergence="binary_kl")}
+known |= {"score": None}
 
 def one_pass(family, kind, half, bonus):
     from pgtoolkit.kernels.triton_one_pass import one_pass_kernel
     threads, columns = 256, VOCABULARY
-    with_family = triton_passes._MAX_BLOCKS_SHARED_GRPO if kind is None else triton_passes._MAX_BLOCKS_SHARED_PENALTY
-    most = triton_passes._MAX_BLOCKS if family is None else with_family
+    most = triton_passes._MAX_BLOCKS
+    if family is not None and kind is None:
+        most = triton_passes._MAX_BLOCKS_SHARED_GRPO
+    elif family is not None:
+        most = triton_passes._MAX_BLOCKS_SHARED_PENALTY
     needed = -(-columns // ((2 if half else 1) * 4 * threads))
     share = -(-needed // most)
     slope = None if family is None else families.slope_of(family)
@@ -58,7 +63,8 @@ def one_pass(family, kind, half, bonus):
     types |= dict.fromkeys(("scale", "inverse_temperature"), "fp32")
     sizes |= dict(KL=kind, BONUS=bonus, ENTROPY=bonus, HALF=half, PTX=True)
     registers = 65536 // triton_passes._RESIDENT_THREADS
-    return compiled(one_pass_kernel, sizes, types, "*fp32", strides, num_warps=threads // 32, maxnreg=registers)
+    options = dict(num_warps=threads // 32, maxnreg=registers)
+    return compiled(one_pass_kernel, sizes, types, "*fp32", strides, **options)
 
 def draw(kernel, half):
     from pgtoolkit.kernels import triton_draw
@@ -72,11 +78,13 @@ def draw(kernel, half):
 def attention(half, group, parts, turns):
     from pgtoolkit.kernels.triton_attention import attention_kernel
     dot = half != "fp32" or group > 4
-    sizes = dict(HEADS=2, GROUP=group, QUERIES=16 if dot else group, WIDTH=64, COLUMNS=64, PARTS=parts, DOT=dot)
+    sizes = dict(HEADS=2, GROUP=group, QUERIES=16 if dot else group)
+    sizes |= dict(WIDTH=64, COLUMNS=64, PARTS=parts, DOT=dot)
     sizes |= dict(BLOCK=32 if half == "fp32" else 64)
     sizes |= dict(NUMBER=triton.language.float32) | ({} if parts > 1 else dict(log_sums=None))
     sizes |= {} if turns else dict(cosines=None, sines=None)
-    types = dict(positions="*i64", log_sums="*fp32", scale="fp32", out="*fp32" if parts > 1 else "*" + half)
+    types = dict(positions="*i64", log_sums="*fp32", scale="fp32")
+    types |= dict(out="*fp32" if parts > 1 else "*" + half)
     types |= dict.fromkeys(strides := ("query_stride", "key_stride", "value_stride"), "i32")
     types |= dict.fromkeys(("room", "window"), "i32")
     return compiled(attention_kernel, sizes, types, "*" + half, strides, num_warps=4)
@@ -89,11 +97,13 @@ def combine():
 def full_kl(which, name, half):
     from pgtoolkit.kernels.triton_two_pass import backward_kernel, divergence_kernel
     types = dict.fromkeys(("logits", "gradient", "ref_logits"), "*" + half) | dict(labels="*i64")
-    types |= dict.fromkeys(strides := ("row_stride", "gradient_stride", "ref_stride", "num_columns"), "i32")
+    strides = ("row_stride", "gradient_stride", "ref_stride", "num_columns")
+    types |= dict.fromkeys(strides, "i32")
     types |= dict.fromkeys(("num_rows", "vocabulary_start"), "i32")
     types |= dict.fromkeys(("scale", "inverse_temperature"), "fp32")
     if which == "divergence":
-        return compiled(divergence_kernel, dict(KIND=name, BLOCK=4096), types, "*fp32", strides, num_warps=8)
+        sizes = dict(KIND=name, BLOCK=4096)
+        return compiled(divergence_kernel, sizes, types, "*fp32", strides, num_warps=8)
     sizes = dict(KIND=name, BONUS=True, BLOCK=2048)
     return compiled(backward_kernel, sizes, types, "*fp32", strides, num_warps=2)
 
@@ -131,7 +141,10 @@ def usage_of(tmp_path_factory):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         [sys.executable, "-c", COMPILE],
-        **{"cwd": Path(__file__).parents[2], "env": environment | {"TRITON_CACHE_DIR": str(folder)}},
+        **{
+            "cwd": Path(__file__).parents[2],
+            "env": environment | {"TRITON_CACHE_DIR": str(folder)},
+        },
         **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
     )
 
@@ -149,7 +162,8 @@ def usage_of(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kl"), [*((one, "none") for one in [*BY_TOKEN, "score"]), *(("grpo", kind) for kind in KINDS)]
+    ("family", "kl"),
+    [*((one, "none") for one in [*BY_TOKEN, "score"]), *(("grpo", kind) for kind in KINDS)],
 )
 def test_nothing_is_spilled(usage_of, family, kl):
     usage = usage_of("one_pass", family, kl)
@@ -160,7 +174,8 @@ def test_nothing_is_spilled(usage_of, family, kl):
 @pytest.mark.parametrize("kl", ["none", "k3_ratio"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_little_is_spilled_for_a_bonus(usage_of, dtype, kl):
-    """What the entropy takes beyond the row: nothing is with four blocks a program, which takes a quarter longer."""
+    """What the entropy takes beyond the row: nothing is with four blocks a program, which takes a
+    quarter longer."""
     usage = usage_of(f"one_pass_bonus_{dtype}", "grpo", kl)
     assert int(re.search(r" STACK:(\d+) ", usage)[1]) <= (24 if dtype == "fp16" else 16), usage
 
@@ -186,7 +201,13 @@ def test_the_kernels_of_the_full_kl_compile_and_nothing_is_spilled(usage_of, kin
 def test_the_kernels_for_attention_compile_and_nothing_is_spilled(usage_of):
     """With and without turning queries and keys: group, parts, and which."""
     for sizes, dtype in (
-        *(("7x1x0", "bf16"), ("7x4x0", "bf16"), ("7x1x0", "fp32"), ("1x1x0", "fp32"), ("4x4x0", "fp32")),
+        *(
+            ("7x1x0", "bf16"),
+            ("7x4x0", "bf16"),
+            ("7x1x0", "fp32"),
+            ("1x1x0", "fp32"),
+            ("4x4x0", "fp32"),
+        ),
         *(("7x1x1", "bf16"), ("7x4x1", "bf16"), ("7x1x1", "fp32"), ("1x1x1", "fp32")),
     ):
         usage = usage_of("attention", sizes, dtype) + usage_of("combine", sizes)

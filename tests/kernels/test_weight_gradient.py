@@ -1,4 +1,5 @@
-"""The gradients of the fused LM head: where they add up, in which precision, and for which of the parameters."""
+"""The gradients of the fused LM head: where they add up, in which precision, and for which of the
+parameters."""
 
 import math
 
@@ -13,35 +14,50 @@ from pgtoolkit.kernels.products import accumulate_matmul, linear, matmul
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weight_gradient_adds_up_over_micro_batches(dtype):
-    """Two calls add to one float32 buffer, which autograd does not see; bfloat16 sums are not rounded in between."""
+    """Two calls add to one float32 buffer, which autograd does not see; bfloat16 sums are not
+    rounded in between."""
     problem = make_head_case(dtype=dtype)
-    total = torch.zeros(12, 15, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE)
+    total = torch.zeros(
+        12, 15, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device=DEVICE
+    )
     for _ in range(2):
         hidden, weight, _ = problem.leaves()
         out = linear_policy_loss(
-            hidden, weight, *problem.tensors, loss="grpo", weight_gradient=total, **PARAMETERS["grpo"]
+            hidden,
+            weight,
+            *problem.tensors,
+            loss="grpo",
+            weight_gradient=total,
+            **PARAMETERS["grpo"],
         )
         out.loss.backward()
         assert weight.grad is None
     other_hidden, other_weight, _ = problem.leaves()
-    linear_policy_loss(other_hidden, other_weight, *problem.tensors, loss="grpo", **PARAMETERS["grpo"]).loss.backward()
+    linear_policy_loss(
+        other_hidden, other_weight, *problem.tensors, loss="grpo", **PARAMETERS["grpo"]
+    ).loss.backward()
     tolerance = 1e-13 if dtype == torch.float64 else 5e-3
     assert relative_error(total, 2 * other_weight.grad.double()) < tolerance
     assert torch.equal(hidden.grad, other_hidden.grad)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="a device-side assertion ends the process's use of the GPU")
+@pytest.mark.skipif(
+    DEVICE == "cuda", reason="a device-side assertion ends the process's use of the GPU"
+)
 def test_weight_gradient_refuses_a_scaled_loss():
     problem = make_head_case()
     hidden, weight, _ = problem.leaves()
-    out = linear_policy_loss(hidden, weight, *problem.tensors, weight_gradient=torch.zeros_like(weight).detach())
+    out = linear_policy_loss(
+        hidden, weight, *problem.tensors, weight_gradient=torch.zeros_like(weight).detach()
+    )
     with pytest.raises(RuntimeError, match="as it was returned"):
         (2 * out.loss).backward()
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_the_weight_gradient_adds_up_in_float32_over_chunks(given):
-    """1024 equal tokens, one a chunk: a bfloat16 total no longer grows once it is 256 times what is added."""
+    """1024 equal tokens, one a chunk: a bfloat16 total no longer grows once it is 256 times what is
+    added."""
     rows, ones = 1024, torch.ones(1024, 1, device=DEVICE)
     hidden = ones.bfloat16().requires_grad_()
     weight = torch.zeros(4, 1, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -69,7 +85,10 @@ def test_the_weight_gradient_adds_up_in_float32_over_chunks(given):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_add_to_a_float32_total_without_rounding_in_between(dtype):
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((300, 50), (50, 130)))
+    a, b = (
+        torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+        for shape in ((300, 50), (50, 130))
+    )
     total = torch.full((300, 130), 100.0, device=DEVICE)
     accumulate_matmul(total, a, b, alpha=0.25)
     accumulate_matmul(total, a, b, alpha=0.25)
@@ -87,7 +106,9 @@ def test_bad_data_is_named_before_it_reaches_the_buffer():
     total = torch.zeros_like(weight).detach()
     for loss in LOSSES:
         with pytest.raises(DataError, match="document 3"):
-            linear_policy_loss(hidden, weight, labels, old, advantages, index, loss=loss, weight_gradient=total)
+            linear_policy_loss(
+                hidden, weight, labels, old, advantages, index, loss=loss, weight_gradient=total
+            )
         assert (total == 0).all()
     hidden = hidden.detach().clone()
     hidden[(index == 1).nonzero()[0]] = torch.inf
@@ -101,21 +122,29 @@ def test_frozen_weight_and_frozen_body():
     for frozen in (0, 1, 2):
         leaves = problem.leaves()
         leaves[frozen].requires_grad_(False)
-        out = linear_policy_loss(*leaves[:2], *problem.tensors, bias=leaves[2], temperature=TEMPERATURE)
+        out = linear_policy_loss(
+            *leaves[:2], *problem.tensors, bias=leaves[2], temperature=TEMPERATURE
+        )
         out.loss.backward()
         for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
             assert leaf.grad is None if i == frozen else relative_error(leaf.grad, gradient) < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_weight"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.float16, None)]
+    ("dtype", "of_weight"),
+    [(torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.float16, None)],
 )
 def test_the_gradient_of_a_weight_of_another_type_is_rounded_once(dtype, of_weight):
-    """From sums in float32, or in float64 where the hidden states are; as materialised logits have it."""
+    """From sums in float32, or in float64 where the hidden states are; as materialised logits have
+    it."""
     draw = torch.Generator().manual_seed(0)
-    hidden, gradient = (torch.randn(300, n, generator=draw, dtype=torch.float64).to(dtype) for n in (8, 5))
+    hidden, gradient = (
+        torch.randn(300, n, generator=draw, dtype=torch.float64).to(dtype) for n in (8, 5)
+    )
     weight = torch.randn(5, 8, generator=draw).to(of_weight or dtype).requires_grad_()
-    linear(hidden, weight, None, True).backward(gradient.to(torch.float64 if dtype == torch.float64 else torch.float32))
+    linear(hidden, weight, None, True).backward(
+        gradient.to(torch.float64 if dtype == torch.float64 else torch.float32)
+    )
     exact = gradient.double().T @ hidden.double()
     if dtype == torch.float64:
         assert torch.equal(weight.grad, exact.float())

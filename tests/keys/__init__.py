@@ -1,4 +1,7 @@
-"""The table of `test_keys.py`: which function sees a key of the configuration act, and what these functions share."""
+"""The table of `test_keys.py`: which function sees a key of the configuration act, and what these
+functions share."""
+
+# ruff: noqa: E501 (names of tests are not broken)
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ SEEN_BY = {
     **dict.fromkeys(
         [f"loss/{name}.num_splits" for name, family in FAMILIES.items() if family.scope != "token"]
         + ["model/tiny.fp32_lm_head"],
-        "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",  # they have one value
+        # they have one value
+        "config/test_golden_refusals.py::test_what_is_refused_and_what_is_accepted",
     ),
     **dict.fromkeys(
         ("accumulation.docs_per_step", "accumulation.last_step"),
@@ -46,11 +50,18 @@ SEEN_BY = {
         "tasks/test_chat.py::test_a_conversation_goes_through_the_template",
     ),
     **dict.fromkeys(
-        [f"task/{name}.{key}" for name in ("reasoning_gym", "prompts", "sums") for key in ("chat", "system_prompt")],
+        [
+            f"task/{name}.{key}"
+            for name in ("reasoning_gym", "prompts", "sums")
+            for key in ("chat", "system_prompt")
+        ],
         "tasks/test_chat.py::test_a_run_trains_on_the_tokens_of_the_template",
     ),
     **dict.fromkeys(
-        [f"task/{name}.chat_arguments" for name in ("reasoning_gym", "prompts", "conversation", "sums")],
+        [
+            f"task/{name}.chat_arguments"
+            for name in ("reasoning_gym", "prompts", "conversation", "sums")
+        ],
         "tasks/test_chat.py::test_a_template_gets_its_arguments",
     ),
     "task/prompts.config": "tasks/test_hub_data.py::test_a_data_set_by_its_name",
@@ -119,8 +130,19 @@ SEEN_BY = {
 """By key: the test elsewhere that configures it and sees its number."""
 
 SMALL = (
-    *("tracking=none", "loss=grpo", "aggregation=constant", "aggregation.divisor=4", "optimizer.max_grad_norm=null"),
-    *("accumulation.docs_per_step=8", "accumulation.max_tokens=24", "task.num_digits=3", "trainer.max_steps=6"),
+    *(
+        "tracking=none",
+        "loss=grpo",
+        "aggregation=constant",
+        "aggregation.divisor=4",
+        "optimizer.max_grad_norm=null",
+    ),
+    *(
+        "accumulation.docs_per_step=8",
+        "accumulation.max_tokens=24",
+        "task.num_digits=3",
+        "trainer.max_steps=6",
+    ),
     "trainer.device=cpu",
     *("model.num_layers=1", "model.hidden_size=8", "model.num_heads=2"),
     *("rollout.prompts_per_batch=4", "rollout.group_size=4", "rollout.max_completion_length=4"),
@@ -128,7 +150,8 @@ SMALL = (
 
 
 def key(*names: str) -> Callable:
-    """Enters a function as the row of these keys. It gets the fixtures it names, and the key if it names `key`."""
+    """Enters a function as the row of these keys. It gets the fixtures it names, and the key if it
+    names `key`."""
 
     def enter(row):
         assert not set(names) & set(ROWS), f"a key has one row: {names}"
@@ -146,13 +169,18 @@ def settings(*overrides: str) -> list[str]:
     """The overrides, seen to be valid, on top of those small settings that they do not replace."""
     replaced = {override.partition("=")[0] for override in overrides}
     replaced |= {"task"} if "rollout=recorded" in overrides else set()
-    small = [one for one in SMALL if not {one.partition("=")[0], one.partition("=")[0].partition(".")[0]} & replaced]
+    small = [
+        one
+        for one in SMALL
+        if not {one.partition("=")[0], one.partition("=")[0].partition(".")[0]} & replaced
+    ]
     assert validate(config_of(*small, *overrides))[1].problems == []
     return [*small, *overrides]
 
 
 def module_and_steps(*overrides: str) -> tuple[PolicyGradientModule, StepLoader]:
-    """Of small settings, in float64; the weights are larger than at a start, so that every number matters."""
+    """Of small settings, in float64; the weights are larger than at a start, so that every number
+    matters."""
     module, loader = built(*settings(*overrides))
     with torch.no_grad():
         for weight in module.parameters():
@@ -164,12 +192,16 @@ def some_documents() -> list[Document]:
     """Six documents in three groups, whose old log-probs lie around those of the model above."""
     generator = torch.Generator().manual_seed(3)
     documents = []
-    for i, (length, advantage) in enumerate([(9, 0.7), (5, -0.4), (12, 0.2), (7, -1.1), (3, 0.9), (6, -0.3)]):
+    for i, (length, advantage) in enumerate(
+        [(9, 0.7), (5, -0.4), (12, 0.2), (7, -1.1), (3, 0.9), (6, -0.3)]
+    ):
         documents.append(
             Document(
                 tokens=torch.randint(0, 11, (length,), generator=generator),
                 loss_mask=torch.arange(length) >= length // 2,
-                old_log_probs=(-2.5 + 0.7 * torch.randn(length, generator=generator))[length // 2 :],
+                old_log_probs=(-2.5 + 0.7 * torch.randn(length, generator=generator))[
+                    length // 2 :
+                ],
                 advantages=torch.full((length - length // 2,), advantage),
                 group=i // 2,
                 name=f"document {i}",
@@ -187,13 +219,17 @@ def logits_of(module, document: Document) -> Tensor:
     return module.model(input_ids=document.tokens[None]).logits[0]
 
 
-def specified(module, documents: list[Document], **choices) -> tuple[reference.Reference, list[Tensor]]:
+def specified(
+    module, documents: list[Document], **choices
+) -> tuple[reference.Reference, list[Tensor]]:
     """The step by the specification, and the gradient of every parameter."""
     options = {"aggregation": "constant", "divisor": 4}
     if "loss" not in choices:
         options |= {"loss": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.2}
     logits = torch.cat([logits_of(module, document)[:-1] for document in documents])
-    labels = torch.cat([torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents])
+    labels = torch.cat(
+        [torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents]
+    )
 
     sampled = documents[0].sampling_log_probs is not None
 
@@ -206,29 +242,39 @@ def specified(module, documents: list[Document], **choices) -> tuple[reference.R
         labels,
         per_label(document.old_log_probs for document in documents),
         per_label(document.advantages for document in documents),
-        torch.cat([torch.full((document.num_tokens - 1,), i) for i, document in enumerate(documents)]),
+        torch.cat(
+            [torch.full((document.num_tokens - 1,), i) for i, document in enumerate(documents)]
+        ),
         group_index=torch.tensor([document.group for document in documents]),
         num_documents=len(documents),
-        sampling_log_probs=per_label(document.sampling_log_probs for document in documents) if sampled else None,
+        sampling_log_probs=per_label(document.sampling_log_probs for document in documents)
+        if sampled
+        else None,
         **options | choices,
     )
     return found, torch.autograd.grad(logits, list(module.parameters()), found.gradient)
 
 
-def loss_as_specified(overrides: list[str], documents: list[Document] | None = None, **choices) -> float:
-    """The loss of one training step, once it and the gradient are seen to be the specification's with `choices`."""
+def loss_as_specified(
+    overrides: list[str], documents: list[Document] | None = None, **choices
+) -> float:
+    """The loss of one training step, once it and the gradient are seen to be the specification's
+    with `choices`."""
     documents = documents or some_documents()
     module = module_of(*overrides)
     expected, gradient = specified(module, documents, **choices)
     metrics = module.training_step(step_of(documents, 24), 0)["metrics"]
     torch.testing.assert_close(metrics["loss"], expected.loss, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close([p.grad for p in module.parameters()], gradient, rtol=1e-9, atol=1e-13)
+    torch.testing.assert_close(
+        [p.grad for p in module.parameters()], gradient, rtol=1e-9, atol=1e-13
+    )
     assert metrics["grad_norm"] > 1e-3
     return metrics["loss"]
 
 
 class LogitsMade(TorchDispatchMode):
-    """Notes (rows, number type) of each matrix of logits that is computed: of each product with V columns."""
+    """Notes (rows, number type) of each matrix of logits that is computed: of each product with V
+    columns."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -246,11 +292,20 @@ class LogitsMade(TorchDispatchMode):
 
 
 def rows_file(folder: Path, num_rows: int = 10, **changes) -> Path:
-    """Recorded documents of five tokens, three of them trained, two to a group; rewards 0, 1, 4, 9, ..."""
+    """Recorded documents of five tokens, three of them trained, two to a group; rewards 0, 1, 4, 9,
+    ..."""
     path, rows = folder / "rollouts.jsonl", []
     for i in range(num_rows):
-        row = {"token_ids": [i, 1, 2, 3, 4], "loss_mask": [False, False, True, True, True], "reward": i**2}
-        row |= {"old_log_probs": [0, 0, -2.5, -2.4, -2.3], "group_id": i // 2, "advantage": i / 8} | changes
+        row = {
+            "token_ids": [i, 1, 2, 3, 4],
+            "loss_mask": [False, False, True, True, True],
+            "reward": i**2,
+        }
+        row |= {
+            "old_log_probs": [0, 0, -2.5, -2.4, -2.3],
+            "group_id": i // 2,
+            "advantage": i / 8,
+        } | changes
         rows.append(json.dumps({name: value for name, value in row.items() if value is not ...}))
     path.write_text("\n".join(rows))
     return path

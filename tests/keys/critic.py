@@ -23,7 +23,8 @@ def first_documents(*overrides: str):
 
 @key("advantage.gamma", "advantage.gae_lambda")
 def decay(key):
-    """What the last token's reward is worth at the first: with values of 0 both come to the same."""
+    """What the last token's reward is worth at the first: with values of 0 both come to the
+    same."""
     for value in (0.5, 1.0):
         chosen = {"advantage.gamma": 1.0, "advantage.gae_lambda": 1.0} | {key: value}
         typed = [f"{name}={x}" for name, x in chosen.items()]
@@ -57,7 +58,9 @@ def path(tmp_path):
 @key("critic.learning_rate")
 def learning_rate():
     for value in (0.01, 0.03):
-        module, loader = built(*settings("advantage=gae", f"critic.learning_rate={value}", "optimizer.warmup_steps=0"))
+        module, loader = built(
+            *settings("advantage=gae", f"critic.learning_rate={value}", "optimizer.warmup_steps=0")
+        )
         metrics = module.training_step(next(iter(loader)), 0)["metrics"]
         assert metrics["critic_learning_rate"] == value
         bias = module.critic.body.model.get_output_embeddings().bias
@@ -66,7 +69,8 @@ def learning_rate():
 
 @key("critic.clip")
 def clip():
-    """By the second step of a batch values have moved by more than a narrow bound, and by less than a wide one."""
+    """By the second step of a batch values have moved by more than a narrow bound, and by less than
+    a wide one."""
     shares = []
     for value in ("null", 1e-6, 100):
         module, loader = built(*settings(*GAE, f"critic.clip={value}", "optimizer.warmup_steps=0"))
@@ -80,5 +84,8 @@ def clip():
 def steps_before_policy():
     for value in (0, 1, 2):
         module, loader = built(*settings("advantage=gae", f"critic.steps_before_policy={value}"))
-        rows = [module.training_step(step, n)["metrics"] for n, step in enumerate(itertools.islice(loader, 3))]
+        rows = [
+            module.training_step(step, n)["metrics"]
+            for n, step in enumerate(itertools.islice(loader, 3))
+        ]
         assert [n for n, row in enumerate(rows) if "loss" not in row] == [*range(value)]

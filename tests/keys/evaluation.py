@@ -1,4 +1,5 @@
-"""Rows of `config/test_keys.py`: which prompts a run is evaluated on, how, when, and what follows from it."""
+"""Rows of `config/test_keys.py`: which prompts a run is evaluated on, how, when, and what follows
+from it."""
 
 from __future__ import annotations
 
@@ -14,13 +15,18 @@ FEW = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.complet
 
 def evaluated(folder, *overrides):
     """The module, and by set the numbers and the completions of an evaluation."""
-    chosen = [one for one in FEW if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
+    chosen = [
+        one for one in FEW if one.partition("=")[0] not in {o.partition("=")[0] for o in overrides}
+    ]
     module, _ = module_and_steps(*chosen, *overrides)
     evaluator, found = module.evaluator, {}
     evaluator.folder = folder
     for one in evaluator.sets:
         numbers = evaluator.evaluate(one, 0)
-        found[one.name] = numbers, read_completions(folder / "completions" / f"evaluation_{one.name}_000000.parquet")
+        found[one.name] = (
+            numbers,
+            read_completions(folder / "completions" / f"evaluation_{one.name}_000000.parquet"),
+        )
     return module, found
 
 
@@ -36,11 +42,16 @@ def every():
 @key("evaluation.prompts_per_set", "evaluation.completions_per_prompt")
 def sizes(tmp_path):
     for prompts, each in ((3, 2), (2, 5)):
-        chosen = [f"evaluation.prompts_per_set={prompts}", f"evaluation.completions_per_prompt={each}"]
+        chosen = [
+            f"evaluation.prompts_per_set={prompts}",
+            f"evaluation.completions_per_prompt={each}",
+        ]
         _, found = evaluated(tmp_path, *chosen)
         numbers, completions = found["held_out"]
         assert (numbers["prompts"], numbers["completions_per_prompt"]) == (prompts, each)
-        assert [one.name for one in completions] == [f"prompt {i}" for i in range(prompts) for _ in range(each)]
+        assert [one.name for one in completions] == [
+            f"prompt {i}" for i in range(prompts) for _ in range(each)
+        ]
         assert ("pass@4" in numbers) is (each == 5)
 
 
@@ -49,7 +60,8 @@ def likeliest(tmp_path):
     """Both can leave the likeliest token alone; without them it is one among others."""
 
     def completions(*overrides):
-        few = ["evaluation.prompts_per_set=2", "evaluation.completions_per_prompt=1"]  # whose likeliest lead by far
+        # whose likeliest lead by far
+        few = ["evaluation.prompts_per_set=2", "evaluation.completions_per_prompt=1"]
         return [one.completion for one in evaluated(tmp_path, *few, *overrides)[1]["held_out"][1]]
 
     greedy = completions("evaluation.temperature=0")
@@ -63,7 +75,9 @@ def likeliest(tmp_path):
 @key("evaluation.max_completion_length")
 def max_completion_length(tmp_path):
     for length in (4, 9):
-        _, found = evaluated(tmp_path, f"evaluation.max_completion_length={length}", "evaluation.prompts_per_set=9")
+        _, found = evaluated(
+            tmp_path, f"evaluation.max_completion_length={length}", "evaluation.prompts_per_set=9"
+        )
         assert max(one.tokens for one in found["held_out"][1]) == length
 
 
@@ -72,14 +86,22 @@ def seed(tmp_path):
     for number in (5, 6):
         module, found = evaluated(tmp_path, f"evaluation.seed={number}")
         task = make_task(module.config.task, number)
-        assert [one.prompt for one in found["held_out"][1][::2]] == [task.prompt(i).text for i in range(3)]
+        assert [one.prompt for one in found["held_out"][1][::2]] == [
+            task.prompt(i).text for i in range(3)
+        ]
 
 
 @key("evaluation.sets")
 def sets(tmp_path):
     path = tmp_path / "test.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(2)))
-    more = ["evaluation.sets.own.prompts=5", "evaluation.sets.own.seed=9", "evaluation.sets.file.task=prompts"]
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(2))
+    )
+    more = [
+        "evaluation.sets.own.prompts=5",
+        "evaluation.sets.own.seed=9",
+        "evaluation.sets.file.task=prompts",
+    ]
     module, found = evaluated(
         tmp_path, "evaluation.sets.shorter.num_digits=1", *more, f"evaluation.sets.file.path={path}"
     )

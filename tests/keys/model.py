@@ -17,7 +17,9 @@ def llama(folder, seed=0) -> str:
 @key("model/tiny.name", "model/huggingface.name")
 def model_name(tmp_path):
     assert type(module_of("model=tiny").model).__name__ == "GPT2LMHeadModel"
-    assert type(module_of("model=huggingface", llama(tmp_path)).model).__name__ == "LlamaForCausalLM"
+    assert (
+        type(module_of("model=huggingface", llama(tmp_path)).model).__name__ == "LlamaForCausalLM"
+    )
 
 
 @key("model/tiny.num_heads")
@@ -73,7 +75,9 @@ def gradient_checkpointing(tmp_path):
     for value in ("false", "true"):
         module = module_of("model=huggingface", path, f"model.gradient_checkpointing={value}")
         seen = calls[value] = []
-        module.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        module.model.model.layers[0].mlp.register_forward_pre_hook(
+            lambda *_, seen=seen: seen.append(1)
+        )
         module.training_step(step_of(some_documents()), 0)
         gradients.append([weight.grad for weight in module.parameters()])
     assert (len(calls["false"]), len(calls["true"])) == (1, 2)
@@ -90,8 +94,14 @@ def head_in_float32(tmp_path):
         module = module_of("model=huggingface", path, *choice).float()
         weight = module.policy.head.weight.detach().bfloat16()
         hidden = module.policy.hidden_states(step.micro_batches[0]).detach()
-        both = {torch.float32: hidden.float() @ weight.float().T, torch.bfloat16: (hidden @ weight.T).float()}
-        both = {t: x.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[labels >= 0, 0] for t, x in both.items()}
+        both = {
+            torch.float32: hidden.float() @ weight.float().T,
+            torch.bfloat16: (hidden @ weight.T).float(),
+        }
+        both = {
+            t: x.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[labels >= 0, 0]
+            for t, x in both.items()
+        }
         assert (both[torch.float32] - both[torch.bfloat16]).abs().max() > 1e-3
         found = module.log_probs(step.micro_batches[0])[labels >= 0]
         torch.testing.assert_close(found, both[dtype], rtol=0, atol=1e-5)

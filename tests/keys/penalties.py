@@ -21,7 +21,9 @@ def documents_with_reference():
     """Reference log-probs 0.4 above or below the old ones, in turn."""
     found = []
     for number, document in enumerate(some_documents()):
-        found.append(replace(document, ref_log_probs=document.old_log_probs + (0.4 if number % 2 else -0.4)))
+        found.append(
+            replace(document, ref_log_probs=document.old_log_probs + (0.4 if number % 2 else -0.4))
+        )
     return found
 
 
@@ -30,7 +32,9 @@ def specified_loss(tmp_path, *overrides: str, **choices) -> float:
     documents = documents_with_reference()
     path = rows_file(tmp_path, ref_log_probs=[0, 0, -1, -1, -1])
     given = torch.cat([document.ref_log_probs for document in documents])
-    labels = torch.cat([torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents])
+    labels = torch.cat(
+        [torch.where(document.loss_mask, document.tokens, -1)[1:] for document in documents]
+    )
     ref = torch.zeros(len(labels)).masked_scatter(labels >= 0, given)
     typed = [*RECORDED, f"rollout.path={path}", *overrides]
     return loss_as_specified(typed, documents, ref_log_probs=ref, **choices)
@@ -58,13 +62,17 @@ def coefficient(tmp_path):
 
 @key("kl.reference")
 def reference(tmp_path):
-    """At the start of a run: no distance from itself, that of another model, and recorded numbers."""
+    """At the start of a run: no distance from itself, that of another model, and recorded
+    numbers."""
     path, other = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 1))
     step, found = make_step(documents_with_reference(), 1000, {}), {}
     for chosen in ("initial", str(other), "recorded"):
         overrides = ["model=huggingface", f"model.path={path}", "kl=k3", f"kl.reference={chosen}"]
         if chosen == "recorded":
-            overrides += ["rollout=recorded", f"rollout.path={rows_file(tmp_path, ref_log_probs=[0, 0, -1, -1, -1])}"]
+            overrides += [
+                "rollout=recorded",
+                f"rollout.path={rows_file(tmp_path, ref_log_probs=[0, 0, -1, -1, -1])}",
+            ]
         module, _ = built(*settings(*overrides))
         found[chosen] = module.training_step(step, 0)["metrics"]["kl_ref"]
     initial, folder, recorded = found.values()
@@ -91,10 +99,16 @@ def moving_reference():
     """How far from the policy the reference stands before the third of three updates."""
     found = []
     for every, rate in (("null", 1), (1, 0.5), (2, 0.5), (2, 1)):
-        typed = ["kl=k3", f"kl.update_every={every}", *([] if every == "null" else [f"kl.update_rate={rate}"])]
+        typed = [
+            "kl=k3",
+            f"kl.update_every={every}",
+            *([] if every == "null" else [f"kl.update_rate={rate}"]),
+        ]
         module, loader = built(*settings(*typed))
         steps = iter(loader)
-        rows = [module.training_step(next(steps), number)["metrics"]["kl_ref"] for number in range(3)]
+        rows = [
+            module.training_step(next(steps), number)["metrics"]["kl_ref"] for number in range(3)
+        ]
         assert rows[0] == 0
         found.append(rows[2])
     stays, halfway_each_time, halfway, replaced = found
@@ -111,7 +125,9 @@ def place(tmp_path):
         chosen = ["kl=k3", f"kl.reference={other}", f"kl.place={value}", "loss=reinforce"]
         module, loader = built(*settings("model=huggingface", f"model.path={path}", *chosen))
         step = next(iter(loader))
-        found.append((module.loss.kl is not None, {d.kl_reward is not None for d in step.documents}))
+        found.append(
+            (module.loss.kl is not None, {d.kl_reward is not None for d in step.documents})
+        )
     assert found == [(True, {False}), (False, {True})]
 
 
@@ -119,6 +135,8 @@ def place(tmp_path):
 def entropy():
     losses = []
     for value in (0, 0.1, 0.3):
-        losses.append(loss_as_specified([f"entropy.coefficient={value}"], entropy_coefficient=value))
+        losses.append(
+            loss_as_specified([f"entropy.coefficient={value}"], entropy_coefficient=value)
+        )
     assert losses[0] - losses[2] == pytest.approx(3 * (losses[0] - losses[1]), rel=1e-9)
     assert losses[0] - losses[1] > 1e-3

@@ -54,22 +54,34 @@ def batch():
     for prompts_per_batch, size in ((2, 3), (3, 5)):
         chosen = [f"rollout.prompts_per_batch={prompts_per_batch}", f"rollout.group_size={size}"]
         _, documents = sampled(*chosen)
-        assert [document.group for document in documents] == [i // size for i in range(prompts_per_batch * size)]
+        assert [document.group for document in documents] == [
+            i // size for i in range(prompts_per_batch * size)
+        ]
 
 
 @key("rollout/policy.max_completion_length")
 def max_completion_length():
     for length in (4, 9):
         module, documents = sampled(f"rollout.max_completion_length={length}")
-        ends = [int(document.tokens[-1]) == module.policy.tokenizer.eos_token_id for document in documents]
+        ends = [
+            int(document.tokens[-1]) == module.policy.tokenizer.eos_token_id
+            for document in documents
+        ]
         assert max(document.num_trained for document in documents) == length
-        assert all(end or document.num_trained == length for end, document in zip(ends, documents, strict=True))
+        assert all(
+            end or document.num_trained == length
+            for end, document in zip(ends, documents, strict=True)
+        )
         assert [not end for end in ends] == [document.truncated for document in documents]
 
 
 def log_probs_of(module, document, temperature=1.0):
     """(completion's tokens, V), by the model's own logits."""
-    return (logits_of(module, document)[:-1] / temperature).log_softmax(-1)[document.loss_mask[1:]].detach()
+    return (
+        (logits_of(module, document)[:-1] / temperature)
+        .log_softmax(-1)[document.loss_mask[1:]]
+        .detach()
+    )
 
 
 def completion_of(document):
@@ -86,7 +98,10 @@ def overlong():
     """Of completions of at most 4 tokens; their own rewards stay known."""
     plain = sampled()[1]
     assert len({document.num_trained for document in plain}) > 2
-    for buffer, most, expected in ((2, 1.0, {3: 0.5, 4: 1.0}), (4, 3.0, {1: 0.75, 2: 1.5, 3: 2.25, 4: 3.0})):
+    for buffer, most, expected in (
+        (2, 1.0, {3: 0.5, 4: 1.0}),
+        (4, 3.0, {1: 0.75, 2: 1.5, 3: 2.25, 4: 3.0}),
+    ):
         chosen = [f"rollout.overlong_buffer={buffer}", f"rollout.overlong_penalty={most}"]
         for document, other in zip(sampled(*chosen)[1], plain, strict=True):
             assert document.task_reward == other.reward
@@ -96,7 +111,8 @@ def overlong():
 
 @key("rollout/policy.mixed")
 def mixed():
-    """Nothing is right yet: by exact matches all prompts but the earliest are dropped, in each of three rounds."""
+    """Nothing is right yet: by exact matches all prompts but the earliest are dropped, in each of
+    three rounds."""
     for chosen, groups in (("exact_match", {0, 1, 2, 3}), ("reward", None)):
         documents = sampled("rollout.max_sampling_rounds=3", f"rollout.mixed={chosen}")[1]
         found = {document.group for document in documents}
@@ -124,14 +140,19 @@ def uninformative():
 
 @key("sampler/transformers.name")
 def sampler_name():
-    assert type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__ == "TransformersSampler"
+    assert (
+        type(sampler_of(module_and_steps("sampler=transformers")[1])).__name__
+        == "TransformersSampler"
+    )
 
 
 @key("sampler/transformers.gpus")
 def sampler_gpus():
     """A process for each, that sees this GPU alone; where there is none, it is refused."""
     for numbers in ([1], [2, 1]):
-        config = config_of(*settings(f"sampler.gpus={numbers}".replace(" ", ""), "trainer.device=auto"))
+        config = config_of(
+            *settings(f"sampler.gpus={numbers}".replace(" ", ""), "trainer.device=auto")
+        )
         assert copies_of(config) == numbers
         report = Report()
         check_machine(config, report)
@@ -142,14 +163,24 @@ def sampler_gpus():
 def max_sequences():
     """Of 16 completions so many pass the model at once, and all are there, by prompt."""
     for value, expected in (("null", {16}), ("5", {5, 1}), ("16", {16}), ("17", {16})):
-        module, loader = module_and_steps(f"sampler.max_sequences={value}", "rollout.old_log_probs=sampling")
+        module, loader = module_and_steps(
+            f"sampler.max_sequences={value}", "rollout.old_log_probs=sampling"
+        )
         found = set()
-        module.policy.head.register_forward_hook(lambda _, inputs, out, found=found: found.add(len(out)))
-        documents = [document for step in itertools.islice(loader, 2) for document in step.documents]
+        module.policy.head.register_forward_hook(
+            lambda _, inputs, out, found=found: found.add(len(out))
+        )
+        documents = [
+            document for step in itertools.islice(loader, 2) for document in step.documents
+        ]
         assert found == expected
-        assert [document.name for document in documents] == [f"prompt {i // 4}, completion {i % 4}" for i in range(16)]
+        assert [document.name for document in documents] == [
+            f"prompt {i // 4}, completion {i % 4}" for i in range(16)
+        ]
         for document in documents:
-            assert_old_log_probs(document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0])
+            assert_old_log_probs(
+                document, log_probs_of(module, document).gather(-1, completion_of(document))[:, 0]
+            )
 
 
 @key("rollout/recorded.path")
@@ -164,7 +195,9 @@ def recorded_path(tmp_path):
 def recorded_temperature(tmp_path):
     path = f"rollout.path={rows_file(tmp_path)}"
     losses = [
-        loss_as_specified(["rollout=recorded", path, f"rollout.temperature={value}"], temperature=value)
+        loss_as_specified(
+            ["rollout=recorded", path, f"rollout.temperature={value}"], temperature=value
+        )
         for value in (0.5, 1.0, 2.0)
     ]
     assert len({round(loss, 6) for loss in losses}) == 3

@@ -1,4 +1,5 @@
-"""Rows of `config/test_keys.py`: how a run is spread over processes, how long it goes on, and what it leaves behind."""
+"""Rows of `config/test_keys.py`: how a run is spread over processes, how long it goes on, and what
+it leaves behind."""
 
 from __future__ import annotations
 
@@ -29,11 +30,19 @@ from pgtoolkit.training.train import _start_trackers
 
 
 def as_one_process(monkeypatch, *overrides):
-    """The layout that a worker makes of the configuration in a world of one process, by real process groups."""
+    """The layout that a worker makes of the configuration in a world of one process, by real
+    process groups."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.setenv(name, "lo")  # so that they are put back
     config = config_of(*SMALL, *overrides)
     return _process_group(config, Rank(0, 1, 0, "127.0.0.1", port))
@@ -43,7 +52,8 @@ def on_two_ranks(folder, *overrides, **sizes):
     """By rank: the policy, and its number of weights."""
     chosen = ("rollout=recorded", f"rollout.path={rows_file(folder)}", "metrics=none", *overrides)
     config = config_of(*settings(*chosen))
-    whole = module_of("metrics=none").policy  # made once: threads would draw its weights from one random state
+    # made once: threads would draw its weights from one random state
+    whole = module_of("metrics=none").policy
 
     def built(rank):
         policy = parallelize(copy.deepcopy(whole), Layout.of_world("cpu", 60, **sizes), config)
@@ -58,14 +68,17 @@ def parallel_sizes(key, monkeypatch):
     """A worker asks for the configured layout."""
     axis = key.split(".")[1]
     shape = tuple(2 if name == axis else 1 for name in AXES)
-    with pytest.raises(ValueError, match=f"{shape} needs 2 processes".replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(
+        ValueError, match=f"{shape} needs 2 processes".replace("(", r"\(").replace(")", r"\)")
+    ):
         as_one_process(monkeypatch, f"{key}=2").__enter__()
     dist.destroy_process_group()
 
 
 @key("parallelism.shard", "parallelism.sequence_parallel")
 def shards(tmp_path):
-    """Of the weights; and of the tokens between the matrices, so that gradients of norms are partial sums."""
+    """Of the weights; and of the tokens between the matrices, so that gradients of norms are
+    partial sums."""
     for value, share in (("false", 1), ("true", 1 / 2)):
         chosen = ("parallelism=ddp", f"parallelism.shard={value}")
         counts = [count for _, count in on_two_ranks(tmp_path, *chosen, data_parallel=2)]
@@ -80,8 +93,15 @@ def shards(tmp_path):
 def timeout_seconds(monkeypatch):
     for seconds in (17, 23):
         with as_one_process(monkeypatch, f"parallelism.timeout_seconds={seconds}") as layout:
-            groups = [layout.world_group, *layout.mesh.get_all_groups(), layout.loss_mesh.get_group()]
-            found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+            groups = [
+                layout.world_group,
+                *layout.mesh.get_all_groups(),
+                layout.loss_mesh.get_group(),
+            ]
+            found = {
+                group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                for group in groups
+            }
         assert found == {seconds}
 
 
@@ -117,13 +137,25 @@ def num_threads():
 
 @key("trainer.deterministic")
 def deterministic():
-    beside = ["rollout=policy", "task=reverse", "rollout.max_staleness=7", "rollout.old_log_probs=sampling"]
+    beside = [
+        "rollout=policy",
+        "task=reverse",
+        "rollout.max_staleness=7",
+        "rollout.old_log_probs=sampling",
+    ]
     embedding = torch.nn.Embedding(2, 2)
     fixed_order.switch_on(embedding)
-    for chosen, expected in (["true"], True), (["false"], False), (["auto"], True), (["auto", *beside], False):
+    for chosen, expected in (
+        (["true"], True),
+        (["false"], False),
+        (["auto"], True),
+        (["auto", *beside], False),
+    ):
         begin(config_of(f"trainer.deterministic={chosen[0]}", *chosen[1:]))
         seen, out = [], embedding(torch.tensor([1]))
-        out.grad_fn.register_prehook(lambda _, seen=seen: seen.append(torch.are_deterministic_algorithms_enabled()))
+        out.grad_fn.register_prehook(
+            lambda _, seen=seen: seen.append(torch.are_deterministic_algorithms_enabled())
+        )
         out.sum().backward()
         assert seen == [expected]
 
@@ -132,7 +164,9 @@ def deterministic():
 def further_trackers(tmp_path, uri):
     """What a run leaves in MLflow, and beside it in its directory."""
     pytest.importorskip("tensorboard")
-    config = config_of(*settings("tracking=mlflow", f"tracking.uri={uri}", "tracking.also=[tensorboard]"))
+    config = config_of(
+        *settings("tracking=mlflow", f"tracking.uri={uri}", "tracking.also=[tensorboard]")
+    )
     with RunDirectory(tmp_path / "run") as run:
         run.write_config(plain_config(config), [])
         run.set_status("running", 0)
@@ -144,15 +178,29 @@ def further_trackers(tmp_path, uri):
     assert [*(tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")]
 
 
-@key("tracking.name", "tracking.uri", "tracking.experiment", "tracking.run_name", "tracking.system_metrics")
+@key(
+    "tracking.name",
+    "tracking.uri",
+    "tracking.experiment",
+    "tracking.run_name",
+    "tracking.system_metrics",
+)
 def tracking(tmp_path, monkeypatch, uri):
     """What three runs leave in the store, and none in the default one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     chosen = {"untracked": ["tracking=none"]}
     for number in (1, 2):
-        own = [f"tracking.uri={uri}", f"tracking.experiment=keys {number}", f"tracking.run_name=run-{number}"]
-        chosen[f"run {number}"] = ["tracking=mlflow", *own, f"tracking.system_metrics={str(number == 2).lower()}"]
+        own = [
+            f"tracking.uri={uri}",
+            f"tracking.experiment=keys {number}",
+            f"tracking.run_name=run-{number}",
+        ]
+        chosen[f"run {number}"] = [
+            "tracking=mlflow",
+            *own,
+            f"tracking.system_metrics={str(number == 2).lower()}",
+        ]
     for name, overrides in chosen.items():
         config = config_of(*settings(*overrides))
         with RunDirectory(tmp_path / name) as run:
@@ -166,7 +214,9 @@ def tracking(tmp_path, monkeypatch, uri):
                 time.sleep(1)  # of which MLflow measures something
                 assert tracker.finish("done") == []
     client = MlflowClient(uri)
-    names = {experiment.name: experiment.experiment_id for experiment in client.search_experiments()}
+    names = {
+        experiment.name: experiment.experiment_id for experiment in client.search_experiments()
+    }
     for number in (1, 2):
         (found,) = client.search_runs([names[f"keys {number}"]])
         assert found.info.run_name == f"run-{number}"

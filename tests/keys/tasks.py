@@ -29,15 +29,36 @@ def task_of(*overrides):
 
 TALK = ("task=conversation", "task.environment=tasks.environments_for_tests.Counting")
 ROOM = ("rollout.max_completion_length=40", "accumulation.max_tokens=64")
-KINDS = ("reverse", "chain_sum", "shortest_path", "reasoning_gym", "prompts", "conversation", "guess", "sums")
+KINDS = (
+    "reverse",
+    "chain_sum",
+    "shortest_path",
+    "reasoning_gym",
+    "prompts",
+    "conversation",
+    "guess",
+    "sums",
+)
 
 
 @key(*(f"task/{name}.name" for name in KINDS))
 def task_name(tmp_path, monkeypatch):
     stand_in_gym(monkeypatch)
-    found = task_of(), task_of("task=reasoning_gym", "task.dataset=sums"), task_of(*prompts(tmp_path))
-    assert [type(task).__name__ for task in found] == ["ReverseTask", "ReasoningGymTask", "PromptsTask"]
-    room = ["rollout.max_completion_length=70", "model.max_positions=192", "accumulation.max_tokens=192"]
+    found = (
+        task_of(),
+        task_of("task=reasoning_gym", "task.dataset=sums"),
+        task_of(*prompts(tmp_path)),
+    )
+    assert [type(task).__name__ for task in found] == [
+        "ReverseTask",
+        "ReasoningGymTask",
+        "PromptsTask",
+    ]
+    room = [
+        "rollout.max_completion_length=70",
+        "model.max_positions=192",
+        "accumulation.max_tokens=192",
+    ]
     found = task_of("task=chain_sum", *room), task_of("task=shortest_path", *room)
     assert [type(task).__name__ for task in found] == ["ChainSumTask", "ShortestPathTask"]
     found = task_of("task=guess", *room), task_of(*TALK)
@@ -46,7 +67,8 @@ def task_name(tmp_path, monkeypatch):
 
 
 def stand_in_gym(monkeypatch) -> None:
-    """For the package, an extra, so that what it is asked for is seen: its questions name data set and options."""
+    """For the package, an extra, so that what it is asked for is seen: its questions name data set
+    and options."""
 
     class Data(list):
         def score_answer(self, answer, entry):
@@ -56,7 +78,9 @@ def stand_in_gym(monkeypatch) -> None:
 
     def create_dataset(name, seed, size, terms=0, long=None):
         questions = [f"{name} {seed} {terms} {i}" + 30 * "!" * (i == long) for i in range(size)]
-        return Data({"question": question, "answer": f"{i}"} for i, question in enumerate(questions))
+        return Data(
+            {"question": question, "answer": f"{i}"} for i, question in enumerate(questions)
+        )
 
     package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
     package.__spec__ = importlib.machinery.ModuleSpec("reasoning_gym", None)
@@ -69,14 +93,21 @@ def stand_in_gym(monkeypatch) -> None:
 def reasoning_gym(monkeypatch):
     stand_in_gym(monkeypatch)
     for dataset, terms, size in (("sums", 3, 2), ("dice", 5, 3)):
-        options = ["task=reasoning_gym", f"task.dataset={dataset}", f"task.options={{terms: {terms}, size: {size}}}"]
+        options = [
+            "task=reasoning_gym",
+            f"task.dataset={dataset}",
+            f"task.options={{terms: {terms}, size: {size}}}",
+        ]
         module, documents = sampled(*options, "seed=6")
         expected = [f"{dataset} 6 {terms} {i % size}" for i in range(4)]
         assert [prompt_of(module, document) for document in documents[::4]] == expected
 
 
 def prompts(folder, name="prompts.jsonl", offset=0) -> list[str]:
-    rows = [{"prompt": f"{i}?", "answer": i, "question": f"{i}!", "solution": -i} for i in range(offset, offset + 4)]
+    rows = [
+        {"prompt": f"{i}?", "answer": i, "question": f"{i}!", "solution": -i}
+        for i in range(offset, offset + 4)
+    ]
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ["task=prompts", f"task.path={folder / name}"]
 
@@ -101,20 +132,26 @@ def prompts_path(tmp_path):
     *("task/reasoning_gym.max_prompt_length", "task/prompts.max_prompt_length"),
 )
 def too_long(tmp_path, monkeypatch):
-    """A document has room for 24 tokens, four of them the completion's; or for 64, and for a prompt as is typed."""
+    """A document has room for 24 tokens, four of them the completion's; or for 64, and for a prompt
+    as is typed."""
     stand_in_gym(monkeypatch)
     gym = ["task=reasoning_gym", "task.dataset=sums", "task.options={long: 1, size: 4}"]
     file = prompts(tmp_path)
     with (tmp_path / "prompts.jsonl").open("a") as added:
         added.write(json.dumps({"prompt": 30 * "7", "answer": 7}))
     room = ["accumulation.max_tokens=64", "model.max_positions=64"]
-    for chosen, longest, expected in ((gym, 40, "sums 0 0 0|sums 0 0 2|sums 0 0 3"), (file, 30, "0?|1?|2?|3?")):
+    for chosen, longest, expected in (
+        (gym, 40, "sums 0 0 0|sums 0 0 2|sums 0 0 3"),
+        (file, 30, "0?|1?|2?|3?"),
+    ):
         sampled(*chosen, *room, f"task.max_prompt_length={longest}")
         for limit in ([], [*room, f"task.max_prompt_length={longest - 1}"]):
             with pytest.raises(DataError, match=r"task\.too_long=skip"):
                 sampled(*chosen, *limit, "task.too_long=refuse")
             module, documents = sampled(*chosen, *limit, "task.too_long=skip")
-            assert sorted({prompt_of(module, document) for document in documents}) == expected.split("|")
+            assert sorted(
+                {prompt_of(module, document) for document in documents}
+            ) == expected.split("|")
 
 
 def scores(texts, *overrides):
@@ -137,7 +174,9 @@ def answer_pattern(tmp_path):
     own = ["task=prompts", f"task.path={tmp_path / 'worked.jsonl'}"]
     assert scores(["-3", rows[3]["answer"]], *own) == [0, 1]
     assert scores(["-3", rows[3]["answer"]], *own, "task.answer_pattern='#### (.*)'") == [1, 0]
-    with pytest.raises(DataError, match=r"worked\.jsonl:1:answer: needs a text in which task\.answer_pattern="):
+    with pytest.raises(
+        DataError, match=r"worked\.jsonl:1:answer: needs a text in which task\.answer_pattern="
+    ):
         task_of(*own, "task.answer_pattern='x=(.*)'")
 
 
@@ -159,7 +198,9 @@ def verifier(tmp_path):
 def verifiers(tmp_path):
     """The reward is the sum of weight x score; the first says what an exact match is."""
     chosen = [*prompts(tmp_path), "task.verifier=null"]
-    several = "{right: {verifier: exact_match}, %s: {verifier: keys.tasks.half_of_length, weight: %s}}"
+    several = (
+        "{right: {verifier: exact_match}, %s: {verifier: keys.tasks.half_of_length, weight: %s}}"
+    )
     for name, weight in (("long", 0.5), ("other", -3)):
         task = task_of(*chosen, f"task.verifiers={several % (name, weight)}")
         prompt = next(found for found in map(task.prompt, range(4)) if found.text == "3?")
@@ -177,7 +218,9 @@ def verifier_processes(tmp_path):
         task = task_of(*own, f"task.verifier_processes={number}", "task.verifier_seconds=2")
         try:
             task.score(task.prompt(0), "pid", True)  # the first call of a process has more time
-            found = task.scores([Response(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")])
+            found = task.scores(
+                [Response(task.prompt(0), text, True) for text in ("sleep 30", "pid", "pid")]
+            )
         finally:
             task.close()
         assert [score.reward is None for score in found] == [True, False, False]
@@ -185,13 +228,19 @@ def verifier_processes(tmp_path):
         assert os.getpid() not in {score.reward for score in found}
 
 
-FAILURES = [f"task/{name}.{key}" for name in KINDS[3:6] for key in ("verifier_failure", "failure_score")]
+FAILURES = [
+    f"task/{name}.{key}" for name in KINDS[3:6] for key in ("verifier_failure", "failure_score")
+]
 
 
 @key(*FAILURES, "task/reasoning_gym.verifier_processes", "task/reasoning_gym.verifier_seconds")
 def verifier_failure(tmp_path, monkeypatch):
     stand_in_gym(monkeypatch)
-    talk_of = (TALK[0], "task.environment=tasks.environments_for_tests.Odd", "task.options={values: {score: null}}")
+    talk_of = (
+        TALK[0],
+        "task.environment=tasks.environments_for_tests.Odd",
+        "task.options={values: {score: null}}",
+    )
     silent = [*prompts(tmp_path), "task.verifier=tasks.verifiers_for_tests.scripted"]
     fixed = "task.verifier_failure=score"
     for chosen, expected in (([], None), ([fixed], 0.0), ([fixed, "task.failure_score=-2"], -2.0)):
@@ -207,7 +256,10 @@ def verifier_failure(tmp_path, monkeypatch):
 
 @key("task/conversation.environment", "task/conversation.options")
 def environment():
-    for more, says in (([], "+1"), (["task.environment=tasks.environments_for_tests.Endless"], "+")):
+    for more, says in (
+        ([], "+1"),
+        (["task.environment=tasks.environments_for_tests.Endless"], "+"),
+    ):
         assert talk(task_of(*TALK[:1], *(more or TALK[1:])), 1).messages[-1]["content"] == says
     for rounds in (1, 3):
         assert talk(task_of(*TALK, f"task.options={{rounds: {rounds}}}"), 9).turns == rounds + 1
@@ -240,7 +292,9 @@ def max_turns():
 def numbers():
     for number in (2, 50):
         task = task_of("task=guess", *ROOM, f"task.numbers={number}")
-        hidden = {one.environment._number for one in task.begin([task.prompt(i) for i in range(200)])}
+        hidden = {
+            one.environment._number for one in task.begin([task.prompt(i) for i in range(200)])
+        }
         assert (min(hidden) < number / 10, number * 0.9 - 1 < max(hidden) < number) == (True, True)
 
 
@@ -274,7 +328,12 @@ def environment_processes():
 def too_long_to_begin(tmp_path):
     rows = [{"prompt": "x" * (20 * (i == 1)) + "?", "answer": i} for i in range(4)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = [*TALK, f"task.path={tmp_path / 'prompts.jsonl'}", "accumulation.max_tokens=64", "model.max_positions=64"]
+    own = [
+        *TALK,
+        f"task.path={tmp_path / 'prompts.jsonl'}",
+        "accumulation.max_tokens=64",
+        "model.max_positions=64",
+    ]
     sampled(*own, "task.max_prompt_length=23")
     with pytest.raises(DataError, match=r"prompts\.jsonl:2 has 23.*task\.too_long=skip"):
         sampled(*own, "task.max_prompt_length=22", "task.too_long=refuse")

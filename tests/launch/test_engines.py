@@ -1,4 +1,5 @@
-"""Sweeps on Ray and through submitit, with both of them really running on this machine, and the runs they leave."""
+"""Sweeps on Ray and through submitit, with both of them really running on this machine, and the
+runs they leave."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ pytestmark = pytest.mark.slow
 STEPS = 120
 LONG = (f"trainer.max_steps={STEPS}", "trainer.checkpoint_every=10")
 RAY = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=auto")
-SUBMITIT = ("hydra/launcher=slurm", "hydra.launcher.cluster=local", "hydra.launcher.gpus_per_node=null")
+SUBMITIT = (
+    "hydra/launcher=slurm",
+    "hydra.launcher.cluster=local",
+    "hydra.launcher.gpus_per_node=null",
+)
 
 
 def ended(process) -> tuple[int, str]:
@@ -48,13 +53,23 @@ def status_of(directory) -> dict:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The run of a seed that nobody interrupted."""
-    return functools.cache(lambda seed: train_short(tmp_path_factory.mktemp("whole"), *LONG, f"seed={seed}"))
+    return functools.cache(
+        lambda seed: train_short(tmp_path_factory.mktemp("whole"), *LONG, f"seed={seed}")
+    )
 
 
 @pytest.fixture(scope="module")
 def ray_head():
-    """A head of Ray on the loopback interface, and the processes it has started, as a script begins it by `&`."""
-    command = [PGTK.with_name("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=2"]
+    """A head of Ray on the loopback interface, and the processes it has started, as a script begins
+    it by `&`."""
+    command = [
+        PGTK.with_name("ray"),
+        "start",
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        "--num-cpus=2",
+    ]
     command += ["--port=0", "--include-dashboard=false", "--disable-usage-stats"]
     lock = (Path(tempfile.gettempdir()) / "pgtk-tests-ray.lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)  # "auto" would find the head of another worker of pytest
@@ -72,7 +87,9 @@ def ray_head():
         lock.close()
 
 
-def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(tmp_path, ray_head, whole):
+def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again(
+    tmp_path, ray_head, whole
+):
     with started(tmp_path, *RAY, *LONG, "seed=0,1") as launcher:
         first = wait_for_steps(tmp_path, "seed-0", 25)
         process = psutil.Process(status_of(first)["pid"]).parent()
@@ -89,7 +106,9 @@ def test_a_killed_worker_of_ray_is_replaced_and_finished_jobs_are_not_sent_again
     status, output = sweep(tmp_path, *RAY, *LONG, "seed=0,1")
     assert status == 0, output
     assert not re.search("connecting|starts", output)
-    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")} == times
+    assert {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "sweep").glob("seed-*/**/*")
+    } == times
 
 
 def test_a_signal_to_a_sweep_on_ray_saves_its_jobs(tmp_path, ray_head):
@@ -107,22 +126,38 @@ def test_a_signal_to_a_sweep_on_ray_saves_its_jobs(tmp_path, ray_head):
 
 
 def test_a_failing_job_on_ray_is_one_line_with_its_log(tmp_path, ray_head):
-    wrong = ("optimizer.learning_rate=1e5", "optimizer.warmup_steps=0", "optimizer.weight_decay=10", "seed=0,1")
+    wrong = (
+        "optimizer.learning_rate=1e5",
+        "optimizer.warmup_steps=0",
+        "optimizer.weight_decay=10",
+        "seed=0,1",
+    )
     status, output = sweep(tmp_path, *RAY, *wrong)
     assert status == 1, output
-    assert len(re.findall(r"^failed: seed-\d-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)) == 2
+    assert (
+        len(
+            re.findall(
+                r"^failed: seed-\d-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M
+            )
+        )
+        == 2
+    )
 
 
 def test_a_head_that_does_not_answer_is_said(monkeypatch):
     monkeypatch.setattr(engines, "_SECONDS_TO_CONNECT", 1)
-    with pytest.raises(ConfigError, match=r"address=127\.0\.0\.1:1 needs a Ray cluster .*after 1 seconds"):
+    with pytest.raises(
+        ConfigError, match=r"address=127\.0\.0\.1:1 needs a Ray cluster .*after 1 seconds"
+    ):
         engines.RayEngine({"address": "127.0.0.1:1"}, {})
 
 
 def test_a_signal_ends_the_wait_for_a_head(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with started(tmp_path, *RAY[:1], f"hydra.launcher.ray.init.address={address}", "seed=0,1") as launcher:
+        with started(
+            tmp_path, *RAY[:1], f"hydra.launcher.ray.init.address={address}", "seed=0,1"
+        ) as launcher:
             while "connecting to Ray" not in launcher.stdout.readline():
                 pass
             launcher.send_signal(signal.SIGTERM)
@@ -141,7 +176,9 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
     assert status == 0, output
     assert len(json.loads((directory / "provenance.json").read_text())["resumed"]) == 1
     log = (directory / "run.log").read_text()
-    saved = int(re.search(r"^.*SIGUSR2\) after step (\d+); saved up to step \1", log, re.MULTILINE)[1])
+    saved = int(
+        re.search(r"^.*SIGUSR2\) after step (\d+); saved up to step \1", log, re.MULTILINE)[1]
+    )
     assert 25 <= saved < STEPS
     assert metrics_of(directory) == metrics_of(whole(0))
     status, output = sweep(tmp_path, *command)
@@ -150,10 +187,17 @@ def test_a_preempted_job_of_submitit_saves_and_is_queued_again(tmp_path, whole):
 
 
 def test_what_slurm_refuses_is_one_sentence(tmp_path):
-    path = os.pathsep.join(part for part in ENVIRONMENT["PATH"].split(os.pathsep) if not Path(part, "sbatch").exists())
+    path = os.pathsep.join(
+        part for part in ENVIRONMENT["PATH"].split(os.pathsep) if not Path(part, "sbatch").exists()
+    )
     command = [PGTK, "-m", *SHORT, "seed=0,1", "hydra/launcher=slurm", "hydra.sweep.dir=sweep"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT | {"PATH": path}
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=ENVIRONMENT | {"PATH": path},
     )
     assert done.returncode == 2, done.stderr
     assert "hydra/launcher=slurm needs a cluster that takes such jobs (got " in done.stderr

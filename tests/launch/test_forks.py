@@ -30,16 +30,19 @@ def score(completion, answer):
     if len(told["draws"]) == 1:
         told["environment"] = dict(os.environ)
         names = [one.name for one in threading.enumerate()]
-        lasting = [name for name in names if not name.endswith("(call)")]  # which is what MLflow is asked just now
+        # A thread "(call)" lives only while MLflow is asked something.
+        lasting = [name for name in names if not name.endswith("(call)")]
         told["threads"] = [torch.get_num_threads(), sorted(lasting)]
         told["blocked"] = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, []))
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        told["sockets"] = sum(os.path.exists(link) and "socket" in os.readlink(link) for link in links)
+        links = [link for link in links if os.path.exists(link)]
+        told["sockets"] = sum("socket" in os.readlink(link) for link in links)
     with open(f"{os.getpid()}.json", "w") as file:
         json.dump(told, file)
     return len(completion) % 3 / 2
 """
-"""A verifier that draws from every state which a fork shares, and tells what it finds in its process."""
+"""A verifier that draws from every state which a fork shares, and tells what it finds in its
+process."""
 
 
 LEAVING = """
@@ -62,7 +65,9 @@ def forks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(TELLING)
     (tmp_path / "leaving.py").write_text(LEAVING)
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}", "answer": "1"}}\n' for n in range(10, 40))
+    )
     return Forks(ENVIRONMENT | {"OMP_NUM_THREADS": "2", COUNTING: "0"})
 
 
@@ -81,22 +86,37 @@ def start(forks: Forks, name: str, *overrides: str, gpu: str | None = None) -> J
     directory = Path(name).resolve()
     directory.mkdir()
     config = plain_config(config_of(*OVERRIDES, *overrides))
-    job = {"command": ["pgtk"], "sweep": "s", "directory": str(directory), "overrides": [*overrides], "config": config}
+    job = {
+        "command": ["pgtk"],
+        "sweep": "s",
+        "directory": str(directory),
+        "overrides": [*overrides],
+        "config": config,
+    }
     (directory / ".job.json").write_text(json.dumps(job))
     return forks.start(directory / ".job.json", directory / "output.log", gpu)
 
 
 def told_by(directory: Path) -> dict:
-    return json.loads(Path(f"{json.loads((directory / 'status.json').read_text())['pid']}.json").read_text())
+    return json.loads(
+        Path(f"{json.loads((directory / 'status.json').read_text())['pid']}.json").read_text()
+    )
 
 
 def test_forked_jobs_are_those_that_are_started_alone(tmp_path, forks):
-    """Metrics, weights and moments, to the last bit; random states, environment, threads and signals."""
+    """Metrics, weights and moments, to the last bit; random states, environment, threads and
+    signals."""
     jobs = [start(forks, f"seed-{seed}", f"seed={seed}", gpu=f"{seed}") for seed in (1, 2)]
     assert [job.wait() for job in jobs] == [0, 0], (tmp_path / "seed-1" / "output.log").read_text()
-    alone = Command(tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2", COUNTING: "0"})
+    alone = Command(
+        tmp_path, *OVERRIDES, "seed=2", environment={"OMP_NUM_THREADS": "2", COUNTING: "0"}
+    )
     assert "reward" in alone.end()
-    assert metrics_of(tmp_path / "seed-2") == metrics_of(alone.directory) != metrics_of(tmp_path / "seed-1")
+    assert (
+        metrics_of(tmp_path / "seed-2")
+        == metrics_of(alone.directory)
+        != metrics_of(tmp_path / "seed-1")
+    )
     assert_equal(checkpoint_of(tmp_path / "seed-2", 6), checkpoint_of(alone.directory, 6))
     forked, one = told_by(tmp_path / "seed-2"), told_by(alone.directory)
     assert forked["draws"] == one["draws"] != told_by(tmp_path / "seed-1")["draws"]
@@ -137,11 +157,19 @@ def test_a_job_that_needs_no_mlflow_runs_where_it_is_missing(tmp_path, monkeypat
     (missing / "mlflow.py").write_text("raise ModuleNotFoundError('no mlflow here')")
     forks = Forks(ENVIRONMENT | {"PYTHONPATH": str(missing)})
     config = plain_config(config_of(*SHORT, "tracking=none", "trainer.max_steps=2"))
-    job = {"command": ["pgtk"], "sweep": "s", "directory": str(tmp_path / "job"), "overrides": [], "config": config}
+    job = {
+        "command": ["pgtk"],
+        "sweep": "s",
+        "directory": str(tmp_path / "job"),
+        "overrides": [],
+        "config": config,
+    }
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / ".job.json").write_text(json.dumps(job))
     status = forks.start(tmp_path / "job" / ".job.json", tmp_path / "job" / "output.log").wait()
-    assert (status, len(metrics_of(tmp_path / "job"))) == (0, 2), (tmp_path / "job" / "output.log").read_text()
+    assert (status, len(metrics_of(tmp_path / "job"))) == (0, 2), (
+        tmp_path / "job" / "output.log"
+    ).read_text()
 
 
 def test_a_killed_process_that_forks_is_said(forks):
@@ -162,24 +190,35 @@ def run_job(file):
 
 
 def test_a_job_runs_the_code_that_provenance_finds(tmp_path, monkeypatch):
-    """That of its start: code that was changed since the first job is imported anew, by the jobs that follow.
+    """That of its start: code that was changed since the first job is imported anew, by the jobs
+    that follow.
 
-    Where the home cannot be written, and matplotlib makes a folder for a while, a job leaves it to those that follow.
+    Where the home cannot be written, and matplotlib makes a folder for a while, a job leaves it to
+    those that follow.
     """
     shutil.copytree(Path(pgtoolkit.__file__).parent, package := tmp_path / "pgtoolkit")
     (tmp_path / "temporary").mkdir()
-    unwritable = {"HOME": "/proc/none", "MPLCONFIGDIR": "/proc/none", "TMPDIR": str(tmp_path / "temporary")}
+    unwritable = {
+        "HOME": "/proc/none",
+        "MPLCONFIGDIR": "/proc/none",
+        "TMPDIR": str(tmp_path / "temporary"),
+    }
     logs = [tmp_path / f"log-{number}" for number in range(3)]
-    (package / "launch" / "ranks.py").write_text(ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])"))
+    (package / "launch" / "ranks.py").write_text(
+        ANSWER.format(6, "os.path.isdir(os.environ['MPLCONFIGDIR'])")
+    )
     forks = Forks(ENVIRONMENT | unwritable | {"PYTHONPATH": str(tmp_path)})
     assert [forks.start("any", log).wait() for log in logs[:2]] == [6, 6]
-    (package / "launch" / "ranks.py").write_text(ANSWER.format(7, "'matplotlib' not in sys.modules"))
+    (package / "launch" / "ranks.py").write_text(
+        ANSWER.format(7, "'matplotlib' not in sys.modules")
+    )
     assert forks.start("any", logs[2]).wait() == 7
     assert [log.read_text() for log in logs] == [""] * 3
 
 
 class Recorded:
-    """In the place of `Forks`: what it is made with, and the GPU of each job, which ends when `ended` holds it."""
+    """In the place of `Forks`: what it is made with, and the GPU of each job, which ends when
+    `ended` holds it."""
 
     made, started, ended = [], [], set()
 

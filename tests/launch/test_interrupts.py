@@ -43,11 +43,17 @@ def test_a_signal_ends_the_step_saves_and_tells_how_to_resume(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("start", "status", "step"), [("", 75, 2), ("nohup ", 0, 3)])
-def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path, start, status, step):
+def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(
+    tmp_path, start, status, step
+):
     script = (
-        "import os, signal; from pgtoolkit.training.recorder import Recorder, log; from pgtoolkit.cli import main\n"
+        "import os, signal; from pgtoolkit.training.recorder import Recorder, log; from "
+        "pgtoolkit.cli import main\n"
     )
-    script += "log.info = lambda line, **_: line.startswith('step 2/') and os.kill(os.getpid(), signal.SIGHUP)\n"
+    script += (
+        "log.info = lambda line, **_: line.startswith('step 2/') and os.kill(os.getpid(), "
+        "signal.SIGHUP)\n"
+    )
     script += "import sys; sys.exit(main())"
     words = [*once(*SHORT, "trainer.max_steps=3"), f"hydra.run.dir={tmp_path / 'run'}"]
     command = start + shlex.join([sys.executable, "-c", script, *words])
@@ -57,10 +63,13 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_started_it(tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also where nohup started the tests
+        # also where nohup started the tests
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert (done.returncode, status_of(tmp_path / "run")["step"]) == (status, step), done.stderr
-    assert ("stopped as asked (SIGHUP) after step 2; saved up to step 2" in done.stderr) == (status == 75)
+    assert ("stopped as asked (SIGHUP) after step 2; saved up to step 2" in done.stderr) == (
+        status == 75
+    )
 
 
 INTERRUPTED_WHILE_IT_SPEAKS = """
@@ -108,7 +117,12 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_step(tmp_path):
-    command = [sys.executable, "-c", INTERRUPTED_IN_A_FINALIZER, *once(*SHORT, "trainer.max_steps=3")]
+    command = [
+        sys.executable,
+        "-c",
+        INTERRUPTED_IN_A_FINALIZER,
+        *once(*SHORT, "trainer.max_steps=3"),
+    ]
     command += [f"hydra.run.dir={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
@@ -118,8 +132,12 @@ def test_a_signal_whose_exception_python_drops_stops_the_run_before_its_first_st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")])
-def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, monkeypatch, number, moment):
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGTERM, "imports"), (signal.SIGINT, "build")]
+)
+def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(
+    tmp_path, monkeypatch, number, moment
+):
     command = Command(tmp_path, *SHORT, *LONG)
     # The folder is made before the imports, the configuration is written after them.
     sign = tmp_path / "run" / ("." if moment == "imports" else "config.yaml")
@@ -140,7 +158,9 @@ def test_a_signal_before_the_first_step_leaves_a_run_that_resumes(tmp_path, monk
 
 @pytest.mark.slow
 def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path):
-    command = Command(tmp_path, *SHORT, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256")
+    command = Command(
+        tmp_path, *SHORT, *LONG, "rollout.prompts_per_batch=64", "accumulation.docs_per_step=256"
+    )
     command.wait_for_steps(2)
     command.process.send_signal(signal.SIGINT)
     command.wait_for(lambda: "finishing this step" in command.log.read_text())
@@ -167,7 +187,11 @@ def test_killed_and_resumed(tmp_path, monkeypatch):
 
 def test_a_numerical_failure_exits_with_4_and_one_message(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    broken = ["optimizer.learning_rate=1e5", "optimizer.weight_decay=10", "accumulation.docs_per_step=4"]
+    broken = [
+        "optimizer.learning_rate=1e5",
+        "optimizer.weight_decay=10",
+        "accumulation.docs_per_step=4",
+    ]
     assert main([*once(*SHORT, *broken, "optimizer.warmup_steps=0"), "hydra.run.dir=run"]) == 4
     said = capsys.readouterr()
     assert "not finite" in said.err

@@ -1,4 +1,5 @@
-"""What becomes of runs whose node, disk, data or store gives out, or which a stranger has written."""
+"""What becomes of runs whose node, disk, data or store gives out, or which a stranger has
+written."""
 
 from __future__ import annotations
 
@@ -28,10 +29,18 @@ def test_a_lost_node_is_said_in_the_log_and_the_status_of_the_run(tmp_path, lost
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    overrides = once(*SHORT, "parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=1000")
+    overrides = once(
+        *SHORT, "parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=1000"
+    )
     ranks = []
     for rank in range(2):
-        place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         ranks.append(
             subprocess.Popen(
                 [PGTK, *overrides, f"hydra.run.dir={tmp_path / 'run'}"],
@@ -70,7 +79,9 @@ def test_a_directory_without_a_configuration_is_free_for_another_run(tmp_path, m
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1]
 
 
-def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_done(tmp_path, monkeypatch, capsys):
+def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_done(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     overrides = once(*SHORT, "trainer.max_steps=4", "trainer.checkpoint_every=2")
     whole = run(tmp_path / "whole", *overrides)
@@ -101,10 +112,13 @@ def test_one_command_starts_a_run_continues_it_and_leaves_it_alone_once_it_is_do
     assert main(["continue", "my run", *overrides]) == 0
     assert capsys.readouterr().out == "my run is done: nothing is left to train\n"
     assert main(["continue", "my run", *once(*overrides, "seed=5")]) == 2
-    refused = "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"  # nor by a resume
+    # nor by a resume
+    refused = "(got one with seed=0, not 5). A run is continued as it was. Use another directory.\n"
     assert capsys.readouterr().err.endswith(refused)
     assert main(["continue", "my run", *overrides, "loss=grpo"]) == 2
-    assert capsys.readouterr().err.endswith("Use another directory, or pgtk resume 'my run' loss=grpo.\n")
+    assert capsys.readouterr().err.endswith(
+        "Use another directory, or pgtk resume 'my run' loss=grpo.\n"
+    )
     assert main(["continue", "seed=5"]) == 2
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "my run").rglob("*")} == before
 
@@ -136,11 +150,21 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.slow
 def test_a_full_disk_leaves_no_status_that_says_running(tmp_path):
     mount = f"mount -t tmpfs -o size=3m none {tmp_path} && cd {tmp_path} && "
-    if subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} true"], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mount} true"], capture_output=True
+    ).returncode:
         pytest.skip("no file system can be mounted here")
-    train = [sys.executable, "-c", FILLED, *once(*SHORT, "trainer.keep_checkpoints=1"), "hydra.run.dir=run"]
+    train = [
+        sys.executable,
+        "-c",
+        FILLED,
+        *once(*SHORT, "trainer.keep_checkpoints=1"),
+        "hydra.run.dir=run",
+    ]
     script = f'{mount} "$@"; status=$?; cat run/status.json; exit $status'
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", script, "sh", *train], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script, "sh", *train], capture_output=True, text=True
+    )
     assert done.returncode == 6, done.stderr
     assert "No space left on device" in done.stderr
     status = json.loads(done.stdout[done.stdout.rindex("\n{\n") :])
@@ -165,10 +189,17 @@ def test_a_resumed_run_writes_to_no_folder_that_only_its_file_names(tmp_path, mo
     assert main(["resume", "run", "trainer.max_steps=5"]) == 0
 
 
-def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(tmp_path, monkeypatch, capsys):
+def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     rows = [
-        {"token_ids": [1, 2, 3], "loss_mask": [False, True, True], "old_log_probs": [0.0, -1.0, -1.0], "advantage": 1.0}
+        {
+            "token_ids": [1, 2, 3],
+            "loss_mask": [False, True, True],
+            "old_log_probs": [0.0, -1.0, -1.0],
+            "advantage": 1.0,
+        }
         for _ in range(20)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -185,7 +216,10 @@ def test_data_that_ends_before_the_last_step_is_said_and_can_be_read_again(tmp_p
     assert main([*recorded, "hydra.run.dir=run"]) == 0
     status, said = read_status(tmp_path / "run"), capsys.readouterr().out
     assert (status["state"], status["step"]) == ("done", 3)
-    assert status["reason"] == "the data ended after step 3 of 5: rollout.epochs=1 is how often it is read"
+    assert (
+        status["reason"]
+        == "the data ended after step 3 of 5: rollout.epochs=1 is how often it is read"
+    )
     assert status["reason"] in said
     assert "resume run rollout.epochs=2\n" in said
     assert main(["resume", "run", "rollout.epochs=2"]) == 0

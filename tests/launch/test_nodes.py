@@ -1,4 +1,5 @@
-"""Runs over several nodes as docs/rollouts.md types them: launchers of their own, and servers that run already."""
+"""Runs over several nodes as docs/rollouts.md types them: launchers of their own, and servers that
+run already."""
 
 import contextlib
 import os
@@ -24,17 +25,22 @@ PAGE = (Path(__file__).parents[2] / "docs/rollouts.md").read_text()
 
 
 def documented() -> list[tuple[str, ...]]:
-    """The overrides of each run on the page, after its variables; of `pgtk`, and of torchrun and srun."""
+    """The overrides of each run on the page, after its variables; of `pgtk`, and of torchrun and
+    srun."""
     commands, variables = [], {"HOME": "/home/user"}
     for block in re.findall(r"```(?:bash)?\n(.*?)```", PAGE, flags=re.DOTALL):
         block = block.replace("\\\n", " ")
-        for name, value in re.findall(r'^(JOB|VLLM)="(.*?)"', block, flags=re.DOTALL | re.MULTILINE):
+        for name, value in re.findall(
+            r'^(JOB|VLLM)="(.*?)"', block, flags=re.DOTALL | re.MULTILINE
+        ):
             variables[name] = " ".join(value.split()).replace("$HOME", variables["HOME"])
         for line in re.sub(r'^\w+=".*?"', "", block, flags=re.DOTALL | re.MULTILINE).splitlines():
             for name, value in variables.items():
                 line = line.replace(f"${name}", value)
             words = shlex.split(line, comments=True)
-            places = [place for place, word in enumerate(words) if word in ("pgtk", "pgtoolkit.cli")]
+            places = [
+                place for place, word in enumerate(words) if word in ("pgtk", "pgtoolkit.cli")
+            ]
             overrides = [word for word in words[places[0] + 1 :] if "=" in word] if places else []
             if overrides:
                 commands.append(tuple(overrides))
@@ -48,7 +54,9 @@ def test_every_documented_run_passes_the_checks(tmp_path, monkeypatch):
     save_with_tokenizer(small_llama(num_attention_heads=4, num_hidden_layers=2), tmp_path / "qwen")
     commands = documented()
     sizes = [tuple(re.findall(r"(\w+)_parallel=(\d+)", " ".join(one))) for one in commands]
-    assert {(), (("data", "8"),), (("tensor", "4"),), (("data", "16"),), (("data", "32"),)} <= {*sizes}
+    assert {(), (("data", "8"),), (("tensor", "4"),), (("data", "16"),), (("data", "32"),)} <= {
+        *sizes
+    }
     for overrides in commands:
         typed = [override.replace("math_verify", "exact_match") for override in overrides]
         assert check_run(compose(typed), typed).report.problems == [], overrides
@@ -62,9 +70,25 @@ def free_port() -> int:
 
 def trained_on_two_nodes(folder: Path, *overrides: str) -> Path:
     """The run of two launchers of torchrun, one of each node, with a rank each."""
-    port, streams = free_port(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    own = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
-    command = [sys.executable, "-m", "torch.distributed.run", *own, "--local-addr=127.0.0.1", "-m", "pgtoolkit.cli"]
+    port, streams = (
+        free_port(),
+        {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},
+    )
+    own = (
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *own,
+        "--local-addr=127.0.0.1",
+        "-m",
+        "pgtoolkit.cli",
+    ]
     command += [*once(*overrides, "parallelism.data_parallel=2"), f"hydra.run.dir={folder}/run"]
     nodes = [subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, **streams) for _ in range(2)]
     shown = [node.communicate(timeout=240)[0] for node in nodes]
@@ -91,7 +115,11 @@ def test_two_nodes_sample_and_train_as_one_process_does(tmp_path):
 def running_server(model: Path, port: int):
     """As the page starts one; its own child ends with it."""
     section = PAGE.partition("## Running servers")[2]
-    typed = re.search(r"vllm serve FOLDER (.*?)```", section, flags=re.DOTALL).group(1).replace("\\\n", " ")
+    typed = (
+        re.search(r"vllm serve FOLDER (.*?)```", section, flags=re.DOTALL)
+        .group(1)
+        .replace("\\\n", " ")
+    )
     command = f"{COMMAND} serve {model} --port {port} {typed}".replace("bfloat16", "float32")
     server = subprocess.Popen(
         shlex.split(command), env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, start_new_session=True
@@ -107,9 +135,15 @@ def running_server(model: Path, port: int):
 def test_two_nodes_train_on_what_a_server_samples_that_runs_already(tmp_path):
     model = save_llama(tmp_path / "model")
     settings = with_model(model, "trainer.device=cpu", "model.dtype=float32", "trainer.max_steps=4")
-    settings += ["sampler=vllm", "sampler.start_seconds=170", f"sampler.weights_folder={tmp_path}/weights"]
+    settings += [
+        "sampler=vllm",
+        "sampler.start_seconds=170",
+        f"sampler.weights_folder={tmp_path}/weights",
+    ]
     with running_server(model, free_port()) as url:
-        found = trained_on_two_nodes(tmp_path, *settings, f"sampler.urls=[{url}]", "parallelism=fsdp")
+        found = trained_on_two_nodes(
+            tmp_path, *settings, f"sampler.urls=[{url}]", "parallelism=fsdp"
+        )
         expected = run_on_ranks(tmp_path / "one", [*settings, f"sampler.urls=[{url}]"])
     assert_same(found, expected)
     assert list((tmp_path / "weights").iterdir()) == []

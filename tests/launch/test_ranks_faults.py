@@ -1,4 +1,5 @@
-"""What becomes of a run of several processes when one of them is killed, stopped, frozen or started wrongly.
+"""What becomes of a run of several processes when one of them is killed, stopped, frozen or started
+wrongly.
 
 Every case is the installed command with real processes, and bounded in time.
 """
@@ -17,7 +18,12 @@ from builders.commands import PGTK, Command
 from builders.runs import SHORT, metrics_of, once
 
 pytestmark = pytest.mark.slow
-LONG = ("parallelism=ddp", "trainer.max_steps=100000", "trainer.checkpoint_every=5", "trainer.keep_checkpoints=2")
+LONG = (
+    "parallelism=ddp",
+    "trainer.max_steps=100000",
+    "trainer.checkpoint_every=5",
+    "trainer.keep_checkpoints=2",
+)
 
 
 class Run(Command):
@@ -38,7 +44,11 @@ class Run(Command):
 
 
 def listening(process: int) -> list:
-    return [one for one in psutil.Process(process).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    return [
+        one
+        for one in psutil.Process(process).net_connections("inet")
+        if one.status == psutil.CONN_LISTEN
+    ]
 
 
 @pytest.fixture
@@ -76,7 +86,9 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on(start)
     rows = metrics_of(run.directory)
     assert len(rows) == run.status["step"] >= first + 2
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert [row["documents_seen"] for row in rows] == [8 * number for number in range(1, len(rows) + 1)]
+    assert [row["documents_seen"] for row in rows] == [
+        8 * number for number in range(1, len(rows) + 1)
+    ]
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.4])
@@ -94,7 +106,8 @@ def test_ctrl_c_as_soon_as_workers_exist_leaves_no_traceback(start, seconds):
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(start):
-    """Rank 0, which cannot write down itself how it ended. Until then nothing listened to the network."""
+    """Rank 0, which cannot write down itself how it ended. Until then nothing listened to the
+    network."""
     run = start(*SHORT, *LONG)
     sockets = [one for process in (run.process, *run.workers()) for one in listening(process.pid)]
     assert len(sockets) > 2  # the store, and gloo in each worker
@@ -136,10 +149,20 @@ def test_ranks_of_a_launcher_train_together_and_a_wrong_number_of_them_is_refuse
     """As torchrun starts them: one environment for each."""
 
     def begin(rank: int, size: int, *overrides: str) -> subprocess.Popen:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         environment = os.environ | {name: str(value) for name, value in place.items()}
         return subprocess.Popen(
-            [PGTK, *once(*SHORT, *overrides, "trainer.max_steps=2"), f"hydra.run.dir={tmp_path / 'run'}"],
+            [
+                PGTK,
+                *once(*SHORT, *overrides, "trainer.max_steps=2"),
+                f"hydra.run.dir={tmp_path / 'run'}",
+            ],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -156,7 +179,9 @@ def test_ranks_of_a_launcher_train_together_and_a_wrong_number_of_them_is_refuse
     assert "WORLD_SIZE=3 needs the product of the parallel sizes, 2 = " in errors
     assert not (tmp_path / "run").exists()
     ranks = [begin(rank, 2, "parallelism=ddp") for rank in range(2)]
-    (shown, errors), (others, other_errors) = (process.communicate(timeout=120) for process in ranks)
+    (shown, errors), (others, other_errors) = (
+        process.communicate(timeout=120) for process in ranks
+    )
     assert [process.returncode for process in ranks] == [0, 0], errors + other_errors
     assert shown.count("step 2/2") == 1
     assert (others, other_errors) == ("", "")

@@ -19,14 +19,24 @@ from pgtoolkit.ranks.environment import Rank, first_host, joined
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.tracking.signals import stop_signals_recorded
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+)
 
 
 @pytest.fixture
 def environment(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    return lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+    return lambda **variables: [
+        monkeypatch.setenv(name, value) for name, value in variables.items()
+    ]
 
 
 def test_a_process_started_alone_has_no_place(environment):
@@ -43,7 +53,12 @@ def test_the_place_that_torchrun_gives(environment):
 
 
 def test_the_place_that_srun_gives(environment):
-    environment(SLURM_PROCID="5", SLURM_STEP_NUM_TASKS="8", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[03-04]")
+    environment(
+        SLURM_PROCID="5",
+        SLURM_STEP_NUM_TASKS="8",
+        SLURM_LOCALID="1",
+        SLURM_STEP_NODELIST="gpu[03-04]",
+    )
     environment(SLURM_JOB_ID="77", SLURM_STEP_ID="2")
     assert joined() == Rank(number=5, world_size=8, local=1, address="gpu03", port=20541)
     environment(MASTER_ADDR="head", MASTER_PORT="9")
@@ -64,7 +79,13 @@ def test_a_place_that_makes_no_sense_is_refused(environment, variables, shows):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"), [("gpu[03-05,7],login", "gpu03"), ("login,gpu[1-2]", "login"), ("a-b[9]", "a-b9"), ("n1", "n1")]
+    ("nodes", "first"),
+    [
+        ("gpu[03-05,7],login", "gpu03"),
+        ("login,gpu[1-2]", "login"),
+        ("a-b[9]", "a-b9"),
+        ("n1", "n1"),
+    ],
 )
 def test_the_first_of_a_list_of_nodes(nodes, first):
     assert first_host(nodes) == first
@@ -102,7 +123,9 @@ def test_a_full_disk_in_a_worker_is_no_defect(environment, monkeypatch, tmp_path
     full = OSError(errno.ENOSPC, "No space left on device", "outputs/x")
     status, training = work(monkeypatch, tmp_path, full)
     assert status == 6
-    said = ("" if rank == 0 else "rank 1: ") + "outputs/x cannot be read or written: No space left on device"
+    said = (
+        "" if rank == 0 else "rank 1: "
+    ) + "outputs/x cannot be read or written: No space left on device"
     with pytest.raises(StorageError, match=f"^{said}$"):
         _conclude(tmp_path, {rank: SimpleNamespace(returncode=6)}, [], [], training)
 

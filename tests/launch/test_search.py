@@ -1,4 +1,5 @@
-"""A sweep whose values Optuna proposes: what they are drawn from, and that the same results lead to the same values."""
+"""A sweep whose values Optuna proposes: what they are drawn from, and that the same results lead to
+the same values."""
 
 import pytest
 
@@ -7,8 +8,17 @@ from pgtoolkit.config.sweeps import compose_sweep
 from pgtoolkit.launch.search import run_search
 
 SEARCHED = [
-    *("hydra/sweeper=optuna_search", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=5", "loss=grpo"),
-    *("seed=range(1,9,2)", "loss.epsilon_low=tag(log,interval(1e-4,1e-2))", "aggregation=constant,token_mean"),
+    *(
+        "hydra/sweeper=optuna_search",
+        "hydra.sweeper.n_trials=12",
+        "hydra.sweeper.n_jobs=5",
+        "loss=grpo",
+    ),
+    *(
+        "seed=range(1,9,2)",
+        "loss.epsilon_low=tag(log,interval(1e-4,1e-2))",
+        "aggregation=constant,token_mean",
+    ),
     "rollout.group_size=int(interval(2,8))",
 ]
 
@@ -22,7 +32,11 @@ def test_values_are_drawn_from_what_was_typed():
         "aggregation": Axis(values=("constant", "token_mean")),
         "rollout.group_size": Axis(low=2, high=8),
     }
-    assert (search.settings["n_trials"], search.settings["n_jobs"], search.settings["seed"]) == (12, 5, 0)
+    assert (search.settings["n_trials"], search.settings["n_jobs"], search.settings["seed"]) == (
+        12,
+        5,
+        0,
+    )
 
 
 def test_an_axis_of_a_file_is_replaced_by_what_is_typed(tmp_path):
@@ -43,7 +57,9 @@ def test_the_same_results_lead_to_the_same_values():
         def run(jobs, first):
             launched.append((first, jobs))
             values = [dict(override.split("=") for override in job) for job in jobs]
-            return [None if job["seed"] == "3" else float(job["loss.epsilon_low"]) for job in values]
+            return [
+                None if job["seed"] == "3" else float(job["loss.epsilon_low"]) for job in values
+            ]
 
         run_search(compose_sweep(SEARCHED).search, run)
         return launched

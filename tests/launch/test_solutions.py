@@ -17,18 +17,35 @@ def solutions(capsys, *arguments, status=0):
 
 def test_rows_are_the_worked_answers_and_are_trained_as_a_policy_would_write_them(tmp_path, capsys):
     file = tmp_path / "train.jsonl"
-    said = solutions(capsys, file, "task=chain_sum", "task.min_terms=2", "task.max_terms=2", "seed=7", "--count", 300)
+    said = solutions(
+        capsys,
+        file,
+        "task=chain_sum",
+        "task.min_terms=2",
+        "task.max_terms=2",
+        "seed=7",
+        "--count",
+        300,
+    )
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     different = len({row["prompt"] for row in rows})
     assert different < len(rows) == 300
-    assert said.startswith(f"300 rows of task=chain_sum with seed 7, {different} of them different: ")
+    assert said.startswith(
+        f"300 rows of task=chain_sum with seed 7, {different} of them different: "
+    )
     for row in rows:
         first, second = map(int, row["prompt"].removesuffix("=").split("+"))
         total = f"{(first + second) % 100:02}"
         assert row["completion"] == f"{first}+{second}={total};{total}"
         assert not is_held_out(row["prompt"])
     module, loader = built(
-        *("experiment=sft", f"rollout.path={file}", "task=chain_sum", "trainer.device=cpu", "tracking=none")
+        *(
+            "experiment=sft",
+            f"rollout.path={file}",
+            "task=chain_sum",
+            "trainer.device=cpu",
+            "tracking=none",
+        )
     )
     decode = module.policy.tokenizer.decode
     for row, document in zip(rows, next(iter(loader)).documents, strict=False):

@@ -1,4 +1,5 @@
-"""Sweeps without their processes: which job is which, where it may write, what is checked before the first starts."""
+"""Sweeps without their processes: which job is which, where it may write, what is checked before
+the first starts."""
 
 import json
 import re
@@ -68,7 +69,10 @@ def test_what_became_of_a_job_is_read_from_its_directory(tmp_path):
 def test_another_configuration_in_the_directory_is_refused(tmp_path):
     job = planned("seed=1")
     with RunDirectory(tmp_path / "job") as run:
-        run.write_config(plain_config(planned("seed=1", "tracking=none", "trainer.checkpoint_every=3").config), [])
+        run.write_config(
+            plain_config(planned("seed=1", "tracking=none", "trainer.checkpoint_every=3").config),
+            [],
+        )
     job.update_from(tmp_path)
     with RunDirectory(tmp_path / "job") as run:
         run.write_config(plain_config(planned("seed=1", "trainer.max_steps=900").config), [])
@@ -89,7 +93,8 @@ def test_a_failed_job_goes_on_from_its_checkpoint_and_a_finished_one_is_left_alo
     assert (status["state"], status["step"], status["sweep"]) == ("done", 6, "mine")
     assert metrics_of(failed) == metrics_of(whole)
     rows = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (failed, whole)]
-    assert [ours == first for ours, first in zip(*rows, strict=True)] == [True] * 4 + [False] * 2  # with their times
+    # with their times
+    assert [ours == first for ours, first in zip(*rows, strict=True)] == [True] * 4 + [False] * 2
     assert_equal(checkpoint_of(failed, 6), checkpoint_of(whole, 6))
     before = {file: file.stat().st_mtime_ns for file in failed.rglob("*")}
     train_job(config_of(*SHORT), failed, [], "mine")
@@ -100,11 +105,16 @@ def test_a_sweep_is_held_by_one_launcher(tmp_path):
     sweep = Sweep(tmp_path / "s", ["pgtk", "-m", "seed=1"], jobs={"job": planned("seed=1")})
     with sweep.held():
         sweep.save()
-        with pytest.raises(ConfigError, match="in use by process"), Sweep(tmp_path / "s", []).held():
+        with (
+            pytest.raises(ConfigError, match="in use by process"),
+            Sweep(tmp_path / "s", []).held(),
+        ):
             pass
     saved = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert (saved["name"], saved["command"]) == ("s", ["pgtk", "-m", "seed=1"])
-    assert {"name", "directory", "overrides", "status", "reason", "log", "seconds"} <= saved["jobs"][0].keys()
+    assert {"name", "directory", "overrides", "status", "reason", "log", "seconds"} <= saved[
+        "jobs"
+    ][0].keys()
     (other := planned("seed=2")).directory = "other"
     again = Sweep(tmp_path / "s", [], jobs={"other": other})
     with again.held():
@@ -138,7 +148,9 @@ def test_the_same_command_finds_its_folder_again():
     assert folder("seed=1,2", "hydra.sweep.dir=mine/now") == "mine/now"
     file = sweep_file("metrics_cost")
     assert check([], True, sweep_file=file).sweep.folder == Path("outputs/sweeps/metrics_cost")
-    assert check(["seed=1"], True, sweep_file=file).sweep.folder == Path("outputs/sweeps/metrics_cost_seed-1")
+    assert check(["seed=1"], True, sweep_file=file).sweep.folder == Path(
+        "outputs/sweeps/metrics_cost_seed-1"
+    )
 
 
 def test_directories_are_named_by_what_varies_and_do_not_depend_on_the_order():
@@ -151,12 +163,17 @@ def test_directories_are_named_by_what_varies_and_do_not_depend_on_the_order():
 
 def test_a_job_is_found_again_where_something_else_varied(tmp_path):
     place = f"hydra.sweep.dir={tmp_path}"
-    (first,) = check(["seed=1", "loss=gspo", "trainer.max_steps=9", place], True).sweep.jobs.values()
+    (first,) = check(
+        ["seed=1", "loss=gspo", "trainer.max_steps=9", place], True
+    ).sweep.jobs.values()
     with RunDirectory(tmp_path / first.directory) as run:
         run.write_config(plain_config(first.config), [])
         run.set_status("done", 9)
     jobs = check(["seed=1,2", "trainer.max_steps=9", place], True).sweep.jobs
-    assert [(name == first.directory, job.status) for name, job in jobs.items()] == [(True, "done"), (False, "pending")]
+    assert [(name == first.directory, job.status) for name, job in jobs.items()] == [
+        (True, "done"),
+        (False, "pending"),
+    ]
 
 
 def test_the_same_configuration_twice_is_one_job():
@@ -166,13 +183,16 @@ def test_the_same_configuration_twice_is_one_job():
 
 
 def test_two_configurations_do_not_share_a_directory(capsys):
-    assert "Two jobs would write to one directory" in refused(capsys, "check", "-m", "seed=1,2", "hydra.sweep.subdir=x")
+    assert "Two jobs would write to one directory" in refused(
+        capsys, "check", "-m", "seed=1,2", "hydra.sweep.subdir=x"
+    )
 
 
 def test_all_problems_of_all_jobs_come_before_the_first_starts(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(
-        "defaults: [config, _self_]\nhydra: {sweeper: {params: {loss: 'grpo,gspo', loss.num_splits: '1,2'}}}\n"
+        "defaults: [config, _self_]\nhydra: {sweeper: {params: {loss: 'grpo,gspo', "
+        "loss.num_splits: '1,2'}}}\n"
     )
     wrong = ["hydra.launcher.n_jobs=0", "seed=-1,x"]
     for command in (["sweep", "mine.yaml"], ["check", "sweep", "mine.yaml"]):
@@ -191,15 +211,26 @@ def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
         return "\n".join(problems(check(["seed=1,2", *overrides], multirun=True)))
 
     monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", list)
-    said = "needs a GPU (got none). It counts jobs on each GPU of this machine. Use hydra.launcher.n_jobs=2."
+    said = (
+        "needs a GPU (got none). It counts jobs on each GPU of this machine. Use "
+        "hydra.launcher.n_jobs=2."
+    )
     assert refusals("hydra.launcher.jobs_per_gpu=2").endswith(said)
     monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr("pgtoolkit.training.machine.gpu_memory", lambda: 2.3e9)
     assert refusals("hydra.launcher.jobs_per_gpu=3") == ""
     said = "needs 4 times 0.734 GB of each GPU (got 2.3). That is what a job takes at most. Use "
-    assert refusals("hydra.launcher.jobs_per_gpu=4").endswith(said + "hydra.launcher.jobs_per_gpu=3.")
-    assert refusals("hydra.launcher.jobs_per_gpu=3", "model.hidden_size=512").endswith("hydra.launcher.jobs_per_gpu=2.")
-    larger = ("accumulation.docs_per_step=4096", "accumulation.max_tokens=65536", "rollout.prompts_per_batch=512")
+    assert refusals("hydra.launcher.jobs_per_gpu=4").endswith(
+        said + "hydra.launcher.jobs_per_gpu=3."
+    )
+    assert refusals("hydra.launcher.jobs_per_gpu=3", "model.hidden_size=512").endswith(
+        "hydra.launcher.jobs_per_gpu=2."
+    )
+    larger = (
+        "accumulation.docs_per_step=4096",
+        "accumulation.max_tokens=65536",
+        "rollout.prompts_per_batch=512",
+    )
     said = "hydra.launcher.jobs_per_gpu=1, or accumulation.max_tokens=7936."
     assert refusals("hydra.launcher.jobs_per_gpu=2", *larger).endswith(said)
     for override, got in (
@@ -237,19 +268,34 @@ def test_the_page_shows_what_varies_and_what_is_done(tmp_path, capsys, monkeypat
 
 
 def test_values_that_a_search_draws_make_a_job_as_others_do():
-    checked = check(["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True)
+    checked = check(
+        ["seed=1,2", "loss=grpo", "hydra.sweep.subdir=x/${hydra.job.override_dirname}"], True
+    )
     assert list(checked.sweep.jobs) == ["x/seed=1", "x/seed=2"]
     drawn = checked.plan(["seed=7", "loss=grpo"], 2)
-    assert (drawn.config.seed, drawn.config.loss.name, drawn.job.directory) == (7, "grpo", "x/seed=7")
+    assert (drawn.config.seed, drawn.config.loss.name, drawn.job.directory) == (
+        7,
+        "grpo",
+        "x/seed=7",
+    )
     assert checked.plan(["seed=2", "loss=grpo"], 3).job is checked.runs[1].job
     (problem,) = checked.plan(["seed=x"], 3).report.problems
     assert problem.startswith("seed=x needs a whole number")
 
 
 def test_jobs_that_differ_in_values_alone_are_those_that_hydra_composes(tmp_path):
-    """Of each kind the first is composed: what follows from other keys, defaults and notes are of each job's own."""
-    axes = ["loss=grpo,gspo", "accumulation.docs_per_step=16,32", "optimizer.warmup_steps=3,400", "seed=1,2"]
-    axes += ["trainer.max_steps='${pgtk.divide:320,${accumulation.docs_per_step}}'", "model.random_weights=true,false"]
+    """Of each kind the first is composed: what follows from other keys, defaults and notes are of
+    each job's own."""
+    axes = [
+        "loss=grpo,gspo",
+        "accumulation.docs_per_step=16,32",
+        "optimizer.warmup_steps=3,400",
+        "seed=1,2",
+    ]
+    axes += [
+        "trainer.max_steps='${pgtk.divide:320,${accumulation.docs_per_step}}'",
+        "model.random_weights=true,false",
+    ]
     save_with_tokenizer(small_llama(max_position_embeddings=1024), tmp_path / "model")
     axes += ["model=huggingface", f"model.path={tmp_path / 'model'}", "tracking.run_name=a-${seed}"]
     checked = check([*axes, f"hydra.sweep.dir={tmp_path}"], True)
@@ -290,7 +336,10 @@ def test_a_sweep_that_is_not_there(capsys, arguments, shows):
 def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
     said = refused(capsys, "sweep", str(tmp_path / "mine.yaml"))
-    assert "the configuration needs the keys of an option in every group (got none in loss, aggregation" in said
+    assert (
+        "the configuration needs the keys of an option in every group (got none in loss, "
+        "aggregation"
+    ) in said
     assert said.endswith("Use defaults: [config, override /loss: OPTION, _self_].\n")
 
 
@@ -316,9 +365,13 @@ def test_other_launchers_and_the_search_say_what_installs_them(capsys, monkeypat
 def test_settings_of_the_launchers_are_typed(capsys):
     assert "n_jobs" in refused(capsys, "check", "-m", "hydra.launcher.n_jobs=many", "seed=1,2")
     assert "n_job" in refused(capsys, "check", "-m", "hydra.launcher.n_job=2", "seed=1,2")
-    slurm = compose_sweep(["hydra/launcher=slurm", "hydra.launcher.partition=gpu", "seed=1,2"]).launcher
+    slurm = compose_sweep(
+        ["hydra/launcher=slurm", "hydra.launcher.partition=gpu", "seed=1,2"]
+    ).launcher
     assert slurm.kind == "slurm"
-    assert [slurm.settings[name] for name in ("partition", "max_num_timeout", "tasks_per_node")] == ["gpu", 3, 1]
+    assert [
+        slurm.settings[name] for name in ("partition", "max_num_timeout", "tasks_per_node")
+    ] == ["gpu", 3, 1]
 
 
 # Paths
@@ -327,7 +380,10 @@ def test_settings_of_the_launchers_are_typed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "shows"),
     [
-        (["task=prompts", "task.path=../../x", "hydra.run.dir=outputs/${task.path}"], "without '..'"),
+        (
+            ["task=prompts", "task.path=../../x", "hydra.run.dir=outputs/${task.path}"],
+            "without '..'",
+        ),
         (["hydra.run.dir=${nothing}/x"], "a value that resolves"),
         (["tracking.run_name=../../x"], "tracking.run_name=../../x needs"),
         (["-m", "seed=1,2", "hydra.sweep.dir=a/../.."], "without '..'"),

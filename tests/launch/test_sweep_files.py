@@ -20,21 +20,37 @@ from pgtoolkit.launch.check import check, problems
 from pgtoolkit.runs.find import Run
 from pgtoolkit.runs.records import leaves
 
-SIZES = {"loss_by_aggregation": 24, "clip_range": 8, "docs_per_step": 8, "metrics_cost": 3, "clip_range_optuna": 2}
-SIZES |= {"staleness": 24, "learning_rate_by_aggregation": 24, "study_loss_rates": 56, "study_loss": 48}
+SIZES = {
+    "loss_by_aggregation": 24,
+    "clip_range": 8,
+    "docs_per_step": 8,
+    "metrics_cost": 3,
+    "clip_range_optuna": 2,
+}
+SIZES |= {
+    "staleness": 24,
+    "learning_rate_by_aggregation": 24,
+    "study_loss_rates": 56,
+    "study_loss": 48,
+}
 SIZES |= {"study_aggregation": 80, "study_lag": 216, "study_controls": 12, "study_starts": 28}
 SIZES |= {"study_anchor": 128, "pretrained_rates": 24, "pretrained_loss": 32}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in sweep_files() if name != "real_model"])  # which needs files
+# which needs files
+@pytest.mark.parametrize("name", [name for name in sweep_files() if name != "real_model"])
 def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
     for start in range(1, 11) if name.startswith("study_") else ():
-        save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("outputs/study") / f"small-{start}")
+        save_with_tokenizer(
+            small_llama(max_position_embeddings=1024), Path("outputs/study") / f"small-{start}"
+        )
     if name.startswith("pretrained_"):
-        save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("outputs/study/smollm2"))
+        save_with_tokenizer(
+            small_llama(max_position_embeddings=1024), Path("outputs/study/smollm2")
+        )
         write_problems(Path("outputs/study/arithmetic"))
     checked = check([], True, sweep_file=sweep_file(name))
     assert problems(checked) == []
@@ -42,7 +58,14 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     lines = sweep_file(name).read_text().splitlines()
     assert lines[0] == f"# pgtk sweep {name}"
     assert "?" in lines[1]
-    if name in ("study_loss", "study_starts", "study_aggregation", "study_lag", "study_anchor", "pretrained_loss"):
+    if name in (
+        "study_loss",
+        "study_starts",
+        "study_aggregation",
+        "study_lag",
+        "study_anchor",
+        "pretrained_loss",
+    ):
         assert contrasts(checked, name) == predicted(name)
 
 
@@ -63,9 +86,17 @@ def contrasts(checked, name):
     metric, runs = parse_metric(args.metric)[1], []
     for run in checked.runs:
         columns = {key: np.array([1.0]) for key in ("step", "documents_seen", metric)}
-        runs.append(Run("", "", "done", config=dict(leaves(plain_config(run.config))), columns=columns))
+        runs.append(
+            Run("", "", "done", config=dict(leaves(plain_config(run.config))), columns=columns)
+        )
     compared = compare(runs, args.metric, args.best_of, over=args.over, against=args.against)
-    return sorted({compared.arm(compared.groups[pair.second]) for pairs in planned(compared) for pair in pairs})
+    return sorted(
+        {
+            compared.arm(compared.groups[pair.second])
+            for pairs in planned(compared)
+            for pair in pairs
+        }
+    )
 
 
 def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, monkeypatch):
@@ -74,7 +105,9 @@ def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, 
     template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     save_with_tokenizer(small_llama(max_position_embeddings=1024), Path("qwen-sft"), template)
     for name in ("prompts", "test"):
-        Path(f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name} 12", "answer": "144"}) + "\n")
+        Path(f"{name}.jsonl").write_text(
+            json.dumps({"prompt": f"{name} 12", "answer": "144"}) + "\n"
+        )
     assert main(["check", "sweep", "real_model"]) == 0
     page = capsys.readouterr().out
     assert "Sweep of 6 runs" in page
@@ -86,5 +119,7 @@ def test_the_sweep_of_a_real_model_has_nothing_to_complain_of(capsys, tmp_path, 
 
 def test_the_runs_of_docs_per_step_train_on_as_many_documents():
     runs = check([], True, sweep_file=sweep_file("docs_per_step")).runs
-    assert {run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs} == {19200}
+    assert {
+        run.config.trainer.max_steps * run.config.accumulation.docs_per_step for run in runs
+    } == {19200}
     assert all(type(run.config.trainer.max_steps) is int for run in runs)

@@ -33,12 +33,16 @@ def test_the_line_counts_jobs_and_steps(tmp_path):
     status, written = on_terminal([sys.executable, "-c", JOBS], tmp_path)
     assert status == 0, written
     # 10 + 4 steps are made, 10 more are not needed, and 1 was made before: 25 of 40.
-    assert re.search(r"2/4 jobs \|██████▎   \| \d:\d\d left 1 running 1 failed 1 done", written), written
+    assert re.search(r"2/4 jobs \|██████▎   \| \d:\d\d left 1 running 1 failed 1 done", written), (
+        written
+    )
     assert "4 jobs |██▊       |" in written  # before: 11 of 40
 
 
 def test_in_a_file_there_is_no_such_line(tmp_path):
-    status, written = on_terminal([sys.executable, "-c", JOBS], tmp_path, environment={"TERM": "dumb"})
+    status, written = on_terminal(
+        [sys.executable, "-c", JOBS], tmp_path, environment={"TERM": "dumb"}
+    )
     assert (status, written) == (0, "")
 
 

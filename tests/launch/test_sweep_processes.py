@@ -1,4 +1,5 @@
-"""Sweeps as real processes: what a second run of the same command skips, resumes and retries; kills and signals."""
+"""Sweeps as real processes: what a second run of the same command skips, resumes and retries; kills
+and signals."""
 
 import json
 import os
@@ -37,7 +38,8 @@ def times(path: Path) -> dict[str, int]:
 
 
 def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
-    """SIGKILL of one job, then of the launcher of another: the same command resumes both, to the same bits."""
+    """SIGKILL of one job, then of the launcher of another: the same command resumes both, to the
+    same bits."""
     command = (*LONG, "seed=0,1", "hydra.launcher.n_jobs=2")
     with started(tmp_path, *command) as launcher:
         wait_until(has_steps(tmp_path, "seed-0", 50))
@@ -65,9 +67,21 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
         assert_equal(checkpoint_of(found, STEPS), checkpoint_of(whole, STEPS))
         status = json.loads((found / "status.json").read_text())
         assert (status["state"], status["sweep"]) == ("done", "sweep")
-        assert f"step {STEPS}/{STEPS}" in (tmp_path / "sweep" / jobs_of(tmp_path)[name]["log"]).read_text()
-    assert len(re.findall(r"^\[\d/2\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d", output, re.MULTILINE)) == 2
-    assert len(re.findall(rf"^done +{STEPS} +\d+ +\d\.\d{{3}}  seed-\d-", output, re.MULTILINE)) == 2
+        assert (
+            f"step {STEPS}/{STEPS}"
+            in (tmp_path / "sweep" / jobs_of(tmp_path)[name]["log"]).read_text()
+        )
+    assert (
+        len(
+            re.findall(
+                r"^\[\d/2\] done +\d+ s seed-\d-[0-9a-f]{8}  reward \d", output, re.MULTILINE
+            )
+        )
+        == 2
+    )
+    assert (
+        len(re.findall(rf"^done +{STEPS} +\d+ +\d\.\d{{3}}  seed-\d-", output, re.MULTILINE)) == 2
+    )
 
     before = times(tmp_path / "sweep")
     status, output = sweep(tmp_path, *command)
@@ -79,7 +93,11 @@ def test_killed_jobs_and_a_killed_launcher_are_gone_on_with(tmp_path):
 
 
 def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
-    overrides = ("optimizer.learning_rate=1e5,1e-3", "optimizer.warmup_steps=0", "optimizer.weight_decay=10")
+    overrides = (
+        "optimizer.learning_rate=1e5,1e-3",
+        "optimizer.warmup_steps=0",
+        "optimizer.weight_decay=10",
+    )
     status, output = sweep(tmp_path, *overrides, "--fail-fast")
     assert status == 1, output
     assert "no further job is started" in output
@@ -90,7 +108,11 @@ def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
     status, output = sweep(tmp_path, *overrides)
     assert status == 1, output
     assert "Traceback" not in output
-    assert re.search(r"^failed: learning-rate-100000.0-\w+\n  .*not finite.*\n  log: sweep/.*output.log$", output, re.M)
+    assert re.search(
+        r"^failed: learning-rate-100000.0-\w+\n  .*not finite.*\n  log: sweep/.*output.log$",
+        output,
+        re.M,
+    )
     jobs = jobs_of(tmp_path)
     assert [job["status"] for job in jobs.values()] == ["failed", "done"]
     assert "not finite" in jobs["learning-rate-100000.0"]["reason"]
@@ -98,7 +120,9 @@ def test_a_failing_job_is_named_and_hides_no_other(tmp_path):
 
 
 def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(tmp_path):
-    with started(tmp_path, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000") as launcher:
+    with started(
+        tmp_path, "seed=0,1", "trainer.max_steps=2000", "trainer.checkpoint_every=2000"
+    ) as launcher:
         wait_until(has_steps(tmp_path, "seed-0", 3))
         launcher.send_signal(signal.SIGINT)
         output, _ = launcher.communicate(timeout=120)
@@ -106,7 +130,11 @@ def test_an_interrupt_of_the_launcher_lets_the_jobs_save_and_says_how_to_go_on(t
     assert "Traceback" not in output
     assert re.search(r"Continue with: .*pgtk -m .* seed=0,1", output)
     first, second = jobs_of(tmp_path).values()
-    assert (first["status"], first["reason"], second["status"]) == ("interrupted", "SIGINT", "pending")
+    assert (first["status"], first["reason"], second["status"]) == (
+        "interrupted",
+        "SIGINT",
+        "pending",
+    )
     assert (directory_of(tmp_path, "seed-0") / "checkpoints" / f"step-{first['step']:06d}").is_dir()
     assert not list((tmp_path / "sweep").glob("seed-1-*"))
 
@@ -133,4 +161,7 @@ def test_data_parallel_jobs_in_one_sweep(tmp_path):
     rows = [metrics_of(directory_of(tmp_path, name)) for name in ("seed-1", "seed-2")]
     assert [[row["step"] for row in one] for one in rows] == [[1, 2, 3, 4]] * 2
     assert [row["reward"] for row in rows[0]] != [row["reward"] for row in rows[1]]
-    assert all((directory_of(tmp_path, name) / "checkpoints" / "step-000004").is_dir() for name in ("seed-1", "seed-2"))
+    assert all(
+        (directory_of(tmp_path, name) / "checkpoints" / "step-000004").is_dir()
+        for name in ("seed-1", "seed-2")
+    )

@@ -7,7 +7,8 @@ from pgtoolkit import families
 
 @dataclass(frozen=True)
 class Squared(families.Family):
-    """-A s + (tau / 2) s^2 with s the log-ratio by token (arXiv 2501.12599); a gradient also where A is 0."""
+    """-A s + (tau / 2) s^2 with s the log-ratio by token (arXiv 2501.12599); a gradient also where
+    A is 0."""
 
     tau: float = 0.1
 

@@ -1,4 +1,5 @@
-"""The families' formulas as their papers have them, for automatic differentiation, and tokens to put into them."""
+"""The families' formulas as their papers have them, for automatic differentiation, and tokens to
+put into them."""
 
 import torch
 
@@ -73,18 +74,28 @@ FORMULAS = {
     sapo: families.Sapo(temperature_positive=1.5, temperature_negative=2.5),
     gmpo: families.Gmpo(epsilon_low=0.4, epsilon_high=0.25),
     dppo: families.Dppo(delta_low=0.2, delta_high=0.1, ratio_cap=3.0),
-    dppo_by_kl: families.Dppo(delta_low=0.05, delta_high=0.03, ratio_cap=1.5, divergence="binary_kl"),
+    dppo_by_kl: families.Dppo(
+        delta_low=0.05, delta_high=0.03, ratio_cap=1.5, divergence="binary_kl"
+    ),
     vespo: families.Vespo(power_negative=1.5),
     kimi: families.Kimi(tau=0.7),
     reinforce: families.Reinforce(),
 }
 
 
-def of_log_probs(family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, sampling=None, **options):
-    """(loss, its derivative by each new log-prob, metrics) with token_mean; sampling: the old less the sampler's."""
+def of_log_probs(
+    family, new=NEW, log_ratio=LOG_RATIO, advantages=ADVANTAGES, sampling=None, **options
+):
+    """(loss, its derivative by each new log-prob, metrics) with token_mean; sampling: the old less
+    the sampler's."""
     leaf, old = new.clone().requires_grad_(), new - log_ratio
     # Not checked: some differences take log-probs above 0, which the check refuses.
-    given = {"loss": family, "aggregation": "token_mean", "metrics": "basic", "check_finite": False} | options
+    given = {
+        "loss": family,
+        "aggregation": "token_mean",
+        "metrics": "basic",
+        "check_finite": False,
+    } | options
     given |= {} if sampling is None else {"sampling_log_probs": old - sampling}
     mask = torch.ones(len(new), dtype=torch.bool)
     out = log_prob_loss(leaf, old, advantages, DOCUMENTS[: len(new)], mask, **given)

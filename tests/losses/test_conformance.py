@@ -1,4 +1,5 @@
-"""Losses as others write them, held against the reference: right ones pass, and each fault is named."""
+"""Losses as others write them, held against the reference: right ones pass, and each fault is
+named."""
 
 import math
 import os
@@ -19,9 +20,15 @@ from pgtoolkit.testing import assert_conforms
 REPOSITORY = Path(__file__).parents[2]
 
 
-def grpo(log_probs, old_log_probs, advantages, mask, totals, *, epsilon=0.2, select=True, slope=1.0):
+def grpo(
+    log_probs, old_log_probs, advantages, mask, totals, *, epsilon=0.2, select=True, slope=1.0
+):
     """GRPO by token, as a trainer would write it; select=False multiplies by the mask instead."""
-    difference = torch.where(mask, log_probs - old_log_probs, 0.0) if select else (log_probs - old_log_probs) * mask
+    difference = (
+        torch.where(mask, log_probs - old_log_probs, 0.0)
+        if select
+        else (log_probs - old_log_probs) * mask
+    )
     ratio = difference.exp()
     ratio = slope * ratio + (1 - slope) * ratio.detach()
     advantages = torch.where(mask, advantages, 0.0)
@@ -55,27 +62,53 @@ def test_a_right_loss_conforms():
     assert_conforms(mean_of_documents, "grpo", aggregation="sample_mean")
 
 
-@pytest.mark.parametrize(("family", "aggregation"), [*zip(FAMILIES, cycle(AGGREGATIONS), strict=False)])
+@pytest.mark.parametrize(
+    ("family", "aggregation"), [*zip(FAMILIES, cycle(AGGREGATIONS), strict=False)]
+)
 def test_our_own_losses_conform(family, aggregation):
     divisor = 8.0 if aggregation == "constant" else None
 
     def ours(log_probs, old_log_probs, advantages, mask, totals, group_index):
-        given = from_padded(log_probs=log_probs, mask=mask, old_log_probs=old_log_probs, advantages=advantages)
-        options = {"aggregation": aggregation, "divisor": divisor, "group_index": group_index, "totals": totals}
+        given = from_padded(
+            log_probs=log_probs, mask=mask, old_log_probs=old_log_probs, advantages=advantages
+        )
+        options = {
+            "aggregation": aggregation,
+            "divisor": divisor,
+            "group_index": group_index,
+            "totals": totals,
+        }
         return log_prob_loss(**given, loss=FAMILIES[family], **options).loss
 
-    assert_conforms(ours, FAMILIES[family], aggregation=aggregation, divisor=divisor, tolerance=1e-9)
+    assert_conforms(
+        ours, FAMILIES[family], aggregation=aggregation, divisor=divisor, tolerance=1e-9
+    )
 
 
 @pytest.mark.parametrize(("correction", "kl"), [*zip(CORRECTIONS, cycle(KINDS), strict=False)])
 def test_corrections_and_penalties_are_part_of_it(correction, kl):
-    def ours(logits, labels, old_log_probs, advantages, mask, totals, sampling_log_probs, ref_log_probs):
-        vectors = {"old_log_probs": old_log_probs, "advantages": advantages, "mask": mask, "labels": labels}
+    def ours(
+        logits, labels, old_log_probs, advantages, mask, totals, sampling_log_probs, ref_log_probs
+    ):
+        vectors = {
+            "old_log_probs": old_log_probs,
+            "advantages": advantages,
+            "mask": mask,
+            "labels": labels,
+        }
         vectors |= {"sampling_log_probs": sampling_log_probs, "ref_log_probs": ref_log_probs}
-        options = {"totals": totals, "correction": CORRECTIONS[correction], "kl": KL(kl, coefficient=0.1)}
+        options = {
+            "totals": totals,
+            "correction": CORRECTIONS[correction],
+            "kl": KL(kl, coefficient=0.1),
+        }
         return policy_loss(**from_padded(logits=logits, **vectors), **options).loss
 
-    options = {"aggregation": "sample_mean", "correction": CORRECTIONS[correction], "tolerance": 1e-9}
+    options = {
+        "aggregation": "sample_mean",
+        "correction": CORRECTIONS[correction],
+        "tolerance": 1e-9,
+    }
     assert_conforms(ours, "gspo", kl=KL(kl, coefficient=0.1), **options)
     assert "its value is" in problems(ours, "gspo", kl=KL(kl, coefficient=0.2), **options)
 
@@ -83,15 +116,32 @@ def test_corrections_and_penalties_are_part_of_it(correction, kl):
 @pytest.mark.parametrize(
     ("function", "aggregation", "message"),
     [
-        (lambda **x: grpo(**x, epsilon=0.1), "token_mean", "with log-ratios of about 0.6, its value is"),
-        (lambda **x: grpo(**x, slope=0.5), "token_mean", "its gradient is wrong by 0.5 of its norm"),
-        (lambda **x: grpo(**x, select=False), "token_mean", "with nan wherever mask is False its value is nan"),
+        (
+            lambda **x: grpo(**x, epsilon=0.1),
+            "token_mean",
+            "with log-ratios of about 0.6, its value is",
+        ),
+        (
+            lambda **x: grpo(**x, slope=0.5),
+            "token_mean",
+            "its gradient is wrong by 0.5 of its norm",
+        ),
+        (
+            lambda **x: grpo(**x, select=False),
+            "token_mean",
+            "with nan wherever mask is False its value is nan",
+        ),
         (grpo, "sample_mean", "That is the value of aggregation=token_mean"),
         (lambda **x: -grpo(**x), "token_mean", "on a whole step, on-policy, its value is"),
         (
-            lambda mask, totals, **x: grpo(mask=mask, totals=type(totals)(6, int(mask.sum()), 0), **x),
+            lambda mask, totals, **x: grpo(
+                mask=mask, totals=type(totals)(6, int(mask.sum()), 0), **x
+            ),
             "token_mean",
-            "as the sum over micro-batches of a step its value is .*: divide by totals, not by what a piece holds",
+            (
+                "as the sum over micro-batches of a step its value is .*: divide by totals, not by "
+                "what a piece holds"
+            ),
         ),
     ],
 )
@@ -101,12 +151,16 @@ def test_what_is_wrong_is_named(function, aggregation, message):
         return function(**vectors, mask=mask, totals=totals)
 
     found = problems(mine, "grpo", aggregation=aggregation)
-    assert found.startswith("mine is not Grpo(epsilon_low=0.2, epsilon_high=0.2, dual_clip=None), aggregation=")
+    assert found.startswith(
+        "mine is not Grpo(epsilon_low=0.2, epsilon_high=0.2, dual_clip=None), aggregation="
+    )
     assert re.search(message, found), found
 
 
 def test_a_mean_of_its_own_tokens_is_wrong_over_micro_batches():
-    found = problems(mean_of_tokens, "grpo", aggregation="token_mean", epsilon_low=0.99, epsilon_high=99.0)
+    found = problems(
+        mean_of_tokens, "grpo", aggregation="token_mean", epsilon_low=0.99, epsilon_high=99.0
+    )
     assert "as the mean of two micro-batches of a step" in found
     assert "take a parameter `totals`" in found
     assert "on a whole step" not in found
@@ -115,12 +169,17 @@ def test_a_mean_of_its_own_tokens_is_wrong_over_micro_batches():
 
 
 def test_a_question_that_cannot_be_right_is_refused():
-    with pytest.raises(ValueError, match=r"does not know values\. It knows advantages, group_index, labels, log_probs"):
+    with pytest.raises(
+        ValueError,
+        match=r"does not know values\. It knows advantages, group_index, labels, log_probs",
+    ):
         assert_conforms(lambda log_probs, values: log_probs.sum(), "grpo", aggregation="token_mean")
     with pytest.raises(ValueError, match="a function of log_probs or of logits"):
         assert_conforms(lambda mask: mask.sum(), "grpo", aggregation="token_mean")
     with pytest.raises(ValueError, match="needs a loss of single log-probs"):
-        assert_conforms(grpo, "grpo", aggregation="token_mean", kl=KL("full_reverse", coefficient=1.0))
+        assert_conforms(
+            grpo, "grpo", aggregation="token_mean", kl=KL("full_reverse", coefficient=1.0)
+        )
     with pytest.raises(ValueError, match=r"scalar tensor .got"):
         assert_conforms(lambda log_probs: log_probs, "grpo", aggregation="token_mean")
 
@@ -134,7 +193,9 @@ def test_torch_compile_goes_around_a_loss():
         logits = torch.linspace(-2, 2, 24 * 13).sin().view(24, 13).requires_grad_()
 
         def step(x):
-            return policy_loss(2 * x, labels, -torch.ones(24), advantages, index, loss="gspo").loss.square()
+            return policy_loss(
+                2 * x, labels, -torch.ones(24), advantages, index, loss="gspo"
+            ).loss.square()
 
         value = (torch.compile(step, backend=backend) if backend else step)(logits)
         value.backward()
@@ -148,13 +209,16 @@ def run(*command: str) -> list[float]:
     """The losses that an example prints."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *command]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(value) for value in re.findall(r"update \d: loss (\S+)", done.stdout)]
 
 
 def test_the_example_of_padded_rows_runs_as_it_stands():
-    """On-policy the first loss is minus the mean advantage over tokens, here counted from the seed."""
+    """On-policy the first loss is minus the mean advantage over tokens, here counted from the
+    seed."""
     losses = run("examples/padded.py")
     torch.manual_seed(0)
     torch.nn.Sequential(torch.nn.Embedding(32, 64), torch.nn.Linear(64, 32))
@@ -168,7 +232,9 @@ def test_the_example_of_padded_rows_runs_as_it_stands():
 
 
 def test_the_example_of_ddp_runs_as_it_stands():
-    losses = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/ddp.py")
+    losses = run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/ddp.py"
+    )
     total, count = 0.0, 0
     for rank in range(2):
         torch.manual_seed(1 + rank)

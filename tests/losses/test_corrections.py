@@ -1,4 +1,5 @@
-"""Corrections: worked examples, bounds, and what is refused; against the reference they are in test_losses.py."""
+"""Corrections: worked examples, bounds, and what is refused; against the reference they are in
+test_losses.py."""
 
 import math
 
@@ -20,7 +21,8 @@ from pgtoolkit.losses.corrections import CORRECTIONS as KINDS
 OF_SAMPLING = [name for name in CORRECTIONS if name != "off policy"]
 
 
-# A step of three documents: v of 0.4, 1, 3, of 2, 2, 2 and of 1, 0.9; their products are 1.2, 8 and 0.9.
+# A step of three documents: v of 0.4, 1, 3, of 2, 2, 2 and of 1, 0.9; their products are 1.2, 8 and
+#   0.9.
 V = torch.tensor([0.4, 1.0, 3.0, 2.0, 2.0, 2.0, 1.0, 0.9], dtype=torch.float64)
 LOG_V = V.log()
 ADVANTAGES = torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, -0.5, 2.0, 2.0], dtype=torch.float64)
@@ -30,13 +32,25 @@ WORKED = [
     (corrections.TokenMask(), [0, 1, 3, 2, 2, 2, 1, 0.9]),
     (corrections.TokenMask(low=None, high=2.5), [0.4, 1, 0, 2, 2, 2, 1, 0.9]),
     (corrections.SequenceTruncate(), [1.2, 1.2, 1.2, 3, 3, 3, 0.9, 0.9]),
-    (corrections.SequenceTruncate(mean="geometric", low=1.0, high=1.5), [1.2 ** (1 / 3)] * 3 + [1.5] * 3 + [1.0] * 2),
+    (
+        corrections.SequenceTruncate(mean="geometric", low=1.0, high=1.5),
+        [1.2 ** (1 / 3)] * 3 + [1.5] * 3 + [1.0] * 2,
+    ),
     (corrections.SequenceMask(), [1.2, 1.2, 1.2, 0, 0, 0, 0.9, 0.9]),
     (corrections.SequenceMask(low=1.0, factor="token"), [0.4, 1, 3, 0, 0, 0, 0, 0]),
     (corrections.SequenceMask(low=1.0, high=9, factor="one"), [1, 1, 1, 1, 1, 1, 0, 0]),
-    (corrections.SequenceMask(mean="geometric", high=1.9), [1.2 ** (1 / 3)] * 3 + [0] * 3 + [0.9**0.5] * 2),
-    (corrections.SequenceMask(mean="worst", low=0.4 - 1e-9, high=2.5, factor="one"), [0, 0, 0, 1, 1, 1, 1, 1]),
-    (corrections.SequenceMask(mean="worst", low=0.95, high=3 + 1e-9, factor="token"), [0, 0, 0, 2, 2, 2, 0, 0]),
+    (
+        corrections.SequenceMask(mean="geometric", high=1.9),
+        [1.2 ** (1 / 3)] * 3 + [0] * 3 + [0.9**0.5] * 2,
+    ),
+    (
+        corrections.SequenceMask(mean="worst", low=0.4 - 1e-9, high=2.5, factor="one"),
+        [0, 0, 0, 1, 1, 1, 1, 1],
+    ),
+    (
+        corrections.SequenceMask(mean="worst", low=0.95, high=3 + 1e-9, factor="token"),
+        [0, 0, 0, 2, 2, 2, 0, 0],
+    ),
     # The mean of old - new log-prob over the document of negative advantage is -0.07 / 3.
     (corrections.OffPolicyMask(threshold=0.0), [1] * 8),
 ]
@@ -73,7 +87,9 @@ def test_a_document_that_the_policy_has_left_is_masked_where_its_advantage_is_ne
         assert metrics["correction_outside_fraction"] == pytest.approx((not kept) / 3)
 
 
-@pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize(
+    "kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
 def test_a_ratio_equal_to_a_bound_is_within(kind):
     """e^0 is exactly 1, and e^log 2 is made to be exactly 2."""
     x = math.log(2)
@@ -104,7 +120,9 @@ def test_huge_differences_count_as_twenty(correction):
         assert metrics["max_correction_factor"] <= math.exp(20) * (1 + 1e-12)
         if correction != "off policy":
             limit = math.copysign(20, difference)
-            assert metrics["kl_old_sampling"] == pytest.approx(math.exp(limit) - limit - 1, rel=1e-9)
+            assert metrics["kl_old_sampling"] == pytest.approx(
+                math.exp(limit) - limit - 1, rel=1e-9
+            )
             assert metrics["max_difference_old_sampling"] == pytest.approx(abs(difference))
 
 
@@ -115,7 +133,10 @@ def test_factors_that_a_trainer_brings_are_a_correction(loss):
     mask = case.labels >= 0
     log_probs = policy_loss(*case.tensors, **options).log_probs
     v = torch.where(mask, (case.old_log_probs - case.sampling_log_probs).exp(), math.nan)
-    given = {"correction": corrections.TokenTruncate(high=1e9), "sampling_log_probs": case.sampling_log_probs}
+    given = {
+        "correction": corrections.TokenTruncate(high=1e9),
+        "sampling_log_probs": case.sampling_log_probs,
+    }
     penalty = {"kl": kl.KL("k3", 0.5), "ref_log_probs": case.old_log_probs - 0.1}
     results = []
     for how in (given, {"factors": v}, {"factors": torch.where(mask, 1.0, v)}):
@@ -126,7 +147,9 @@ def test_factors_that_a_trainer_brings_are_a_correction(loss):
         results.append([out.loss.detach(), leaf.grad])
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
     assert relative_error(results[2][1], results[0][1]) > 0.01
-    with pytest.raises(ValueError, match="not finite: it comes from a reducer, a factor, or totals"):
+    with pytest.raises(
+        ValueError, match="not finite: it comes from a reducer, a factor, or totals"
+    ):
         log_prob_loss(*vectors, **options, factors=torch.where(mask, v.roll(1), v))
 
 
@@ -137,12 +160,23 @@ def test_a_sampling_log_prob_that_is_not_finite_names_the_document(impl, correct
         case = make_case(seed=12)
         sampling = case.sampling_log_probs
         sampling[int((case.document_index == 3).nonzero()[2])] = poison
-        inputs = (case.logits,) if impl == "torch" else (case.logits, torch.eye(13, dtype=torch.float64))
+        inputs = (
+            (case.logits,) if impl == "torch" else (case.logits, torch.eye(13, dtype=torch.float64))
+        )
         function = policy_loss if impl == "torch" else linear_policy_loss
-        given = {"correction": CORRECTIONS.get(correction), "sampling_log_probs": sampling, "num_documents": 6}
-        with pytest.raises(DataError, match=r"sampling_log_probs or advantages at a trained position of document 3,"):
+        given = {
+            "correction": CORRECTIONS.get(correction),
+            "sampling_log_probs": sampling,
+            "num_documents": 6,
+        }
+        with pytest.raises(
+            DataError,
+            match=r"sampling_log_probs or advantages at a trained position of document 3,",
+        ):
             function(*inputs, *case.tensors[1:], loss="grpo", **given)
-        out = function(*inputs, *case.tensors[1:], loss="grpo", check_finite=False, metrics="basic", **given)
+        out = function(
+            *inputs, *case.tensors[1:], loss="grpo", check_finite=False, metrics="basic", **given
+        )
         assert math.isnan(out.loss)  # as by the reference, also where they are only measured
         measured = out.metrics["kl_old_sampling"], out.metrics["max_difference_old_sampling"]
         assert not all(map(math.isfinite, measured))
@@ -162,9 +196,18 @@ def test_pieces_of_a_step_need_the_same_metrics():
     [
         (lambda: corrections.TokenTruncate(high=0), "high needs a number from 1e-06 to"),
         (lambda: corrections.TokenMask(low=6), "low needs a number that is not above high=5"),
-        (lambda: corrections.SequenceMask(factor="two"), "factor='two' is unknown; choose one of document, token, one"),
-        (lambda: corrections.OffPolicyMask(threshold=math.nan), "threshold needs a number from 0 to 20"),
-        (lambda: policy_loss(*make_case().tensors, correction="token_mask"), "needs sampling_log_probs"),
+        (
+            lambda: corrections.SequenceMask(factor="two"),
+            "factor='two' is unknown; choose one of document, token, one",
+        ),
+        (
+            lambda: corrections.OffPolicyMask(threshold=math.nan),
+            "threshold needs a number from 0 to 20",
+        ),
+        (
+            lambda: policy_loss(*make_case().tensors, correction="token_mask"),
+            "needs sampling_log_probs",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(make, message):
@@ -176,9 +219,16 @@ def test_a_mask_by_the_policy_needs_whole_documents():
     case = make_case()
     given = {"loss": "grpo", "impl": "torch", "num_splits": 2, "num_documents": 6}
     eye = torch.eye(13, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"num_splits=2 needs another .* .got 'off_policy_mask'.: it masks"):
-        linear_policy_loss(case.logits, eye, *case.tensors[1:], correction="off_policy_mask", **given)
-    given |= {"correction": CORRECTIONS["product masked, V"], "sampling_log_probs": case.sampling_log_probs}
+    with pytest.raises(
+        ValueError, match=r"num_splits=2 needs another .* .got 'off_policy_mask'.: it masks"
+    ):
+        linear_policy_loss(
+            case.logits, eye, *case.tensors[1:], correction="off_policy_mask", **given
+        )
+    given |= {
+        "correction": CORRECTIONS["product masked, V"],
+        "sampling_log_probs": case.sampling_log_probs,
+    }
     split = linear_policy_loss(case.logits, eye, *case.tensors[1:], **given)
     whole = linear_policy_loss(case.logits, eye, *case.tensors[1:], **given | {"num_splits": 1})
     assert split.loss.item() == pytest.approx(whole.loss.item(), rel=1e-12)

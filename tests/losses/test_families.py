@@ -1,4 +1,5 @@
-"""Families as objects: the slopes that they give, those of a user's own, and log-probs that a trainer hands over."""
+"""Families as objects: the slopes that they give, those of a user's own, and log-probs that a
+trainer hands over."""
 
 import re
 
@@ -67,13 +68,28 @@ class Standardised(Squared):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        (WrongSlope, r"WrongSlope.surrogate needs a slope that is the derivative of its value by the log_ratio .got"),
-        (ForgottenStop, r"ForgottenStop.surrogate needs a slope .* by the log_ratio .* needs \.detach\(\)"),
+        (
+            WrongSlope,
+            (
+                r"WrongSlope.surrogate needs a slope that is the derivative of its value by the "
+                r"log_ratio .got"
+            ),
+        ),
+        (
+            ForgottenStop,
+            r"ForgottenStop.surrogate needs a slope .* by the log_ratio .* needs \.detach\(\)",
+        ),
         (NotSilent, "silent_without_advantage needs a slope of 0"),
         (Denies, "reads_old_log_probs=False needs a surrogate without the log-ratio"),
         (WrongToken, "WrongToken.token needs a slope"),
         (WrongNear, "at a log-ratio of -0.0002.*, an advantage of -3.21"),
-        (Standardised, "Standardised.surrogate needs numbers of a token that do not depend on the other tokens"),
+        (
+            Standardised,
+            (
+                "Standardised.surrogate needs numbers of a token that do not depend on the other "
+                "tokens"
+            ),
+        ),
     ],
 )
 def test_a_family_that_contradicts_itself_is_refused(family, message):
@@ -96,15 +112,30 @@ def test_what_log_prob_loss_refuses(change, message):
     given = {"log_probs": case.old_log_probs, "mask": case.labels >= 0} | change
     with pytest.raises(ValueError, match=message):
         log_prob_loss(
-            given.pop("log_probs"), *case.tensors[2:], given.pop("mask"), num_documents=case.num_documents, **given
+            given.pop("log_probs"),
+            *case.tensors[2:],
+            given.pop("mask"),
+            num_documents=case.num_documents,
+            **given,
         )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("WrongSlope", [], "a slope that is the derivative of its value by the log_ratio (got 1.375"),
-        ("NoNumber", [], "needs to return finite numbers (got nan, at a log-ratio of -18.483, an advantage of 0 and"),
+        (
+            "WrongSlope",
+            [],
+            "a slope that is the derivative of its value by the log_ratio (got 1.375",
+        ),
+        (
+            "NoNumber",
+            [],
+            (
+                "needs to return finite numbers (got nan, at a log-ratio of -18.483, an "
+                "advantage of 0 and"
+            ),
+        ),
         ("Squared", ["loss.tau=1e400"], "surrogate needs to return finite numbers (got inf, at a"),
         ("no_family", [], "float is no Family"),
         ("SquaredByDocument", ["loss.num_splits=2", "kernel=torch"], "cuts the documents"),
@@ -119,7 +150,8 @@ def test_check_refuses_a_family_that_cannot_be_trained_with(name, options, messa
 
 
 @pytest.mark.parametrize(
-    ("sums", "last"), [("false", "KeyError: {}"), ("true", "ValueError: () is not one number per token, ({},)")]
+    ("sums", "last"),
+    [("false", "KeyError: {}"), ("true", "ValueError: () is not one number per token, ({},)")],
 )
 def test_a_family_of_ones_own_that_fails_while_training_is_named(sums, last, tmp_path):
     own = ["loss=losses.families.FailsLater", f"loss.sums={sums}"]

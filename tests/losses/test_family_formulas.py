@@ -1,4 +1,5 @@
-"""Each family against its paper's formula, written here once more and differentiated by autograd in float64."""
+"""Each family against its paper's formula, written here once more and differentiated by autograd in
+float64."""
 
 import math
 from itertools import product
@@ -24,7 +25,10 @@ def test_loss_and_coefficients_are_those_of_the_paper(formula):
 
 def test_dppo_counts_the_tokens_that_it_leaves_out():
     """By how far the probability has moved: a ratio of 2.5 between small ones is within."""
-    new, old = torch.tensor([0.9, 0.05, 0.2, 0.2], dtype=torch.float64), torch.tensor([0.6, 0.02, 0.6, 0.6]).double()
+    new, old = (
+        torch.tensor([0.9, 0.05, 0.2, 0.2], dtype=torch.float64),
+        torch.tensor([0.6, 0.02, 0.6, 0.6]).double(),
+    )
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     options = {"new": new.log(), "log_ratio": new.log() - old.log(), "advantages": advantages}
     _, gradient, metrics = of_log_probs(families.Dppo(delta_low=0.2, delta_high=0.2), **options)
@@ -40,13 +44,18 @@ def test_dppo_counts_the_tokens_that_it_leaves_out():
 def test_huge_log_ratios_count_as_twenty(family, dtype):
     """In the loss and in what weights a token; a gradient through the log-ratio itself is cut."""
     for log_ratio, sign in product((-700.0, -25.0, 25.0, 700.0), (1, -1)):
-        advantages, ratios = torch.full((4,), sign, dtype=dtype), torch.full((4,), log_ratio, dtype=dtype)
+        advantages, ratios = (
+            torch.full((4,), sign, dtype=dtype),
+            torch.full((4,), log_ratio, dtype=dtype),
+        )
         loss, gradient, metrics = of_log_probs(family, NEW[:4].to(dtype), ratios, advantages)
         at_twenty = of_log_probs(family, NEW[:4].to(dtype), ratios.clamp(-20, 20), advantages)
         assert loss == pytest.approx(at_twenty[0], rel=1e-4)
         expected = torch.zeros_like(gradient) if family.slope_of == "log_ratio" else at_twenty[1]
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=0)
-        assert metrics["max_ratio_new_old"] == pytest.approx(at_twenty[2]["max_ratio_new_old"], rel=1e-4)
+        assert metrics["max_ratio_new_old"] == pytest.approx(
+            at_twenty[2]["max_ratio_new_old"], rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", EACH, ids=lambda family: family.name)

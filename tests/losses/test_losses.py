@@ -1,4 +1,5 @@
-"""The loss against its specification, the worked example, and the ways in which others were wrong."""
+"""The loss against its specification, the worked example, and the ways in which others were
+wrong."""
 
 import math
 from dataclasses import replace
@@ -36,13 +37,16 @@ from pgtoolkit.losses.kl import FULL_KINDS
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_matches_reference(choice):
-    """From logits, and where nothing is asked of the entropy from log-probs; padding of the latter holds NaN."""
+    """From logits, and where nothing is asked of the entropy from log-probs; padding of the latter
+    holds NaN."""
     case = make_case(seed=12, temperature=TEMPERATURE)
     found = choice.specified(case)
     expected = Result(found.loss, found.metrics, [found.gradient])
     for impl in ("torch", "reference"):
         logits = case.logits.clone().requires_grad_()
-        out = policy_loss(logits, *case.tensors[1:], impl=impl, temperature=TEMPERATURE, **choice.step(case))
+        out = policy_loss(
+            logits, *case.tensors[1:], impl=impl, temperature=TEMPERATURE, **choice.step(case)
+        )
         assert_close(result_of(out, [logits], 3.0), expected, 1e-11)
         assert out.log_probs.tolist() == pytest.approx(found.log_probs, rel=1e-12)
     if choice.entropy or choice.metrics == "with_entropy" or choice.kl in FULL_KINDS:
@@ -56,12 +60,17 @@ def test_matches_reference(choice):
     assert_close(Result(out.loss.item(), numbers(out.metrics), [by_log_probs]), expected, 1e-11)
 
 
-@pytest.mark.parametrize(("choice", "rows"), [*zip(CHOICES, cycle((1, 4, 1000)), strict=False)], ids=str)
+@pytest.mark.parametrize(
+    ("choice", "rows"), [*zip(CHOICES, cycle((1, 4, 1000)), strict=False)], ids=str
+)
 def test_the_fused_head_matches_the_reference(choice, rows, monkeypatch):
-    """In chunks shorter than most documents, and longer; also where nobody looks for numbers that are not finite."""
+    """In chunks shorter than most documents, and longer; also where nobody looks for numbers that
+    are not finite."""
     monkeypatch.setattr(losses, "rows_within", lambda memory, columns, dtype: rows)
     problem = make_head_case(6 if rows == 4 else 11)
-    assert_close(problem.fused(choice, 3.0, check_finite=rows == 4), problem.specified(choice), 1e-11)
+    assert_close(
+        problem.fused(choice, 3.0, check_finite=rows == 4), problem.specified(choice), 1e-11
+    )
 
 
 def test_the_cases_clip_on_both_sides_but_not_mostly():
@@ -69,8 +78,12 @@ def test_the_cases_clip_on_both_sides_but_not_mostly():
     steps = [make_case(seed=12), *(make_head_case(seed).case for seed in (6, 11))]
     for name, family in FAMILIES.items():
         if name.split(",")[0] in ("grpo", "gspo", "cispo", "gmpo", "dppo"):  # with bounds
-            found = [policy_loss(*case.tensors, loss=family, metrics="basic").metrics for case in steps]
-            low, high = (max(x[f"clipped_{side}_fraction"] for x in found) for side in ("low", "high"))
+            found = [
+                policy_loss(*case.tensors, loss=family, metrics="basic").metrics for case in steps
+            ]
+            low, high = (
+                max(x[f"clipped_{side}_fraction"] for x in found) for side in ("low", "high")
+            )
             assert (low > 0) == (name != "cispo, no lower bound")
             assert high > 0
             assert min(x["clipped_ratio_fraction"] for x in found) < 0.8
@@ -87,7 +100,8 @@ def test_the_cases_clip_on_both_sides_but_not_mostly():
     ],
 )
 def test_worked_example(aggregation, trajectories, expected):
-    """a: 2 tokens of loss 1, b: 6 of 0.5 (prompt 1); c: 4 of 2, d: 6 masked (prompt 2); L = 8. On policy, so l = -A."""
+    """a: 2 tokens of loss 1, b: 6 of 0.5 (prompt 1); c: 4 of 2, d: 6 masked (prompt 2); L = 8. On
+    policy, so l = -A."""
     document_index = torch.repeat_interleave(torch.arange(4), torch.tensor([2, 6, 4, 6]))
     advantages = -torch.tensor([1.0, 0.5, 2.0, 123.0], dtype=torch.float64)[document_index]
     labels = torch.where(document_index < 3, 1, -1)
@@ -95,8 +109,11 @@ def test_worked_example(aggregation, trajectories, expected):
     tensors = torch.zeros(18, 4, dtype=torch.float64), labels, old, advantages, document_index
     options = {"aggregation": aggregation, "divisor": 8.0 if aggregation == "constant" else None}
     options |= {} if trajectories is None else {"trajectory_index": torch.tensor(trajectories)}
-    # Some surrogates are -A times the log-prob, here log(1/4), sapo's is -2 A / tau; the others' -A times the ratio, 1.
-    factor = {"sapo": 2 / 1.05} | dict.fromkeys(("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4))
+    # Some surrogates are -A times the log-prob, here log(1/4), sapo's is -2 A / tau; the others' -A
+    # times the ratio, 1.
+    factor = {"sapo": 2 / 1.05} | dict.fromkeys(
+        ("cispo", "dppo", "vespo", "kimi", "reinforce"), math.log(1 / 4)
+    )
     for loss in EVERY_LOSS:
         out = policy_loss(*tensors, loss=loss, group_index=torch.tensor([1, 1, 2, 2]), **options)
         assert float(out.loss) == pytest.approx(expected * factor.get(loss, 1), rel=1e-14)
@@ -112,7 +129,11 @@ def test_masked_positions_may_hold_anything(loss, correction):
         for x, sign in ((tensors[0], 1), (tensors[2], 1), (tensors[3], -1), (tensors[5], -1)):
             x[masked] = sign * poison
         logits = tensors[0].requires_grad_()
-        given = {"correction": CORRECTIONS.get(correction), "sampling_log_probs": tensors[5], "num_documents": 6}
+        given = {
+            "correction": CORRECTIONS.get(correction),
+            "sampling_log_probs": tensors[5],
+            "num_documents": 6,
+        }
         out = policy_loss(logits, *tensors[1:5], loss=loss, metrics="with_entropy", **given)
         out.loss.backward()
         assert (logits.grad[masked] == 0).all()
@@ -137,11 +158,20 @@ def test_padding_may_carry_any_document_number(loss):
 def test_a_masked_document_counts_as_a_document_and_adds_no_phantom_token(aggregation):
     case, choice = make_case(), Choice("gspo", aggregation=aggregation, metrics="basic")
     with_it = policy_loss(*case.tensors, **choice.step(case))
-    keep, fewer = case.document_index < 5, {"group_index": case.group_index[:-1], "num_documents": 5}
+    keep, fewer = (
+        case.document_index < 5,
+        {"group_index": case.group_index[:-1], "num_documents": 5},
+    )
     without = policy_loss(*[x[keep] for x in case.tensors], **choice.step(case) | fewer)
-    assert int(with_it.metrics["num_tokens"]) == int(without.metrics["num_tokens"]) == int((case.labels >= 0).sum())
+    assert (
+        int(with_it.metrics["num_tokens"])
+        == int(without.metrics["num_tokens"])
+        == int((case.labels >= 0).sum())
+    )
     assert int(with_it.metrics["num_empty_documents"]) == 1
-    share = {"sample_mean": 5 / 6, "constant": 5 / 6, "token_mean": 1.0, "prompt_mean": 1.0}[aggregation]
+    share = {"sample_mean": 5 / 6, "constant": 5 / 6, "token_mean": 1.0, "prompt_mean": 1.0}[
+        aggregation
+    ]
     assert float(with_it.loss) == pytest.approx(share * float(without.loss), rel=1e-14)
 
 
@@ -175,16 +205,28 @@ def test_non_finite_data_names_the_document(field):
 
 @pytest.mark.parametrize("loss", EVERY_LOSS)
 def test_a_reducers_weights_outside_of_the_mask_are_dropped(loss):
-    """Whatever it returns there: loss, gradient and metrics to the last bit those of a reducer that returns 0."""
+    """Whatever it returns there: loss, gradient and metrics to the last bit those of a reducer that
+    returns 0."""
     case = make_case(seed=12)
     results = []
     for filler in (0.0, 7.0, math.nan, math.inf):
         logits = case.logits.clone().requires_grad_()
 
         def reducer(totals, *, mask, filler=filler, **_):
-            return torch.where(mask, torch.linspace(0.5, 1, len(mask), dtype=torch.float64) / totals.num_tokens, filler)
+            return torch.where(
+                mask,
+                torch.linspace(0.5, 1, len(mask), dtype=torch.float64) / totals.num_tokens,
+                filler,
+            )
 
-        out = policy_loss(logits, *case.tensors[1:], loss=loss, reducer=reducer, metrics="basic", **PARAMETERS[loss])
+        out = policy_loss(
+            logits,
+            *case.tensors[1:],
+            loss=loss,
+            reducer=reducer,
+            metrics="basic",
+            **PARAMETERS[loss],
+        )
         out.loss.backward()
         results.append([out.loss.detach(), logits.grad, out.metric_sums.sums])
     assert results[0][0] != 0
@@ -197,12 +239,16 @@ def test_custom_reducer_takes_precedence():
     def one_over_all_positions(totals: StepTotals, *, mask, **_):
         return torch.full(mask.shape, 1 / len(mask))
 
-    out = policy_loss(*case.tensors, loss="grpo", aggregation="token_mean", reducer=one_over_all_positions)
+    out = policy_loss(
+        *case.tensors, loss="grpo", aggregation="token_mean", reducer=one_over_all_positions
+    )
     token_mean = policy_loss(*case.tensors, loss="grpo", aggregation="token_mean")
     share = int((case.labels >= 0).sum()) / len(case.labels)
     assert float(out.loss) == pytest.approx(share * float(token_mean.loss), rel=1e-6)
     with pytest.raises(ValueError, match="weight of a trained token is not finite"):
-        policy_loss(*case.tensors, reducer=lambda totals, *, mask, **_: torch.full(mask.shape, torch.nan))
+        policy_loss(
+            *case.tensors, reducer=lambda totals, *, mask, **_: torch.full(mask.shape, torch.nan)
+        )
     with pytest.raises(ValueError, match="one weight per token"):
         policy_loss(*case.tensors, reducer=lambda totals, *, mask, **_: torch.ones(3))
 
@@ -210,7 +256,8 @@ def test_custom_reducer_takes_precedence():
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("position", [-1, 5, 99])
 def test_a_trained_token_of_no_document_is_refused(aggregation, position):
-    """Document 4 is trained; with another number, or one document fewer, its tokens would vanish from the step."""
+    """Document 4 is trained; with another number, or one document fewer, its tokens would vanish
+    from the step."""
     case = make_case()
     index = torch.where(case.document_index == 4, position, case.document_index)
     fewer = {"group_index": case.group_index[:5], "num_documents": 5}
@@ -222,30 +269,49 @@ def test_a_trained_token_of_no_document_is_refused(aggregation, position):
 
 def test_each_family_has_the_clip_of_its_paper():
     case = make_case(seed=12)
-    for loss, (low, high) in {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (None, 4.0)}.items():
+    for loss, (low, high) in {
+        "grpo": (0.2, 0.2),
+        "gspo": (3e-4, 4e-4),
+        "cispo": (None, 4.0),
+    }.items():
         given = policy_loss(*case.tensors, loss=loss, epsilon_low=low, epsilon_high=high)
         assert float(policy_loss(*case.tensors, loss=loss).loss) == float(given.loss)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_sum_of_the_weights_is_known_before_the_step(aggregation):
-    """By formula, as by adding them up: of six documents in three groups, one document without a trained token."""
+    """By formula, as by adding them up: of six documents in three groups, one document without a
+    trained token."""
     case = make_case()
     totals, mask = totals_of(case), case.labels >= 0
     chosen = aggregation_of(aggregation, 5.0 if aggregation == "constant" else None)
     documents = DocumentSums.of_tokens(case.document_index, mask, case.num_documents, None)
     weights = chosen.weights(totals, documents, mask, case.group_index, None)
     assert chosen.weight_sum(totals) == pytest.approx(float(weights.abs().sum()), rel=1e-12)
-    expected = {"sample_mean": 5 / 6, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 30}
+    expected = {
+        "sample_mean": 5 / 6,
+        "prompt_mean": 1,
+        "token_mean": 1,
+        "constant": totals.num_tokens / 30,
+    }
     assert chosen.weight_sum(totals) == pytest.approx(expected[aggregation])
     # Five trajectories of six documents, one without a trained token, which is of two documents.
     counts = torch.tensor([3, 0, totals.num_tokens - 9, 2, 4])
-    by_trajectory = chosen.weight_sum(replace(totals, num_empty_documents=2, tokens_per_trajectory=counts))
-    expected = {"sample_mean": 4 / 5, "prompt_mean": 1, "token_mean": 1, "constant": totals.num_tokens / 25}
+    by_trajectory = chosen.weight_sum(
+        replace(totals, num_empty_documents=2, tokens_per_trajectory=counts)
+    )
+    expected = {
+        "sample_mean": 4 / 5,
+        "prompt_mean": 1,
+        "token_mean": 1,
+        "constant": totals.num_tokens / 25,
+    }
     assert by_trajectory == pytest.approx(expected[aggregation])
     # Of four groups one has no trained token: its share is 0, as that of an empty document is.
     if aggregation == "prompt_mean":
-        totals = StepTotals(6, totals.num_tokens, 1, 4, torch.tensor([3, 0, totals.num_tokens - 5, 2]))
+        totals = StepTotals(
+            6, totals.num_tokens, 1, 4, torch.tensor([3, 0, totals.num_tokens - 5, 2])
+        )
         assert chosen.weight_sum(totals) == pytest.approx(0.75)
 
 
@@ -253,7 +319,9 @@ def test_a_reducer_is_given_the_trajectories_where_there_are_any():
     """With them it can be sample_mean; one that cannot take them is no loss of theirs."""
     case, given = make_case(), []
 
-    def reducer(totals, *, mask, document_index, tokens_per_document, group_index, trajectory_index):
+    def reducer(
+        totals, *, mask, document_index, tokens_per_document, group_index, trajectory_index
+    ):
         given.append(trajectory_index.tolist())
         counts = totals.tokens_per_trajectory[trajectory_index] * totals.num_trajectories
         return (1 / torch.cat([counts, counts.new_ones(1)]))[document_index]
@@ -261,7 +329,9 @@ def test_a_reducer_is_given_the_trajectories_where_there_are_any():
     options = {"trajectory_index": case.trajectory_index, "num_documents": 6, "loss": "grpo"}
     own = policy_loss(*case.tensors, reducer=reducer, **options)
     assert given == [[0, 1, 0, 2, 1, 3]]
-    assert float(own.loss) == pytest.approx(float(policy_loss(*case.tensors, **options).loss), rel=1e-6)
+    assert float(own.loss) == pytest.approx(
+        float(policy_loss(*case.tensors, **options).loss), rel=1e-6
+    )
 
     def another(totals, *, mask, document_index, tokens_per_document, group_index):
         return mask

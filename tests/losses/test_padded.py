@@ -1,4 +1,5 @@
-"""The way in from (B, T): the same loss and gradient as from the tokens on one axis, and what is refused."""
+"""The way in from (B, T): the same loss and gradient as from the tokens on one axis, and what is
+refused."""
 
 import re
 from pathlib import Path
@@ -25,9 +26,14 @@ def padded(values, filler, left=False):
 
 
 def given(left=False, **more):
-    labels = padded(CASE.labels, 3, left)  # padding with a token of the vocabulary, which the mask takes out
+    # padding with a token of the vocabulary, which the mask takes out
+    labels = padded(CASE.labels, 3, left)
     mask = padded((CASE.labels >= 0).long(), 0, left)
-    vectors = {"old_log_probs": padded(CASE.old_log_probs, torch.nan, left), "mask": mask, "labels": labels}
+    vectors = {
+        "old_log_probs": padded(CASE.old_log_probs, torch.nan, left),
+        "mask": mask,
+        "labels": labels,
+    }
     return vectors | {"advantages": torch.stack([CASE.advantages[rows[0]] for rows in ROWS])} | more
 
 
@@ -46,14 +52,18 @@ def test_the_loss_of_padded_rows_is_that_of_the_tokens(left, as_numpy):
     assert relative_error(logits.grad, padded(exact.grad, 0.0, left)) < 1e-13
     again = padded(CASE.logits, 7.0, left)
     eye = torch.eye(13, dtype=torch.float64)
-    assert float(linear_policy_loss(lm_head_weight=eye, **from_padded(hidden=again, **vectors), **options).loss) == (
-        pytest.approx(expected.loss.item(), rel=1e-12)
-    )
+    assert float(
+        linear_policy_loss(
+            lm_head_weight=eye, **from_padded(hidden=again, **vectors), **options
+        ).loss
+    ) == (pytest.approx(expected.loss.item(), rel=1e-12))
     del vectors["labels"]
     log_probs = padded(expected.log_probs, torch.nan, left)
     by_token = padded(CASE.advantages, 0.0, left)
     arguments = from_padded(log_probs=log_probs, **vectors | {"advantages": by_token})
-    assert float(log_prob_loss(**arguments, **options).loss) == pytest.approx(expected.loss.item(), rel=1e-12)
+    assert float(log_prob_loss(**arguments, **options).loss) == pytest.approx(
+        expected.loss.item(), rel=1e-12
+    )
 
 
 LOGITS = padded(CASE.logits, 0.0)
@@ -65,8 +75,14 @@ LOGITS = padded(CASE.logits, 0.0)
         ({}, "needs one of logits, hidden and log_probs .got none"),
         ({"logits": LOGITS, "hidden": LOGITS}, "needs one of .* .got logits, hidden"),
         ({"logits": CASE.logits}, r"needs logits of shape \(B, T, V\) .got \(32, 13\)"),
-        ({"logits": LOGITS, "advantages": torch.ones(5)}, r"advantages needs shape \(6, 12\) .* a document, \(6,\)"),
-        ({"logits": LOGITS, "labels": torch.ones(6, 11)}, r"label t is token t \+ 1.* .got \(6, 11\)"),
+        (
+            {"logits": LOGITS, "advantages": torch.ones(5)},
+            r"advantages needs shape \(6, 12\) .* a document, \(6,\)",
+        ),
+        (
+            {"logits": LOGITS, "labels": torch.ones(6, 11)},
+            r"label t is token t \+ 1.* .got \(6, 11\)",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changed, message):
@@ -76,13 +92,20 @@ def test_what_does_not_fit_together_is_refused(changed, message):
 
 def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_the_whole():
     """The block of docs/losses.md, as it stands there."""
-    section = (Path(__file__).parents[2] / "docs" / "losses.md").read_text().partition("## Pieces and ranks")[2]
+    section = (
+        (Path(__file__).parents[2] / "docs" / "losses.md")
+        .read_text()
+        .partition("## Pieces and ranks")[2]
+    )
     code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL).group(1)
     torch.manual_seed(0)
     model = nn.Embedding(13, 13).double()
     tokens, whole = torch.randint(0, 13, (D, LONGEST)), given()
     whole["labels"] = torch.where(whole.pop("mask") > 0, whole["labels"], -1)
-    micro_batches = [{"tokens": tokens[a:b]} | {name: x[a:b] for name, x in whole.items()} for a, b in ((0, 2), (2, 6))]
+    micro_batches = [
+        {"tokens": tokens[a:b]} | {name: x[a:b] for name, x in whole.items()}
+        for a, b in ((0, 2), (2, 6))
+    ]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     exec(
         compile(code, "docs/losses.md", "exec"),
@@ -90,7 +113,9 @@ def test_the_documented_step_of_two_micro_batches_has_the_gradient_of_the_whole(
     )
     found = model.weight.grad
     model.weight.grad = None
-    policy_loss(**from_padded(logits=model(tokens), **whole), loss="grpo", aggregation="token_mean").loss.backward()
+    policy_loss(
+        **from_padded(logits=model(tokens), **whole), loss="grpo", aggregation="token_mean"
+    ).loss.backward()
     assert relative_error(found, model.weight.grad) < 1e-13
 
 
@@ -103,26 +128,37 @@ def test_probabilities_and_totals_of_less_than_the_piece_are_refused(function):
         if function == "policy_loss":
             return policy_loss(logits, labels, old, advantages, index, **more)
         if function == "linear_policy_loss":
-            return linear_policy_loss(logits, torch.eye(13).double(), labels, old, advantages, index, **more)
+            return linear_policy_loss(
+                logits, torch.eye(13).double(), labels, old, advantages, index, **more
+            )
         log_probs = policy_loss(*CASE.tensors, num_documents=D).log_probs
         return log_prob_loss(log_probs, old, advantages, index, labels >= 0, **more)
 
     probability = torch.where(index == 3, old.exp(), old)
-    message = r"old_log_probs needs log-probs, which are at most 0, .* in document 3\). Probabilities are"
+    message = (
+        r"old_log_probs needs log-probs, which are at most 0, .* in document 3\). Probabilities are"
+    )
     with pytest.raises(ValueError, match=message):
         call(probability)
     sampling = {"sampling_log_probs": probability, "metrics": "basic"}
     with pytest.raises(ValueError, match=r"sampling_log_probs needs log-probs"):
         call(old, **sampling)
     reference = {"ref_log_probs": probability, "kl": KL("k3", coefficient=0.1)}
-    with pytest.raises(ValueError, match=r"ref_log_probs needs log-probs, which are at most 0, .* in document 3\)"):
+    with pytest.raises(
+        ValueError, match=r"ref_log_probs needs log-probs, which are at most 0, .* in document 3\)"
+    ):
         call(old, **reference)
     assert torch.isfinite(call(old, **reference, check_finite=False).loss)
     assert torch.isfinite(call(probability, check_finite=False).loss)
-    call(torch.where(labels < 0, 1.0, old.clamp(max=-1e-3) + 1e-3))  # untrained ones are not read; 0 is rounding
+    # untrained ones are not read; 0 is rounding
+    call(torch.where(labels < 0, 1.0, old.clamp(max=-1e-3) + 1e-3))
     number = int((labels >= 0).sum())
     assert torch.isfinite(call(old, totals=StepTotals(D, number, 1)).loss)
-    with pytest.raises(ValueError, match=rf"totals.num_tokens needs to count at least the {number} trained tokens"):
+    with pytest.raises(
+        ValueError, match=rf"totals.num_tokens needs to count at least the {number} trained tokens"
+    ):
         call(old, totals=StepTotals(D, torch.tensor(number - 1), 1))
-    with pytest.raises(ValueError, match=r"totals.num_documents needs to count at least the 6 documents"):
+    with pytest.raises(
+        ValueError, match=r"totals.num_documents needs to count at least the 6 documents"
+    ):
         call(old, totals=StepTotals(D - 1, number, 1))

@@ -67,7 +67,10 @@ def test_the_tests_named_above_exist():
     for file, name in named:
         (path,) = Path(__file__).parents[1].rglob(file or Path(__file__).name)
         tree = ast.parse(path.read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (
+            file,
+            name,
+        )
 
 
 LENGTHS = (9, 5, 12, 7, 3, 6)
@@ -79,16 +82,23 @@ def module_of(*overrides):
 
 def after_one_step(max_tokens, *overrides):
     module = module_of(*overrides)
-    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), max_tokens, {}), 0)["metrics"]
+    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), max_tokens, {}), 0)[
+        "metrics"
+    ]
     return metrics, [parameter.detach() for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize(("number", "objective"), [*enumerate(OBJECTIVES)])
 def test_an_update_does_not_depend_on_the_number_of_micro_batches(number, objective):
-    """The gradient's norm, and the weights after the clipped update of AdamW, through the training step itself."""
+    """The gradient's norm, and the weights after the clipped update of AdamW, through the training
+    step itself."""
     loss, aggregation, level = objective
     chosen = [f"loss={loss}", *(f"loss.{name}={value}" for name, value in PARAMETERS[loss].items())]
-    chosen += [f"aggregation={aggregation}", f"metrics={level}", f"kernel={('torch', 'fused_linear')[number % 2]}"]
+    chosen += [
+        f"aggregation={aggregation}",
+        f"metrics={level}",
+        f"kernel={('torch', 'fused_linear')[number % 2]}",
+    ]
     # A gradient much smaller than AdamW's epsilon, so that its scale matters.
     whole, expected = after_one_step(1000, *chosen, "optimizer.epsilon=1e3")
     cut, found = after_one_step(12, *chosen, "optimizer.epsilon=1e3")
@@ -100,7 +110,8 @@ def test_an_update_does_not_depend_on_the_number_of_micro_batches(number, object
 
 
 def test_a_piece_without_trained_tokens_does_not_touch_the_extrema():
-    """All advantages are negative and every ratio is above 1, so that a 0 would win as maximum or as minimum."""
+    """All advantages are negative and every ratio is above 1, so that a 0 would win as maximum or
+    as minimum."""
     document_index = torch.tensor([0, 0, 1, 1])
     labels, logits = torch.tensor([0, 1, -1, -1]), torch.zeros(4, 3, dtype=torch.float64)
     old = torch.full((4,), math.log(1 / 3) - 0.5, dtype=torch.float64)
@@ -110,7 +121,9 @@ def test_a_piece_without_trained_tokens_does_not_touch_the_extrema():
         tensors = [x[rows] for x in (logits, labels, old, advantages)]
         index = document_index[rows] - document_index[rows][0]
         totals = StepTotals(2, 2, 1)
-        pieces.append(policy_loss(*tensors, index, loss="grpo", metrics="basic", totals=totals).metric_sums)
+        pieces.append(
+            policy_loss(*tensors, index, loss="grpo", metrics="basic", totals=totals).metric_sums
+        )
     for first, second in (pieces, pieces[::-1]):
         found = first.merge(second).finalize(totals)
         assert (float(found["max_advantage"]), float(found["min_advantage"])) == (-2.0, -3.0)
@@ -128,7 +141,9 @@ def test_counters_near_2_to_the_24_are_subtracted_exactly():
     assert make_step(documents, 1000, {}).totals.num_groups == 2
     case = make_case()
     groups = torch.arange(case.num_documents) + 2**53
-    found = policy_loss(*case.tensors, aggregation="prompt_mean", group_index=groups, metrics="basic")
+    found = policy_loss(
+        *case.tensors, aggregation="prompt_mean", group_index=groups, metrics="basic"
+    )
     assert int(found.metrics["num_groups"]) == case.num_documents
 
 
@@ -136,7 +151,8 @@ def test_counters_near_2_to_the_24_are_subtracted_exactly():
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_same_step_twice_gives_the_same_bits(loss, impl):
-    """Documents are interleaved token by token, where a GPU's atomics would add them up in any order."""
+    """Documents are interleaved token by token, where a GPU's atomics would add them up in any
+    order."""
     generator = torch.Generator().manual_seed(0)
     rows, documents = 65536, 7
     logits = torch.randn(rows, 16, generator=generator).to(DEVICE)
@@ -159,13 +175,21 @@ def test_the_same_step_twice_gives_the_same_bits(loss, impl):
 
 
 def test_an_update_is_made_at_the_reported_learning_rate():
-    """AdamW's first update moves a weight by the learning rate, up to epsilon, in the direction of its gradient."""
-    module = module_of("optimizer.learning_rate=0.01", "optimizer.warmup_steps=4", "optimizer.weight_decay=0")
+    """AdamW's first update moves a weight by the learning rate, up to epsilon, in the direction of
+    its gradient."""
+    module = module_of(
+        "optimizer.learning_rate=0.01", "optimizer.warmup_steps=4", "optimizer.weight_decay=0"
+    )
     for group in module.optimizer.param_groups:
         group["lr"] = 123.0  # what a checkpoint of another configuration might leave
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)["metrics"]
-    moved = max(float((a - b).detach().abs().max()) for a, b in zip(module.parameters(), before, strict=True))
+    metrics = module.training_step(make_step(some_documents(lengths=LENGTHS), 1000, {}), 0)[
+        "metrics"
+    ]
+    moved = max(
+        float((a - b).detach().abs().max())
+        for a, b in zip(module.parameters(), before, strict=True)
+    )
     assert metrics["learning_rate"] == pytest.approx(0.01 / 4)
     assert moved == pytest.approx(0.01 / 4, rel=1e-3)
 
@@ -179,7 +203,9 @@ def test_resume_takes_moments_from_the_checkpoint_and_settings_from_the_configur
     restore(after, load_newest(tmp_path))
     assert_equal(after.optimizer.state_dict()["state"], before.optimizer.state_dict()["state"])
     assert len(after.optimizer.state_dict()["state"]) == len(list(after.parameters()))
-    assert_equal([p.detach() for p in after.parameters()], [p.detach() for p in before.parameters()])
+    assert_equal(
+        [p.detach() for p in after.parameters()], [p.detach() for p in before.parameters()]
+    )
     assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.125, 0]
     assert [group["betas"] for group in after.optimizer.param_groups] == [(0.9, 0.95)] * 2
     assert (after.num_updates, after.documents_seen) == (1, 6)

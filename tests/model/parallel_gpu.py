@@ -1,7 +1,10 @@
-"""Run by torchrun: one fixed step of a Qwen2 in bfloat16, on one GPU and spread over all, and how far they are apart.
+"""Run by torchrun: one fixed step of a Qwen2 in bfloat16, on one GPU and spread over all, and how
+far they are apart.
 
-Prints one line of JSON: for each cut the relative distances of loss, gradient norm and gradient (of the parameter
-where it is largest) from one process's, and the same for one process's from float32. Without GPUs it runs on CPUs.
+Prints one line of JSON: for each cut the relative distances of loss, gradient norm and gradient (of
+    the parameter
+where it is largest) from one process's, and the same for one process's from float32. Without GPUs
+it runs on CPUs.
 """
 
 from __future__ import annotations
@@ -22,11 +25,27 @@ SCALE = 20
 OBJECTIVE = {"loss": "gspo", "aggregation": "sample_mean", "metrics": "basic"}
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
 CUTS = {
-    2: {"ddp": ({DP: 2}, ""), "fsdp": ({DP: 2}, "shard"), "tensor": ({TP: 2}, ""), "sequence": ({TP: 2}, "sequence")}
+    2: {
+        "ddp": ({DP: 2}, ""),
+        "fsdp": ({DP: 2}, "shard"),
+        "tensor": ({TP: 2}, ""),
+        "sequence": ({TP: 2}, "sequence"),
+    }
     | {"sequence_data": ({SDP: 2}, ""), "pipeline": ({PP: 2}, "")}
-    | {"fsdp, compiled": ({DP: 2}, "shard compiled"), "sequence, compiled": ({TP: 2}, "sequence compiled")},
-    4: {"ddp": ({DP: 4}, ""), "fsdp": ({DP: 4}, "shard"), "tensor": ({TP: 4}, ""), "sequence_data": ({SDP: 4}, "")}
-    | {"fsdp x tensor": ({DP: 2, TP: 2}, "shard"), "sequence_data x sequence": ({SDP: 2, TP: 2}, "sequence")},
+    | {
+        "fsdp, compiled": ({DP: 2}, "shard compiled"),
+        "sequence, compiled": ({TP: 2}, "sequence compiled"),
+    },
+    4: {
+        "ddp": ({DP: 4}, ""),
+        "fsdp": ({DP: 4}, "shard"),
+        "tensor": ({TP: 4}, ""),
+        "sequence_data": ({SDP: 4}, ""),
+    }
+    | {
+        "fsdp x tensor": ({DP: 2, TP: 2}, "shard"),
+        "sequence_data x sequence": ({SDP: 2, TP: 2}, "sequence"),
+    },
 }
 
 
@@ -35,8 +54,15 @@ def build(device: torch.device, dtype: torch.dtype, how: str = "") -> Policy:
 
     torch.manual_seed(7)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    shape = {"vocab_size": 4099, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape, **heads, max_position_embeddings=1024, tie_word_embeddings=False))
+    shape = {
+        "vocab_size": 4099,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+    }
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**shape, **heads, max_position_embeddings=1024, tie_word_embeddings=False)
+    )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     attention.switch_on(model, dtype, device)
     if "compiled" in how:
@@ -69,14 +95,21 @@ def main() -> None:
         layout = Layout.of_world(device.type, **sizes)
         objective = OBJECTIVE | ({"metrics": "none"} if PP in sizes else {})
         policy = parallelize(
-            build(device, torch.bfloat16, how), layout, configuration(sizes, "shard" in how, "sequence" in how, SCALE)
+            build(device, torch.bfloat16, how),
+            layout,
+            configuration(sizes, "shard" in how, "sequence" in how, SCALE),
         )
         rows[name] = distances(step(policy, layout, SCALE, **objective), whole)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, rows)
     if dist.get_rank() == 0:
         # The largest over the ranks; a pipeline's stages but the last know no loss.
-        print(json.dumps({name: max((rows[name] for rows in everyone), key=_largest) for name in rows}), flush=True)
+        print(
+            json.dumps(
+                {name: max((rows[name] for rows in everyone), key=_largest) for name in rows}
+            ),
+            flush=True,
+        )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"""One fixed step through a small model, whole or spread over ranks: what the workers of the tests of models do."""
+"""One fixed step through a small model, whole or spread over ranks: what the workers of the tests
+of models do."""
 
 from __future__ import annotations
 
@@ -50,13 +51,18 @@ def documents(vocabulary: int, scale: int) -> list[Document]:
         )
     draw = torch.Generator().manual_seed(4)
     noise = [0.3 * torch.randn(one.num_trained, generator=draw) for one in made]
-    return [replace(one, sampling_log_probs=one.old_log_probs + x) for one, x in zip(made, noise, strict=True)]
+    return [
+        replace(one, sampling_log_probs=one.old_log_probs + x)
+        for one, x in zip(made, noise, strict=True)
+    ]
 
 
 def totals(documents: list[Document]) -> StepTotals:
     trained = torch.tensor([document.num_trained for document in documents])
     tokens_per_group = torch.zeros(3, dtype=torch.int64).index_add(0, torch.tensor(GROUPS), trained)
-    return StepTotals(len(documents), int(trained.sum()), int((trained == 0).sum()), 3, tokens_per_group)
+    return StepTotals(
+        len(documents), int(trained.sum()), int((trained == 0).sum()), 3, tokens_per_group
+    )
 
 
 def packed(documents: list[Document], known: tuple[str, ...] | None = None) -> MicroBatch:
@@ -70,7 +76,8 @@ def dealt(documents: list[Document], data_rank: int, data_size: int) -> list[Mic
 
 
 class Module(PolicyGradientModule):
-    """A policy under an objective (loss, aggregation, metrics and, where it is not the default, divisor)."""
+    """A policy under an objective (loss, aggregation, metrics and, where it is not the default,
+    divisor)."""
 
     def __init__(self, policy: Policy, layout: Layout, objective: dict):
         DynamicAccumulation.__init__(self, layout, max_grad_norm=0.5)
@@ -78,7 +85,9 @@ class Module(PolicyGradientModule):
         family = family_of(objective["loss"], **PARAMETERS[objective["loss"]])
         aggregation = aggregation_of(objective["aggregation"], objective.get("divisor"))
         correction = correction_of(objective.get("correction"))
-        self.loss = Loss(family, aggregation, metrics=objective.get("metrics", "none"), correction=correction)
+        self.loss = Loss(
+            family, aggregation, metrics=objective.get("metrics", "none"), correction=correction
+        )
         self.computation = Computation(check_finite=False)
         shard = getattr(policy, "sharded", False)
         no_reference = SimpleNamespace(update_every=None, update_rate=None, place="loss")
@@ -93,9 +102,11 @@ class Module(PolicyGradientModule):
 
 
 def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[str, torch.Tensor]:
-    """Loss, norm of the gradient, metrics, and the gradient of each parameter, whole, of the fixed step."""
+    """Loss, norm of the gradient, metrics, and the gradient of each parameter, whole, of the fixed
+    step."""
     module = Module(policy, layout, objective).to(next(policy.model.parameters()).device)
-    optimizer = LocalAdamW(module.parameters(), lr=0.0, weight_decay=0.0, fused=True)  # as on a GPU, also without one
+    # as on a GPU, also without one
+    optimizer = LocalAdamW(module.parameters(), lr=0.0, weight_decay=0.0, fused=True)
     module.optimizers = lambda use_pl_optimizer=True: optimizer
     module.manual_backward = lambda loss: loss.backward()
     whole = documents(policy.vocabulary_size, scale)
@@ -113,15 +124,27 @@ def step(policy: Policy, layout: Layout, scale: int = 1, **objective) -> dict[st
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    trained = [(name, parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter)
+        for name, parameter in policy.model.named_parameters()
+        if parameter.requires_grad
+    ]
     found = {name: parameter.grad for name, parameter in trained}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()}
+    return {
+        name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in found.items()
+    }
 
 
-def configuration(sizes: dict[str, int], shard: bool, sequence_parallel: bool, scale: int = 1) -> SimpleNamespace:
+def configuration(
+    sizes: dict[str, int], shard: bool, sequence_parallel: bool, scale: int = 1
+) -> SimpleNamespace:
     """What `parallelize` reads; sizes: of the axes that are not 1."""
-    parallelism = SimpleNamespace(shard=shard, sequence_parallel=sequence_parallel, **(dict.fromkeys(AXES, 1) | sizes))
-    return SimpleNamespace(parallelism=parallelism, accumulation=SimpleNamespace(max_tokens=scale * sum(LENGTHS)))
+    parallelism = SimpleNamespace(
+        shard=shard, sequence_parallel=sequence_parallel, **(dict.fromkeys(AXES, 1) | sizes)
+    )
+    return SimpleNamespace(
+        parallelism=parallelism, accumulation=SimpleNamespace(max_tokens=scale * sum(LENGTHS))
+    )
 
 
 @functools.cache
@@ -135,7 +158,9 @@ def whole_step(kind: str, **objective) -> dict[str, torch.Tensor]:
     return step(build(kind), ONE_PROCESS, **objective)
 
 
-def spread_steps(cases: list[tuple], cut: tuple, shard: bool, sequence_parallel: bool) -> list[dict]:
+def spread_steps(
+    cases: list[tuple], cut: tuple, shard: bool, sequence_parallel: bool
+) -> list[dict]:
     """The step of each (kind of model, objective) on these ranks; a rank returns what it found."""
     found = []
     for kind, objective in cases:

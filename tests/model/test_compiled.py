@@ -1,4 +1,5 @@
-"""The compiled body: as transformers computes it, whatever is asked for; compiled once for all lengths; who uses it."""
+"""The compiled body: as transformers computes it, whatever is asked for; compiled once for all
+lengths; who uses it."""
 
 import copy
 import json
@@ -31,7 +32,12 @@ def packed(lengths):
     draw, nothing = torch.Generator().manual_seed(1), torch.zeros(0)
     documents = [
         Document(
-            torch.randint(VOCABULARY, (n,), generator=draw), torch.zeros(n, dtype=torch.bool), nothing, nothing, 0, ""
+            torch.randint(VOCABULARY, (n,), generator=draw),
+            torch.zeros(n, dtype=torch.bool),
+            nothing,
+            nothing,
+            0,
+            "",
         )
         for n in lengths
     ]
@@ -39,7 +45,8 @@ def packed(lengths):
 
 
 def states_and_gradient(policy, lengths):
-    """Hidden states, float32, and all gradients as one vector; without a gradient the states are the same."""
+    """Hidden states, float32, and all gradients as one vector; without a gradient the states are
+    the same."""
     policy.model.zero_grad()
     micro_batch = packed(lengths).to(policy.model.device)
     hidden = policy.hidden_states(micro_batch)
@@ -60,7 +67,8 @@ def distance(found, expected):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed_lora", "qwen3_by_document"])
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
-    """In float32 but for rounding; in bfloat16 as near to float32 as without. All lengths are computed by one code."""
+    """In float32 but for rounding; in bfloat16 as near to float32 as without. All lengths are
+    computed by one code."""
     exact = replace(build(kind), model=build(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
     model = copy.deepcopy(exact.model)
@@ -91,7 +99,9 @@ def test_a_graph_of_a_token_holds_compiled_code(monkeypatch, kind):
         tokens, log_probs = decoded(policy, 15, ends)
         for prompt, row, found in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
             length = next((place + 1 for place, token in enumerate(row) if token in ends), 15)
-            torch.testing.assert_close(found[:length], expected(policy, prompt, row[:length]), rtol=0, atol=2e-6)
+            torch.testing.assert_close(
+                found[:length], expected(policy, prompt, row[:length]), rtol=0, atol=2e-6
+            )
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1]
 
@@ -128,9 +138,16 @@ def test_another_process_that_compiles_anew_computes_the_same_bits(tmp_path):
     """Whatever lengths it saw first: as a run that is resumed."""
     found = []
     for number, lengths in enumerate(("[(14, 3, 4)]", "[(2, 2), (14, 3, 4)]")):
-        more = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number)), "PYTHONPATH": os.pathsep.join(sys.path)}
+        more = {
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number)),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         command = [sys.executable, "-c", PROGRAM, lengths]
-        found.append(subprocess.run(command, env=os.environ | more, capture_output=True, text=True, check=True).stdout)
+        found.append(
+            subprocess.run(
+                command, env=os.environ | more, capture_output=True, text=True, check=True
+            ).stdout
+        )
     assert found[0] == found[1] != ""
 
 
@@ -160,7 +177,10 @@ def test_a_run_resumes_bit_equal_and_does_not_depend_on_its_cuts(folder, tmp_pat
     train(config(folder, *settings), resumed, resume=True)
     assert metrics_of(resumed) == rows
     assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
-    for name, changed in (("cut", ["accumulation.max_tokens=12"]), ("plain", ["model.compile=false"])):
+    for name, changed in (
+        ("cut", ["accumulation.max_tokens=12"]),
+        ("plain", ["model.compile=false"]),
+    ):
         train(config(folder, *settings, *changed), tmp_path / name)
         for row, other in zip(rows, metrics_of(tmp_path / name), strict=True):
             assert row["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6), name
@@ -173,30 +193,44 @@ def replaced(policy):
 
 
 def test_the_copies_of_a_policy_compute_as_it_does(folder):
-    """model.compile: two layers, each with two norms, an MLP and an attention; and the last norm."""
+    """model.compile: two layers, each with two norms, an MLP and an attention; and the last
+    norm."""
     for value, count in (("true", 9), ("false", 0), ("auto", 0)):
         path = f"kl.reference={folder}"
         chosen = config(folder, f"model.compile={value}", "kl=k3", "kl.coefficient=0.1", path)
         policy = policy_of(chosen, None, ONE_PROCESS, chosen)
         initial = replace(chosen.kl, reference="initial")
         references = [reference_of(replace(chosen, kl=kl), policy) for kl in (chosen.kl, initial)]
-        assert [replaced(one) for one in (policy, policy.copied(policy.compute_dtype), *references)] == [count] * 4
+        assert [
+            replaced(one) for one in (policy, policy.copied(policy.compute_dtype), *references)
+        ] == [count] * 4
 
 
 def test_a_model_whose_parts_are_not_known_is_refused_or_left_as_it_is(tmp_path):
     from transformers import PhiConfig, PhiForCausalLM
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
-    save_with_tokenizer(PhiForCausalLM(PhiConfig(vocab_size=12, intermediate_size=32, **sizes)), tmp_path)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    }
+    save_with_tokenizer(
+        PhiForCausalLM(PhiConfig(vocab_size=12, intermediate_size=32, **sizes)), tmp_path
+    )
     chosen = config(tmp_path, "model.compile=true")
-    with pytest.raises(ConfigError, match=r"model.compile=true needs a model of type gpt2, .* \(got phi\)"):
+    with pytest.raises(
+        ConfigError, match=r"model.compile=true needs a model of type gpt2, .* \(got phi\)"
+    ):
         policy_of(chosen, None, ONE_PROCESS, chosen)
     left = config(tmp_path, "model.compile=auto")
     assert [replaced(policy_of(left, None, ONE_PROCESS, run)) for run in (left, None)] == [0, 0]
 
 
 @pytest.mark.parametrize("part", ["LlamaDecoderLayer", "LlamaAttention"])
-def test_another_computation_of_transformers_is_refused_or_left_as_it_is(tmp_path, monkeypatch, caplog, part):
+def test_another_computation_of_transformers_is_refused_or_left_as_it_is(
+    tmp_path, monkeypatch, caplog, part
+):
     from transformers.models.llama import modeling_llama
 
     def forward(self, hidden_states, **options):
@@ -204,24 +238,45 @@ def test_another_computation_of_transformers_is_refused_or_left_as_it_is(tmp_pat
 
     save_with_tokenizer(small_llama(), tmp_path)
     monkeypatch.setattr(getattr(modeling_llama, part), "forward", forward)
-    needs = rf"model.compile=true needs a version of transformers that it knows \(5.17, .* Its {part} computes"
+    needs = (
+        r"model.compile=true needs a version of transformers that it knows \(5.17, .* Its "
+        rf"{part} computes"
+    )
     with pytest.raises(ConfigError, match=needs):
-        build_policy(config(tmp_path, "model.compile=true").model, None, on_gpu=False, compiles=True)
-    policy = build_policy(config(tmp_path, "model.compile=auto").model, None, on_gpu=False, compiles=True)
+        build_policy(
+            config(tmp_path, "model.compile=true").model, None, on_gpu=False, compiles=True
+        )
+    policy = build_policy(
+        config(tmp_path, "model.compile=auto").model, None, on_gpu=False, compiles=True
+    )
     assert not policy.compiled
     assert replaced(policy) == 0
     assert f"Its {part} computes something else" in caplog.text
 
 
 QWEN = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864}
-QWEN |= {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}
+QWEN |= {
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 
 
 def test_auto_is_on_for_long_runs_of_models_of_known_types_on_a_gpu(tmp_path):
-    """0.494e9 weights by 8 operations by 256 documents of 512 tokens take 1.7 s an update at 3e14 a second."""
+    """0.494e9 weights by 8 operations by 256 documents of 512 tokens take 1.7 s an update at 3e14 a
+    second."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    long = ("accumulation.docs_per_step=256", "rollout.prompts_per_batch=32", "rollout.group_size=8")
-    long += ("rollout.max_completion_length=512", "accumulation.max_tokens=65536", "trainer.max_steps=70")
+    long = (
+        "accumulation.docs_per_step=256",
+        "rollout.prompts_per_batch=32",
+        "rollout.group_size=8",
+    )
+    long += (
+        "rollout.max_completion_length=512",
+        "accumulation.max_tokens=65536",
+        "trainer.max_steps=70",
+    )
 
     def chosen(on_gpu, *overrides):
         return compilation(config_of(*with_model(tmp_path, *long, *overrides)), on_gpu)

@@ -1,4 +1,5 @@
-"""Decoding over a cache of fixed size against the model's own forward pass over each whole document."""
+"""Decoding over a cache of fixed size against the model's own forward pass over each whole
+document."""
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from pgtoolkit.model.policy import Policy
 from pgtoolkit.sampling.draw import draw, uniform_numbers
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-KINDS = {"gpt2": 15, "gpt2_tied": 15, "qwen2": 90, "qwen2_tied_checkpointed": 90, "qwen3": 90, "mistral": 90}
+KINDS = {
+    "gpt2": 15,
+    "gpt2_tied": 15,
+    "qwen2": 90,
+    "qwen2_tied_checkpointed": 90,
+    "qwen3": 90,
+    "mistral": 90,
+}
 """With the most tokens that a completion may have."""
 
 KERNEL = [
@@ -26,7 +34,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5], [3, 5, 8], [9, 7, 9, 3], [2, 3], [8, 4
 
 
 def decoded(policy, max_tokens, ends=()):
-    uniform = uniform_numbers([(0, i) for i in range(len(PROMPTS))], max_tokens).to(policy.model.device)
+    uniform = uniform_numbers([(0, i) for i in range(len(PROMPTS))], max_tokens).to(
+        policy.model.device
+    )
     how = {"draw": draw, "uniform": uniform, "check": lambda: None, "ends": list(ends)}
     return policy.decode(PROMPTS, max_tokens, False, **how)
 
@@ -36,7 +46,9 @@ def expected(policy, prompt, tokens):
     """Log-probs of the tokens by one pass over the document."""
     document = torch.tensor([prompt + tokens], device=policy.model.device)
     log_probs = policy.model(input_ids=document).logits[0].log_softmax(-1)
-    return log_probs[len(prompt) - 1 : -1].gather(-1, document[0, len(prompt) :, None])[:, 0].float()
+    return (
+        log_probs[len(prompt) - 1 : -1].gather(-1, document[0, len(prompt) :, None])[:, 0].float()
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -58,7 +70,9 @@ def test_log_probs_in_bfloat16_are_the_models_own_but_for_rounding(kind, device)
     policy.model.bfloat16().to(device)
     tokens, log_probs = decoded(policy, KINDS[kind])
     rows = zip(PROMPTS, tokens.tolist(), log_probs, strict=True)
-    differences = torch.cat([(found - expected(policy, prompt, own)).abs() for prompt, own, found in rows])
+    differences = torch.cat(
+        [(found - expected(policy, prompt, own)).abs() for prompt, own, found in rows]
+    )
     assert differences.mean() < 0.01
     assert differences.max() < 0.06
 
@@ -66,18 +80,30 @@ def test_log_probs_in_bfloat16_are_the_models_own_but_for_rounding(kind, device)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_completions_are_those_of_generate(monkeypatch, kind, device):
-    """Token by token in float32, each prompt by itself; here in groups, whose prompts are read once."""
+    """Token by token in float32, each prompt by itself; here in groups, whose prompts are read
+    once."""
     policy, most = build(kind), min(40, KINDS[kind])
     policy.model.float().to(device).eval()
     groups, alone, read = [PROMPTS[0]] * 3 + [PROMPTS[3]] * 2 + PROMPTS[1:] + [PROMPTS[0]], {}, []
     for prompt in PROMPTS:
         whole = torch.tensor([prompt], device=device)
-        settings = {"max_new_tokens": most, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": most,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         given = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
         alone[tuple(prompt)] = policy.model.generate(**given, **settings)[0, len(prompt) :]
     keep = decoding.Cache.read
-    monkeypatch.setattr(decoding.Cache, "read", lambda *given: (read.append(len(given[2])), keep(*given)))
-    how = {"draw": likeliest, "uniform": torch.zeros(len(groups), most, device=device), "check": lambda: None}
+    monkeypatch.setattr(
+        decoding.Cache, "read", lambda *given: (read.append(len(given[2])), keep(*given))
+    )
+    how = {
+        "draw": likeliest,
+        "uniform": torch.zeros(len(groups), most, device=device),
+        "check": lambda: None,
+    }
     tokens, log_probs = policy.decode(groups, most, False, **how, ends=[])
     assert tokens.tolist() == [alone[tuple(prompt)].tolist() for prompt in groups]
     assert read == [len(PROMPTS)] * 2  # in each layer
@@ -95,12 +121,17 @@ def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
     from pgtoolkit.kernels import triton_attention
 
     policy, how = build(kind), {"check": lambda: None, "ends": []}
-    prompts, uniform = [PROMPTS[0], PROMPTS[1], PROMPTS[0]], uniform_numbers([(0, i) for i in range(3)], 4)
+    prompts, uniform = (
+        [PROMPTS[0], PROMPTS[1], PROMPTS[0]],
+        uniform_numbers([(0, i) for i in range(3)], 4),
+    )
     pytorchs = policy.decode(prompts, 4, False, **how, draw=draw, uniform=uniform)
     monkeypatch.setattr(decoding, "_attend", triton_attention.attend)
     monkeypatch.setattr(decoding, "_PROMPT_TOKENS", 1)
     policy.model.to(DEVICE)
-    tokens, log_probs = policy.decode(prompts, 4, False, **how, draw=1.0, uniform=uniform.to(DEVICE))
+    tokens, log_probs = policy.decode(
+        prompts, 4, False, **how, draw=1.0, uniform=uniform.to(DEVICE)
+    )
     assert torch.equal(tokens.cpu(), pytorchs[0])
     torch.testing.assert_close(log_probs.cpu(), pytorchs[1], rtol=0, atol=2e-6)
 
@@ -108,11 +139,14 @@ def test_the_kernels_decode_as_pytorch_does(monkeypatch, kind):
 @pytest.mark.parametrize(("rows", "room"), KERNEL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_kernels_for_attention_give_what_pytorch_does(rows, room, dtype):
-    """As near to float64 as PyTorch's own is, at the size of a model of half a billion parameters."""
+    """As near to float64 as PyTorch's own is, at the size of a model of half a billion
+    parameters."""
     from pgtoolkit.kernels.triton_attention import attend
 
     torch.manual_seed(0)
-    query, key, value = (torch.randn(rows, n, 1, 64, device="cuda", dtype=dtype) for n in (14, 2, 2))
+    query, key, value = (
+        torch.randn(rows, n, 1, 64, device="cuda", dtype=dtype) for n in (14, 2, 2)
+    )
     cache = [torch.randn(rows, 2, room, 64, device="cuda", dtype=dtype) for _ in range(2)]
     positions = torch.randint(room, (rows,), device="cuda")
     positions[:2] = torch.tensor([0, room - 1])
@@ -121,7 +155,9 @@ def test_the_kernels_for_attention_give_what_pytorch_does(rows, room, dtype):
         found = attend(*given, window)[:, :, None]
         pytorchs = decoding._attend(*given, window)
         exact = [
-            decoding._attend(*(x[a : a + 16].double() for x in given[:5]), positions[a : a + 16], 0.125, window)
+            decoding._attend(
+                *(x[a : a + 16].double() for x in given[:5]), positions[a : a + 16], 0.125, window
+            )
             for a in range(0, rows, 16)
         ]
         worst = [float((x.double() - torch.cat(exact)).abs().max()) for x in (found, pytorchs)]

@@ -1,4 +1,5 @@
-"""Attention and embeddings in a fixed order: a setting for their backward pass alone; a GPU repeats gradients."""
+"""Attention and embeddings in a fixed order: a setting for their backward pass alone; a GPU repeats
+gradients."""
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ def switched_on():
 
 
 def setting() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 class Observed(torch.autograd.Function):
@@ -66,7 +70,10 @@ def test_nothing_is_set_where_it_is_off_or_nothing_is_trained():
 def test_what_cannot_be_promised_is_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=5, n_positions=4, n_embd=8, n_layer=1, n_head=1))
     policy = Policy(model, None, torch.bfloat16)
-    expected = r"trainer.deterministic=true needs on a GPU a model of type gpt2, .* \(got gpt2 in bfloat16\)"
+    expected = (
+        r"trainer.deterministic=true needs on a GPU a model of type gpt2, .* \(got gpt2 in "
+        r"bfloat16\)"
+    )
     with pytest.raises(ConfigError, match=expected):
         refuse_any_order(policy)
     use_packed_attention(model)
@@ -102,13 +109,18 @@ def embedded():
     embedding = nn.Embedding(14, 128, device="cuda")
     fixed_order.switch_on(embedding)
     tokens = torch.arange(5000, device="cuda") * 7 % 14
-    return torch.autograd.grad(embedding(tokens), embedding.weight, torch.randn(5000, 128, device="cuda"))
+    return torch.autograd.grad(
+        embedding(tokens), embedding.weight, torch.randn(5000, 128, device="cuda")
+    )
 
 
 def attended():
     """Those of attention over documents of several blocks of keys."""
     documents = Documents.whole([640] * 4, 2560, torch.device("cuda"))
-    inputs = [torch.randn(2560, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    inputs = [
+        torch.randn(2560, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
     out = by_document(*inputs, documents, None, None)
     return torch.autograd.grad(out, inputs, torch.randn_like(out))
 

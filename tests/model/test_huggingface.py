@@ -1,4 +1,5 @@
-"""Models from a folder: loaded, trained in both precisions, resumed; heads that are not plain linear layers refused."""
+"""Models from a folder: loaded, trained in both precisions, resumed; heads that are not plain
+linear layers refused."""
 
 import json
 import shutil
@@ -22,7 +23,12 @@ from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.tasks.prompts import tiny_tokenizer
 from pgtoolkit.training.train import build, train
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,26 +53,39 @@ def test_trains_and_resumes_bit_equal(folder, tmp_path, checkpointing):
     config = settings(folder, f"model.gradient_checkpointing={str(checkpointing).lower()}")
     train(config, tmp_path / "whole")
     rows = metrics_of(tmp_path / "whole")
-    assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-6)  # dropout is off: the policy is one and the same
+    # dropout is off: the policy is one and the same
+    assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-6)
     resumed = copy_as_of(tmp_path / "whole", 1, tmp_path / "resumed")
     train(config, resumed, resume=True)
     assert metrics_of(resumed) == rows
     assert_equal(checkpoint_of(resumed, 4), checkpoint_of(tmp_path / "whole", 4))
 
 
-def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it_is(folder, tmp_path, capsys):
-    """In bfloat16, where completions come from a copy. What is saved is loaded as untied, and computes what it did."""
+def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it_is(
+    folder, tmp_path, capsys
+):
+    """In bfloat16, where completions come from a copy. What is saved is loaded as untied, and
+    computes what it did."""
     shutil.copytree(folder, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in weights
     head = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))
-    save_file(weights | {"lm_head.weight": head}, tmp_path / "model/model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {"lm_head.weight": head}, tmp_path / "model/model.safetensors", {"format": "pt"}
+    )
     config = settings(
-        tmp_path / "model", "trainer.max_steps=1", "model.dtype=bfloat16", "optimizer.learning_rate=1e-12"
+        tmp_path / "model",
+        "trainer.max_steps=1",
+        "model.dtype=bfloat16",
+        "optimizer.learning_rate=1e-12",
     )
     train(config, tmp_path / "run")
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "tie_word_embeddings" in line]
-    assert said.startswith(f"note: config.json of model.path={tmp_path / 'model'} says tie_word_embeddings=true, but ")
+    (said,) = [
+        line for line in capsys.readouterr().out.splitlines() if "tie_word_embeddings" in line
+    ]
+    assert said.startswith(
+        f"note: config.json of model.path={tmp_path / 'model'} says tie_word_embeddings=true, but "
+    )
     saved = tmp_path / "run/checkpoints/step-000001"
     assert json.loads((saved / "config.json").read_text())["tie_word_embeddings"] is False
     model = AutoModelForCausalLM.from_pretrained(saved)
@@ -77,26 +96,36 @@ def test_a_head_that_differs_from_the_tied_embeddings_is_trained_and_saved_as_it
 
 def short_document():
     mask = torch.tensor([False, False, True, True])
-    return Document(torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document")
+    return Document(
+        torch.tensor([1, 2, 3, 4]), mask, torch.zeros(2), torch.ones(2), 0, "a document"
+    )
 
 
 @pytest.mark.parametrize("fp32_lm_head", [False, True])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(folder, tmp_path, fp32_lm_head):
-    config = settings(folder, "model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}")
+    config = settings(
+        folder, "model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}"
+    )
     train(config, tmp_path / "run")
     rows = metrics_of(tmp_path / "run")
     assert rows[0]["ratio_new_old"] == pytest.approx(1, abs=1e-3)
     assert all(row["num_skipped_steps"] == 0 for row in rows)
     weights = checkpoint_of(tmp_path / "run", 4)["model"]
     assert all(weight.dtype == torch.float32 for weight in weights.values())
-    # The same hidden states and weight in bfloat16; of their product, what is not asked for in float32 is rounded.
+    # The same hidden states and weight in bfloat16; of their product, what is not asked for in
+    # float32 is rounded.
     module, _ = build(config)
     micro_batch = make_step([short_document()], 99, {}).micro_batches[0]
     with torch.no_grad():
-        hidden, weight = module.policy.hidden_states(micro_batch), module.policy.head.weight.bfloat16()
+        hidden, weight = (
+            module.policy.hidden_states(micro_batch),
+            module.policy.head.weight.bfloat16(),
+        )
         assert hidden.dtype == torch.bfloat16
         logits = hidden.double() @ weight.double().T
-        exact, rounded = (x.log_softmax(-1)[[1, 2], [3, 4]] for x in (logits, logits.bfloat16().double()))
+        exact, rounded = (
+            x.log_softmax(-1)[[1, 2], [3, 4]] for x in (logits, logits.bfloat16().double())
+        )
         found = module.log_probs(micro_batch)[1:3].double()
     assert (exact - rounded).abs().max() > 2e-5
     torch.testing.assert_close(found, exact if fp32_lm_head else rounded, rtol=0, atol=2e-6)
@@ -116,11 +145,14 @@ def test_a_head_with_a_bias_is_trained_with_it(tmp_path):
 
 
 def test_prompts_are_tokens_as_the_tokenizer_makes_them(folder, tmp_path, capsys):
-    """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check` shows them."""
+    """With its token of the beginning, here `=`, and without the end that it adds; `pgtk check`
+    shows them."""
     shutil.copytree(folder, tmp_path / "model")
     backend = tiny_tokenizer("0123456789=")
     special = [("=", 10), ("<end>", 11)]
-    backend.post_processor = processors.TemplateProcessing(single="= $A <end>", special_tokens=special)
+    backend.post_processor = processors.TemplateProcessing(
+        single="= $A <end>", special_tokens=special
+    )
     options = {"bos_token": "=", "eos_token": "<end>", "pad_token": "<end>"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **options).save_pretrained(tmp_path / "model")
     config = settings(tmp_path / "model")
@@ -142,8 +174,13 @@ def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys
     train(config_of(*with_prompts(folder, tmp_path), "trainer.max_steps=3"), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "every advantage" in line]
     assert said == [
-        "note: every advantage of the step that ends at document 8 is 0: the completions of each prompt have equal "
-        "rewards, so it teaches nothing. Is the task too hard, too easy, or an answer longer than a completion? Said "
-        "once; the metric zero_advantage_group_fraction tells more."
+        "note: every advantage of the step that ends at document 8 is 0: the completions of each "
+        "prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
+        "answer longer than a completion? Said once; the metric zero_advantage_group_fraction "
+        "tells more."
     ]
-    assert [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")] == [1, 1, 1]
+    assert [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")] == [
+        1,
+        1,
+        1,
+    ]

@@ -1,4 +1,5 @@
-"""LoRA: gradients of a plain formulation, merged weights, the frozen model, and what each of the weights takes up."""
+"""LoRA: gradients of a plain formulation, merged weights, the frozen model, and what each of the
+weights takes up."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def folder(request, tmp_path_factory):
         model = small_llama(num_hidden_layers=2, tie_word_embeddings=True)
     else:
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=12, bos_token_id=None, eos_token_id=11, **sizes))
+        model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=12, bos_token_id=None, eos_token_id=11, **sizes)
+        )
     for weight in model.parameters():
         weight.data += 0.2 * torch.randn(weight.shape)
     return save_with_tokenizer(model, tmp_path_factory.mktemp(request.param))
@@ -35,7 +38,9 @@ def folder(request, tmp_path_factory):
 
 def adapted(folder, **changes):
     """A policy whose adapters change something."""
-    policy = build_policy(model_config(folder, lora_rank=RANK, lora_alpha=ALPHA, **changes), None, False)
+    policy = build_policy(
+        model_config(folder, lora_rank=RANK, lora_alpha=ALPHA, **changes), None, False
+    )
     for name, weight in adapter_weights(policy.model).items():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.1)
@@ -56,7 +61,10 @@ def test_the_gradient_is_that_of_the_plain_formulation(kind, loss, aggregation):
     policy, objective = models.build(kind), {"loss": loss, "aggregation": aggregation}
     found = spread.step(policy, ONE_PROCESS, **objective)
     plain, scale = models.build(kind.replace("_lora", "").replace("_checkpointed", "")), 4.0 / 3
-    weights = {name.replace(".base_layer", ""): weight.detach() for name, weight in policy.model.named_parameters()}
+    weights = {
+        name.replace(".base_layer", ""): weight.detach()
+        for name, weight in policy.model.named_parameters()
+    }
     pairs = {}
     for name, weight in plain.model.named_parameters():
         layer = name.removesuffix(".weight")
@@ -119,14 +127,19 @@ def test_in_bfloat16_the_merged_weights_are_rounded_once(folder):
 
 
 def module_of(folder, *overrides):
-    return built(*with_model(folder, f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}", *overrides))
+    return built(
+        *with_model(folder, f"model.lora_rank={RANK}", f"model.lora_alpha={ALPHA}", *overrides)
+    )
 
 
 @pytest.mark.parametrize("static_cache", ["true", "null"])
 @torch.no_grad()
 def test_completions_are_of_the_merged_model(folder, static_cache):
-    """Their log-probs, kept while sampling with the adapters at work, are those of the merged weights."""
-    module, loader = module_of(folder, "rollout.old_log_probs=sampling", f"sampler.static_cache={static_cache}")
+    """Their log-probs, kept while sampling with the adapters at work, are those of the merged
+    weights."""
+    module, loader = module_of(
+        folder, "rollout.old_log_probs=sampling", f"sampler.static_cache={static_cache}"
+    )
     for name, weight in adapter_weights(module.model).items():
         if "lora_B" in name:
             nn.init.normal_(weight, std=0.3)
@@ -142,7 +155,8 @@ def test_completions_are_of_the_merged_model(folder, static_cache):
 
 
 def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
-    """Whose adapters were never there; their log-probs and those of training differ by rounding alone."""
+    """Whose adapters were never there; their log-probs and those of training differ by rounding
+    alone."""
     chosen = "model.lora_rank=2", "model.dtype=bfloat16", "rollout.old_log_probs=sampling"
     module, loader = built(*with_model(folder, *chosen), dtype=None)
     for name, weight in adapter_weights(module.model).items():
@@ -152,7 +166,10 @@ def test_in_bfloat16_completions_are_sampled_from_a_merged_copy(folder):
     copy, weights = sampler_of(loader)._policy, module.policy.weights()
     assert adapted_layers(copy.model) == {}
     copy.load(weights)  # as for every batch; between them it holds none
-    assert all(torch.equal(weight, weights[name].to(weight.dtype)) for name, weight in copy.model.named_parameters())
+    assert all(
+        torch.equal(weight, weights[name].to(weight.dtype))
+        for name, weight in copy.model.named_parameters()
+    )
     metrics = module.training_step(step, 0)["metrics"]
     assert metrics["ratio_new_old"] == pytest.approx(1, abs=0.02)
 
@@ -163,7 +180,8 @@ def of_document(model, document):
 
 
 def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_moments(folder):
-    """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as they are."""
+    """Bytes of weights, gradients and moments, by number type; a step leaves the frozen ones as
+    they are."""
     chosen = "model.lora_rank=2", "model.dtype=bfloat16", "optimizer.learning_rate=0.01"
     module, loader = built(*with_model(folder, *chosen), dtype=None)
     saved = load_file(folder / "model.safetensors")
@@ -173,14 +191,22 @@ def test_frozen_weights_are_in_the_compute_type_and_adapters_in_float32_with_mom
         module.training_step(next(steps), 0)
     trained = adapter_weights(module.model).values()
     base = [weight for weight in module.model.parameters() if not weight.requires_grad]
-    count = sum(2 * sum(layer.base_layer.weight.shape) for layer in adapted_layers(module.model).values())
-    assert bytes_by_type(base) == {torch.bfloat16: 2 * sum(weight.numel() for weight in saved.values())}
+    count = sum(
+        2 * sum(layer.base_layer.weight.shape) for layer in adapted_layers(module.model).values()
+    )
+    assert bytes_by_type(base) == {
+        torch.bfloat16: 2 * sum(weight.numel() for weight in saved.values())
+    }
     assert bytes_by_type(trained) == {torch.float32: 4 * count}
     assert bytes_by_type([weight.grad for weight in trained]) == {torch.float32: 4 * count}
     assert all(weight.grad is None for weight in base)
     moments = [x for state in module.optimizer.state.values() for x in state.values() if x.ndim > 0]
     assert bytes_by_type(moments) == {torch.float32: 8 * count}
-    changed = {name for name, weight in module.model.named_parameters() if not torch.equal(weight, before[name])}
+    changed = {
+        name
+        for name, weight in module.model.named_parameters()
+        if not torch.equal(weight, before[name])
+    }
     assert changed == {name for name in before if "lora_" in name}
 
 
@@ -196,9 +222,18 @@ def bytes_by_type(tensors):
     [
         (
             ["q_proj", "query"],
-            r"lora_targets=\[q_proj,query\] needs names of .*\(got query\)\. It has down_proj, gate_proj",
+            (
+                r"lora_targets=\[q_proj,query\] needs names of .*\(got query\)\. It has down_proj, "
+                r"gate_proj"
+            ),
         ),
-        (["lm_head"], r"\(got lm_head\)\. .*; its head is not adapted\. Use model.lora_targets=\[all-linear\]"),
+        (
+            ["lm_head"],
+            (
+                r"\(got lm_head\)\. .*; its head is not adapted\. Use "
+                r"model.lora_targets=\[all-linear\]"
+            ),
+        ),
         (["proj"], r"\(got proj\)"),
     ],
     ids=["a misspelt one", "the head", "a part of a name"],
@@ -209,12 +244,21 @@ def test_targets_that_are_no_linear_layer_are_refused(tmp_path, targets, says):
         build_policy(model_config(tmp_path, lora_rank=2, lora_targets=targets), None, False)
 
 
-@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj", "mlp.up_proj", "1.self_attn.o_proj"]])
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], ["q_proj", "v_proj", "mlp.up_proj", "1.self_attn.o_proj"]]
+)
 def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
-    """And transformers finds them by what is stored; peft shortens a list of more than twenty names."""
+    """And transformers finds them by what is stored; peft shortens a list of more than twenty
+    names."""
     save_with_tokenizer(small_llama(num_hidden_layers=8), tmp_path / "base")
-    policy = build_policy(model_config(tmp_path / "base", lora_rank=2, lora_targets=targets), None, False)
-    names = [name for name, module in small_llama(num_hidden_layers=8).named_modules() if isinstance(module, nn.Linear)]
+    policy = build_policy(
+        model_config(tmp_path / "base", lora_rank=2, lora_targets=targets), None, False
+    )
+    names = [
+        name
+        for name, module in small_llama(num_hidden_layers=8).named_modules()
+        if isinstance(module, nn.Linear)
+    ]
     ends = ("proj",) if targets == ["all-linear"] else tuple(f".{target}" for target in targets)
     expected = {name for name in names if name.endswith(ends)}
     assert len(expected) == (56 if targets == ["all-linear"] else 25)
@@ -226,4 +270,6 @@ def test_of_many_layers_those_that_are_named_get_adapters(tmp_path, targets):
     weights = {name: weight.detach() for name, weight in adapter_weights(policy.model).items()}
     save_file(weights, tmp_path / "adapters" / "adapter_model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapters")
-    torch.testing.assert_close(logits(loaded, TOKENS), logits(policy.model, TOKENS), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        logits(loaded, TOKENS), logits(policy.model, TOKENS), rtol=1e-6, atol=1e-6
+    )

@@ -1,4 +1,5 @@
-"""Products with a common input as one: where the weights lie, and completions that are those of the model itself."""
+"""Products with a common input as one: where the weights lie, and completions that are those of the
+model itself."""
 
 import copy
 from dataclasses import replace
@@ -34,8 +35,12 @@ def test_weights_lie_side_by_side_once(kind):
         assert torch.equal(parameter, own[name]), name
     layer = sampled.model.base_model.layers[1]
     attention = layer.self_attn
-    together = merged.side_by_side([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    assert torch.equal(together[-len(attention.v_proj.weight) :], own["model.layers.1.self_attn.v_proj.weight"])
+    together = merged.side_by_side(
+        [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    )
+    assert torch.equal(
+        together[-len(attention.v_proj.weight) :], own["model.layers.1.self_attn.v_proj.weight"]
+    )
     attention.v_proj.weight.data.fill_(7)
     assert (together[-len(attention.v_proj.weight) :] == 7).all()
     # No memory beyond the weights': each storage is as large as what lies in it.
@@ -45,7 +50,12 @@ def test_weights_lie_side_by_side_once(kind):
     sampled.unload()
     assert all(p.numel() == 0 for p in sampled.model.parameters())
     with pytest.raises(ValueError, match="side by side"):
-        merged.side_by_side([own["model.layers.0.self_attn.q_proj.weight"], own["model.layers.1.mlp.up_proj.weight"]])
+        merged.side_by_side(
+            [
+                own["model.layers.0.self_attn.q_proj.weight"],
+                own["model.layers.1.mlp.up_proj.weight"],
+            ]
+        )
 
 
 def test_only_what_is_compiled_and_has_products_to_merge_is_merged():
@@ -61,11 +71,20 @@ def test_greedy_completions_are_those_of_generate(kind, device):
     """Token by token in float32; their log-probs are those of a pass over the document."""
     policy, sampled = merged_copy(kind, device)
     policy.model.eval()
-    how = {"draw": likeliest, "uniform": torch.zeros(len(PROMPTS), 40, device=device), "check": lambda: None}
+    how = {
+        "draw": likeliest,
+        "uniform": torch.zeros(len(PROMPTS), 40, device=device),
+        "check": lambda: None,
+    }
     tokens, log_probs = sampled.decode(PROMPTS, 40, False, **how, ends=[])
     for prompt, row, found in zip(PROMPTS, tokens, log_probs, strict=True):
         whole = torch.tensor([prompt], device=device)
-        settings = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        settings = {
+            "max_new_tokens": 40,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         given = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
         assert torch.equal(row, policy.model.generate(**given, **settings)[0, len(prompt) :])
         torch.testing.assert_close(found, expected(policy, prompt, row.tolist()), rtol=0, atol=2e-6)
@@ -73,7 +92,8 @@ def test_greedy_completions_are_those_of_generate(kind, device):
 
 @needs_compiler
 def test_the_kernel_turns_queries_and_keys(monkeypatch):
-    """Without a GPU in Triton's interpreter: drawn tokens and log-probs are those of turns by PyTorch."""
+    """Without a GPU in Triton's interpreter: drawn tokens and log-probs are those of turns by
+    PyTorch."""
     from pgtoolkit.kernels import triton_attention
 
     _, sampled = merged_copy("mistral", DEVICE)

@@ -1,4 +1,5 @@
-"""Attention by document against a loop over queries, and a model that uses it against one row per document."""
+"""Attention by document against a loop over queries, and a model that uses it against one row per
+document."""
 
 import math
 
@@ -19,7 +20,11 @@ QUERIES, KEYS = [3, 5, 1, 0, 40], [7, 5, 1, 0, 40]
 
 def tensors(heads: int, key_heads: int, width: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
-    shapes = ((sum(QUERIES), heads, width), (sum(KEYS), key_heads, width), (sum(KEYS), key_heads, width))
+    shapes = (
+        (sum(QUERIES), heads, width),
+        (sum(KEYS), key_heads, width),
+        (sum(KEYS), key_heads, width),
+    )
     return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
 
 
@@ -65,8 +70,12 @@ def test_the_kernel_does_the_same(window, key_heads):
     scaling, device = 1 / math.sqrt(16), torch.device("cuda")
     assert attention.has_kernel(device, torch.bfloat16, 16)
     cut = Documents(QUERIES, KEYS, device)
-    found = with_gradients(lambda *x: by_document(*x, cut, scaling, window), [x.to(device) for x in inputs])
-    expected = with_gradients(lambda *x: reference(*x, scaling, window), [x.double() for x in inputs])
+    found = with_gradients(
+        lambda *x: by_document(*x, cut, scaling, window), [x.to(device) for x in inputs]
+    )
+    expected = with_gradients(
+        lambda *x: reference(*x, scaling, window), [x.double() for x in inputs]
+    )
     for a, b in zip(found, expected, strict=True):
         assert (a.cpu().double() - b).norm() < 1e-2 * b.norm()
 
@@ -77,7 +86,9 @@ def test_a_model_sees_each_document_alone(kind):
     rows, row = small_model(kind), small_model(f"{kind}_by_document")
     micro_batch = packed(documents(row.vocabulary_size, 1))
     found = row.hidden_states(micro_batch)
-    alone = [rows.hidden_states(packed([document])) for document in documents(rows.vocabulary_size, 1)]
+    alone = [
+        rows.hidden_states(packed([document])) for document in documents(rows.vocabulary_size, 1)
+    ]
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
 
 

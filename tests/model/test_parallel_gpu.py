@@ -26,9 +26,17 @@ def test_the_step_is_the_same_on_several_gpus(number):
 
 
 def run(number: int) -> dict[str, dict]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={number}",
+    ]
     command.append(str(Path(__file__).with_name("parallel_gpu.py")))
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=os.environ | path, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))

@@ -1,6 +1,8 @@
-"""One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every parameter.
+"""One fixed step, whole or spread over ranks: the same loss, metrics and gradient of every
+parameter.
 
-In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral, two of them with LoRA's adapters. What the
+In float64 on real gloo processes; small GPT-2, Qwen2, Qwen3 and Mistral, two of them with LoRA's
+adapters. What the
 processes do: spread.py.
 """
 
@@ -35,9 +37,17 @@ ADAPTED = (("gpt2_tied_lora", GSPO), ("qwen2_checkpointed_lora", GRPO))
 TP, SDP, DP, PP = "tensor_parallel", "sequence_data_parallel", "data_parallel", "pipeline_parallel"
 CUTS = {
     "data": ({DP: 2}, "", (*EVERY_MODEL, *ADAPTED)),
-    "fully sharded": ({DP: 2}, "shard", (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT, *ADAPTED)),
+    "fully sharded": (
+        {DP: 2},
+        "shard",
+        (*EVERY_MODEL, ("gpt2_tied", GRPO), CHECKPOINTED, BY_DOCUMENT, *ADAPTED),
+    ),
     "tensor": ({TP: 2}, "", (*EVERY_MODEL, ("qwen2_tied", GSPO), CHECKPOINTED)),
-    "sequence": ({TP: 2}, "sequence", (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED, BY_DOCUMENT)),
+    "sequence": (
+        {TP: 2},
+        "sequence",
+        (*EVERY_MODEL, ("gpt2_tied", GSPO), CHECKPOINTED, WINDOWED, BY_DOCUMENT),
+    ),
     "sequence-data": ({SDP: 2}, "", (*EVERY_MODEL, CHECKPOINTED, WINDOWED, BY_DOCUMENT, *ADAPTED)),
     "pipeline": ({PP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY), BY_DOCUMENT)),
     "data 4": ({DP: 4}, "", EVERY_MODEL[:1]),
@@ -48,7 +58,11 @@ CUTS = {
     "data x sequence-data, fully sharded": ({DP: 2, SDP: 2}, "shard", (*EVERY_MODEL[:2], *ADAPTED)),
     "data x tensor": ({DP: 2, TP: 2}, "", EVERY_MODEL[:2]),
     "data x tensor, fully sharded": ({DP: 2, TP: 2}, "shard", (*EVERY_MODEL, ("qwen2_tied", GSPO))),
-    "data x sequence, fully sharded": ({DP: 2, TP: 2}, "shard sequence", (*EVERY_MODEL, CHECKPOINTED, *COMPILED)),
+    "data x sequence, fully sharded": (
+        {DP: 2, TP: 2},
+        "shard sequence",
+        (*EVERY_MODEL, CHECKPOINTED, *COMPILED),
+    ),
     "sequence-data x tensor": ({SDP: 2, TP: 2}, "", EVERY_MODEL[:2]),
     "sequence-data x sequence": ({SDP: 2, TP: 2}, "sequence", (*EVERY_MODEL, CHECKPOINTED)),
     "pipeline x data": ({PP: 2, DP: 2}, "", (("gpt2", LOSS_ONLY), ("qwen2", LOSS_ONLY))),
@@ -67,21 +81,32 @@ def expected(kind: str, objective: tuple) -> dict:
     return spread.whole_step(kind, **dict(objective))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CUTS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CUTS]
+)
 def test_the_step_is_the_same_however_the_model_is_spread(name):
     check(*CUTS[name])
 
 
 @pytest.mark.parametrize("name", OF_TWO)
 def test_every_objective_is_the_same_however_the_model_is_spread(name):
-    """Each family, each aggregation, each level of the metrics, and corrections, where CUTS has three objectives."""
+    """Each family, each aggregation, each level of the metrics, and corrections, where CUTS has
+    three objectives."""
     sizes, how, _ = CUTS[name]
     cases = []
-    for loss, correction in (("gspo", "sequence_mask"), ("grpo", "off_policy_mask"), ("cispo", "token_truncate")):
+    for loss, correction in (
+        ("gspo", "sequence_mask"),
+        ("grpo", "off_policy_mask"),
+        ("cispo", "token_truncate"),
+    ):
         objective = {"loss": loss, "aggregation": "sample_mean", "correction": correction}
         cases.append(("gpt2", objective | {"metrics": "none" if name == "pipeline" else "basic"}))
     for loss, aggregation, level in OBJECTIVES:
-        objective = {"loss": loss, "aggregation": aggregation, "metrics": "none" if name == "pipeline" else level}
+        objective = {
+            "loss": loss,
+            "aggregation": aggregation,
+            "metrics": "none" if name == "pipeline" else level,
+        }
         cases.append(("gpt2", objective | ({"divisor": 8.0} if aggregation == "constant" else {})))
     check(sizes, how, cases)
 
@@ -96,13 +121,16 @@ def check(sizes, how, cases):
         for rank in range(number):
             for key, value in found[rank][i].items():
                 message = functools.partial("{0}, {1}, rank {2}: {3}".format, kind, key, rank)
-                torch.testing.assert_close(value, whole[key], rtol=TOLERANCE, atol=TOLERANCE, msg=message)
+                torch.testing.assert_close(
+                    value, whole[key], rtol=TOLERANCE, atol=TOLERANCE, msg=message
+                )
                 seen.add(key)
         assert seen == set(whole)
 
 
 def test_a_rank_gets_its_piece_of_the_packed_axis():
-    """7 tokens of 2 documents over 3 ranks of 2 tensor ranks: pieces of 4, the last one padding alone."""
+    """7 tokens of 2 documents over 3 ranks of 2 tensor ranks: pieces of 4, the last one padding
+    alone."""
     index = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     numbers = torch.arange(7)
     micro_batch = MicroBatch(
@@ -122,19 +150,55 @@ def test_a_rank_gets_its_piece_of_the_packed_axis():
         sizes = {"sequence_data_parallel": 3, "tensor_parallel": 2}
         layout = SimpleNamespace(size=sizes.get, rank_in=lambda _axis, rank=rank: rank)
         pieces.append(local_tokens(micro_batch, layout))
-    assert [piece.labels.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, -1], [-1, -1, -1, -1]]
-    assert [piece.position_ids.tolist() for piece in pieces] == [[0, 1, 2, 3], [4, 5, 6, 0], [0, 0, 0, 0]]
-    assert [piece.document_index.tolist() for piece in pieces] == [[0, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
-    assert all(piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces)
+    assert [piece.labels.tolist() for piece in pieces] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, -1],
+        [-1, -1, -1, -1],
+    ]
+    assert [piece.position_ids.tolist() for piece in pieces] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 0],
+        [0, 0, 0, 0],
+    ]
+    assert [piece.document_index.tolist() for piece in pieces] == [
+        [0, 0, 0, 1],
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    ]
+    assert all(
+        piece.names == ("a", "b") and piece.group_index.tolist() == [0, 0] for piece in pieces
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes", "message"),
     [
-        ("gpt2", {TP: 3}, "tensor_parallel=3 needs a divisor of the model's 4 attention heads .*tensor_parallel=2"),
-        ("qwen2", {TP: 8}, "tensor_parallel=8 needs a divisor of the model's 4 key-value heads .*tensor_parallel=4"),
-        ("gpt2", {PP: 3}, "pipeline_parallel=3 needs at most the model's 2 layers .*pipeline_parallel=2"),
-        ("gpt2_tied", {PP: 2}, "pipeline_parallel=2 needs a model whose embedding and LM head are two matrices"),
+        (
+            "gpt2",
+            {TP: 3},
+            (
+                "tensor_parallel=3 needs a divisor of the model's 4 attention heads "
+                ".*tensor_parallel=2"
+            ),
+        ),
+        (
+            "qwen2",
+            {TP: 8},
+            (
+                "tensor_parallel=8 needs a divisor of the model's 4 key-value heads "
+                ".*tensor_parallel=4"
+            ),
+        ),
+        (
+            "gpt2",
+            {PP: 3},
+            "pipeline_parallel=3 needs at most the model's 2 layers .*pipeline_parallel=2",
+        ),
+        (
+            "gpt2_tied",
+            {PP: 2},
+            "pipeline_parallel=2 needs a model whose embedding and LM head are two matrices",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_spread_so_is_refused(kind, sizes, message):
@@ -147,6 +211,8 @@ def test_a_model_that_cannot_be_spread_so_is_refused(kind, sizes, message):
 def test_an_unknown_kind_of_model_is_refused():
     model = models.build("gpt2").model
     model.config.model_type = "mamba"
-    with pytest.raises(ConfigError, match=r"tensor_parallel=2 needs a model of type gpt2, llama, .* .got mamba"):
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel=2 needs a model of type gpt2, llama, .* .got mamba"
+    ):
         refuse_misfit(model, {TP: 2, SDP: 1, DP: 1, PP: 1}, False)
     refuse_misfit(model, {TP: 1, SDP: 1, DP: 2, PP: 1}, False)

@@ -1,4 +1,5 @@
-"""Models of other architectures: each document by itself whatever is beside it, or one sentence that refuses them."""
+"""Models of other architectures: each document by itself whatever is beside it, or one sentence
+that refuses them."""
 
 import math
 
@@ -14,22 +15,45 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.model.setup import build_policy
 from pgtoolkit.training.build import build
 
-WIDTH = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": None}
-DENSE = WIDTH | {"intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 0}
-T5 = {"kind": "ForConditionalGeneration", "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+WIDTH = {
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "bos_token_id": None,
+}
+DENSE = WIDTH | {
+    "intermediate_size": 24,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+T5 = {
+    "kind": "ForConditionalGeneration",
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_heads": 2,
+}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 1.5]}
 SHAPES = {
     "Qwen3": DENSE | {"head_dim": 8},
-    "OPT": WIDTH | {"ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "layerdrop": 0.5},
+    "OPT": WIDTH
+    | {"ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": 64, "layerdrop": 0.5},
     "Bloom": {"vocab_size": 12, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "Mamba": {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
     "GptOss": DENSE | EXPERTS | {"head_dim": 8},
     "Mixtral": DENSE | EXPERTS | {"router_jitter_noise": 0.1},
     "Phi3": DENSE
-    | {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE | {"original_max_position_embeddings": 16}},
+    | {
+        "original_max_position_embeddings": 16,
+        "rope_parameters": LONGROPE | {"original_max_position_embeddings": 16},
+    },
 }
-"""OPT, Bloom, Mamba and GptOss see other documents of their row; rotary positions of Phi3 depend on the longest."""
+"""OPT, Bloom, Mamba and GptOss see other documents of their row; rotary positions of Phi3 depend on
+the longest."""
 
 
 def folder_of(name, folder, scale=0.3, kind="ForCausalLM", **changes):
@@ -64,9 +88,12 @@ def test_a_document_is_computed_as_if_it_were_alone(name, lengths, tmp_path):
     ids=["alike", "mixed", "many"],
 )
 def test_documents_are_rows_unless_one_row_costs_less(lengths, shape, tmp_path):
-    """With 16 hidden units 40 rows of 20 take 800 (96 + 20), their 480 tokens in one row 480 (96 + 480)."""
+    """With 16 hidden units 40 rows of 20 take 800 (96 + 20), their 480 tokens in one row 480 (96 +
+    480)."""
     policy, seen = build_policy(model_config(folder_of("Qwen3", tmp_path)), None, False), []
-    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    policy.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].shape)
+    )
     policy.hidden_states(pack([document(n) for n in lengths]))
     assert seen == [shape]
 
@@ -74,14 +101,35 @@ def test_documents_are_rows_unless_one_row_costs_less(lengths, shape, tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("Gemma2", {"head_dim": 8, "scale": 0}, "a plain linear LM head"),  # random weights give logits of about 0.1
+        # random weights give logits of about 0.1
+        ("Gemma2", {"head_dim": 8, "scale": 0}, "a plain linear LM head"),
         ("Granite", {"logits_scaling": 8.0}, "a plain linear LM head"),
-        ("Bert", {"kind": "LMHeadModel"}, "an LM head that reads the body's hidden states, the same each time"),
-        ("BertGeneration", {"kind": "Decoder"}, "a causal language model (got one whose tokens see those behind them)"),
-        ("Phimoe", EXPERTS, "a model that computes the same in training (got phimoe, which then draws its experts"),
+        (
+            "Bert",
+            {"kind": "LMHeadModel"},
+            "an LM head that reads the body's hidden states, the same each time",
+        ),
+        (
+            "BertGeneration",
+            {"kind": "Decoder"},
+            "a causal language model (got one whose tokens see those behind them)",
+        ),
+        (
+            "Phimoe",
+            EXPERTS,
+            "a model that computes the same in training (got phimoe, which then draws its experts",
+        ),
         ("T5", T5, "a language model that only decodes (got t5, an encoder and a decoder)"),
-        ("Qwen3", {"scale": math.nan}, "weights that are numbers (got NaN or infinity in model.embed_tokens.weight, "),
-        ("T5", T5 | {"random": True}, "a language model that only decodes (got t5, an encoder and a decoder)"),
+        (
+            "Qwen3",
+            {"scale": math.nan},
+            "weights that are numbers (got NaN or infinity in model.embed_tokens.weight, ",
+        ),
+        (
+            "T5",
+            T5 | {"random": True},
+            "a language model that only decodes (got t5, an encoder and a decoder)",
+        ),
         (
             "Qwen3",
             {"initializer_range": 1e39, "random": True},
@@ -108,23 +156,42 @@ NEMOTRON = {
     "n_groups": 2,
     "ssm_state_size": 4,
 }
-MAMBA2_LIMITED = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8}
+MAMBA2_LIMITED = {
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_heads": 4,
+    "head_dim": 8,
+}
 MAMBA2_LIMITED |= {"state_size": 4, "n_groups": 1, "time_step_limit": (0.0, 0.1)}
-KIMI = {"kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 2}
+KIMI = {
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 2,
+}
 KIMI |= {
     "layer_types": RECURRENT[:1] * 2,
     "mlp_layer_types": ["dense"] * 2,
     "linear_head_dim": 8,
     "linear_num_heads": 2,
 }
-BART = {"vocab_size": 12, "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24}
+BART = {
+    "vocab_size": 12,
+    "d_model": 16,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": 24,
+}
 SAMPLED = {
     "GPTNeoX": WIDTH | {"intermediate_size": 24, "max_position_embeddings": 64},
     "Bamba": DENSE | MAMBA2 | {"attn_layer_indices": [1]},
     "MiniMax": DENSE | EXPERTS | {"head_dim": 8, "layer_types": RECURRENT},
     "Bart": BART | {"max_position_embeddings": 64},
 }
-"""Bamba keeps padding out of its state. MiniMax sees it in every step with a cache, and Bart counts its positions."""
+"""Bamba keeps padding out of its state. MiniMax sees it in every step with a cache, and Bart counts
+its positions."""
 
 
 def sampler_for(folder, *overrides):
@@ -134,13 +201,18 @@ def sampler_for(folder, *overrides):
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_completions_are_those_of_a_forward_pass_of_each_document_alone(name, tmp_path):
-    """Prompts of three lengths, in one batch where padding changes nothing, else in one for each length."""
+    """Prompts of three lengths, in one batch where padding changes nothing, else in one for each
+    length."""
     folder = folder_of(name, tmp_path, **SAMPLED[name])
     policy, sampler = sampler_for(folder, "rollout.max_completion_length=9")
     rows = []
-    policy.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    policy.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: rows.append(len(inputs[0]))
+    )
     prompts = [[3, 1, 4, 1, 5, 9, 2], [2, 7], [6, 5], [8, 1, 10, 9]]
-    completions = sampler.complete([Request(prompt, 2, number) for number, prompt in enumerate(prompts)])
+    completions = sampler.complete(
+        [Request(prompt, 2, number) for number, prompt in enumerate(prompts)]
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for number, completion in enumerate(completions):
         prompt, tokens = prompts[number // 2], completion.tokens
@@ -152,12 +224,16 @@ def test_completions_are_those_of_a_forward_pass_of_each_document_alone(name, tm
     assert set(rows) == ({8} if name in ("GPTNeoX", "Bamba") else {4, 2})
 
 
-def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens_hold(tmp_path, caplog):
+def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens_hold(
+    tmp_path, caplog
+):
     """Phi3's are others in documents of more than 16 tokens; prompts of the task have four."""
     folder = folder_of("Phi3", tmp_path)
     sampler_for(folder, "rollout.max_completion_length=12")
     assert "documents have at most 16 tokens" in caplog.text
-    with pytest.raises(DataError, match=r"A document of at most 16 tokens holds a prompt and a completion of .*=13"):
+    with pytest.raises(
+        DataError, match=r"A document of at most 16 tokens holds a prompt and a completion of .*=13"
+    ):
         sampler_for(folder, "rollout.max_completion_length=13")
 
 
@@ -169,7 +245,11 @@ def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens
             DENSE | NEMOTRON,
             "nemotron_h, whose layers limit time steps to 0.001 and more in a forward pass",
         ),
-        ("Mamba2", MAMBA2_LIMITED, "mamba2, whose layers limit time steps to 0 to 0.1 in a forward pass"),
+        (
+            "Mamba2",
+            MAMBA2_LIMITED,
+            "mamba2, whose layers limit time steps to 0 to 0.1 in a forward pass",
+        ),
         (
             "MiniMax",
             SAMPLED["MiniMax"] | {"sliding_window": 20},
@@ -182,7 +262,9 @@ def test_documents_are_no_longer_than_the_rotary_positions_of_their_first_tokens
         ),
     ],
 )
-def test_a_model_whose_steps_are_not_its_forward_pass_is_not_sampled_from(name, changes, got, tmp_path):
+def test_a_model_whose_steps_are_not_its_forward_pass_is_not_sampled_from(
+    name, changes, got, tmp_path
+):
     folder = folder_of(name, tmp_path, **changes)
     with pytest.raises(ConfigError) as refused:
         sampler_for(folder)
@@ -191,7 +273,8 @@ def test_a_model_whose_steps_are_not_its_forward_pass_is_not_sampled_from(name, 
 
 
 def test_a_limit_of_time_steps_acts_in_a_forward_pass_alone():
-    """What the refusal is for. Once transformers applies it in both, this fails, and the refusal can go."""
+    """What the refusal is for. Once transformers applies it in both, this fails, and the refusal
+    can go."""
     differences = []
     for low in (0.0, 2.0):
         torch.manual_seed(0)
@@ -201,7 +284,11 @@ def test_a_limit_of_time_steps_acts_in_a_forward_pass_alone():
         tokens = torch.arange(8)[None] % 11
         with torch.no_grad():
             passed = model(input_ids=tokens, use_cache=True)
-            step = model(input_ids=torch.tensor([[3]]), cache_params=passed.cache_params, use_cache=True).logits[0, -1]
-            whole = model(input_ids=torch.cat([tokens, torch.tensor([[3]])], 1), use_cache=False).logits[0, -1]
+            step = model(
+                input_ids=torch.tensor([[3]]), cache_params=passed.cache_params, use_cache=True
+            ).logits[0, -1]
+            whole = model(
+                input_ids=torch.cat([tokens, torch.tensor([[3]])], 1), use_cache=False
+            ).logits[0, -1]
         differences.append(float((step - whole).norm() / whole.norm()))
     assert differences[0] < 1e-5 < 1e-3 < differences[1], differences

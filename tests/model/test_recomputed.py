@@ -21,7 +21,9 @@ pytestmark = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["qwen2_checkpointed", "qwen3_checkpointed", "mistral_checkpointed"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_checkpointed", "qwen3_checkpointed", "mistral_checkpointed"]
+)
 def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind, device):
     """In float32 but for rounding; in bfloat16 as near to float32 as without."""
     kind += "_by_document"
@@ -31,7 +33,11 @@ def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind
     compiled.switch_on(model)
     calls = []
     layer = recomputed.layer
-    monkeypatch.setattr(recomputed, "layer", lambda *given, **options: (calls.append(1), layer(*given, **options))[1])
+    monkeypatch.setattr(
+        recomputed,
+        "layer",
+        lambda *given, **options: (calls.append(1), layer(*given, **options))[1],
+    )
     for lengths in LENGTHS:
         calls.clear()
         aim = states_and_gradient(exact, lengths)
@@ -40,7 +46,8 @@ def test_hidden_states_and_gradients_are_those_of_transformers(monkeypatch, kind
         rounded = distance(states_and_gradient(plain, lengths), aim)
         found = distance(states_and_gradient(replace(plain, model=model), lengths), aim)
         assert all(0 < x < 1.5 * y for x, y in zip(found, rounded, strict=True)), lengths
-        # Two layers, of float32 and bfloat16, with a gradient and without; a row of one token is computed as before.
+        # Two layers, of float32 and bfloat16, with a gradient and without; a row of one token is
+        # computed as before.
         assert len(calls) == (8 if sum(lengths) > 1 else 0)
 
 
@@ -54,13 +61,18 @@ def test_gradients_of_micro_batches_add_up_to_those_of_transformers():
             hidden = one.hidden_states(packed(lengths))
             weights = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape).sin()
             (hidden * weights).sum().backward()
-    for (name, expected), parameter in zip(policy.model.named_parameters(), found.model.parameters(), strict=True):
+    for (name, expected), parameter in zip(
+        policy.model.named_parameters(), found.model.parameters(), strict=True
+    ):
         if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(
+                parameter.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name
+            )
 
 
 def test_all_is_compiled_once():
-    """On a GPU it is another than that of the forward pass, whose autocast is then as it was to begin with."""
+    """On a GPU it is another than that of the forward pass, whose autocast is then as it was to
+    begin with."""
     for function in (rowwise.rms_norm, rowwise.gate, rowwise.turned_heads):
         function.cache_clear()
     policy = build("qwen2_checkpointed_by_document")
@@ -75,7 +87,8 @@ def test_all_is_compiled_once():
         thread.start()
         thread.join()
     counts.append(counters["stats"]["unique_graphs"])
-    # A norm, one of a sum, the heads and the gate; the derivative of each, and that of a norm with its input beside it.
+    # A norm, one of a sum, the heads and the gate; the derivative of each, and that of a norm with
+    # its input beside it.
     assert [count - counts[0] for count in counts] == [0, 4, 9, 9, 9]
     width, epsilon = torch.float32, policy.model.base_model.norm.variance_epsilon
     functions = [rowwise.rms_norm(epsilon, width, both) for both in (False, True)]

@@ -1,10 +1,12 @@
-"""Wrong functions in the place of right ones, by name. Some test of their file's folders must notice each.
+"""Wrong functions in the place of right ones, by name. Some test of their file's folders must
+notice each.
 
     @mutant("ranks.gradients:sum_gradients")
     def averages_gradients(right, parameters, group): ...
 
-The wrong function gets the right one before its arguments. A refactoring leaves a mutant alone as long as there is
-something of the name; what is no function, or no part of pgtoolkit, is replaced by the value that `wrong(right)` gives.
+The wrong function gets the right one before its arguments. A refactoring leaves a mutant alone as
+long as there is something of the name; what is no function, or no part of pgtoolkit, is replaced by
+the value that `wrong(right)` gives.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ FOLDERS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """wrong in the place of target, MODULE:NAME below pgtoolkit. file: of FOLDERS, where it stands."""
+    """wrong in the place of target, MODULE:NAME below pgtoolkit. file: of FOLDERS, where it
+    stands."""
 
     name: str
     target: str
@@ -49,11 +52,16 @@ class Mutant:
     def tests(self) -> list[str]:
         """Return the files of tests that may notice it."""
         tests = Path(__file__).parents[1]
-        files = [file for folder in FOLDERS[self.file] for file in sorted((tests / folder).glob("test_*.py"))]
+        files = [
+            file
+            for folder in FOLDERS[self.file]
+            for file in sorted((tests / folder).glob("test_*.py"))
+        ]
         return [str(file.relative_to(tests.parent)) for file in files]
 
     def nearest_tests(self) -> list[str]:
-        """Return those that are named after its module or name it; without any, those of its module's package."""
+        """Return those that are named after its module or name it; without any, those of its
+        module's package."""
         package = self.module.split(".")[1]
         module = self.module.rpartition(".")[2]
         root = Path(__file__).parents[2]
@@ -63,7 +71,8 @@ class Mutant:
         return list(dict.fromkeys(named_after + naming)) or of_package
 
     def place(self) -> tuple[Any, str, Any]:
-        """(what has the attribute, its name, what is there); AttributeError where nothing of that name is."""
+        """(what has the attribute, its name, what is there); AttributeError where nothing of that
+        name is."""
         module, path = importlib.import_module(self.module), self.target.partition(":")[2]
         *outer, name = path.split(".")
         owner = functools.reduce(getattr, outer, module)
@@ -75,18 +84,27 @@ class Mutant:
         right = found.__func__ if isinstance(found, staticmethod | classmethod) else found
         if isinstance(right, property):
             setattr(owner, name, property(functools.partial(self.wrong, right.fget)))
-        elif isinstance(right, types.FunctionType) and not right.__closure__ and right.__module__ == self.module:
+        elif (
+            isinstance(right, types.FunctionType)
+            and not right.__closure__
+            and right.__module__ == self.module
+        ):
             _replace(right, self.wrong)
         elif isinstance(right, types.FunctionType) and not isinstance(owner, types.ModuleType):
             kind = type(found) if found is not right else functools.partialmethod
             setattr(owner, name, kind(functools.partial(self.wrong, right)))
         else:
-            value = functools.partial(self.wrong, right) if _takes(self.wrong) else self.wrong(right)
-            if hasattr(right, "rewriter"):  # one of Triton's interpreter, which others hold in tables
+            value = (
+                functools.partial(self.wrong, right) if _takes(self.wrong) else self.wrong(right)
+            )
+            # one of Triton's interpreter, which others hold in tables
+            if hasattr(right, "rewriter"):
                 vars(right).update(vars(value))
                 return
             everywhere = getattr(right, "__module__", None) == self.module
-            for holder in [one for one in sys.modules.values() if everywhere and _is_ours(one)] or [owner]:
+            for holder in [one for one in sys.modules.values() if everywhere and _is_ours(one)] or [
+                owner
+            ]:
                 for key, held in list(vars(holder).items()):
                     if held is right:
                         setattr(holder, key, value)
@@ -104,13 +122,22 @@ def _is_ours(module: types.ModuleType) -> bool:
 
 def _replace(function: types.FunctionType, wrong: Callable) -> None:
     """Inside of the function, so that it does not matter who holds it."""
-    right = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
-    right.__kwdefaults__, function.__signature__ = function.__kwdefaults__, inspect.signature(function)
+    right = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    right.__kwdefaults__, function.__signature__ = (
+        function.__kwdefaults__,
+        inspect.signature(function),
+    )
     name = f"_mutated_{function.__name__}"
     function.__globals__[name] = functools.partial(wrong, right)
     made: dict = {}
     exec(f"def replaced(*arguments, **keywords): return {name}(*arguments, **keywords)", made)
-    function.__code__, function.__defaults__, function.__kwdefaults__ = made["replaced"].__code__, None, None
+    function.__code__, function.__defaults__, function.__kwdefaults__ = (
+        made["replaced"].__code__,
+        None,
+        None,
+    )
 
 
 MUTANTS: list[Mutant] = []

@@ -1,4 +1,5 @@
-"""Mistakes of the passes over the vocabulary, the fused head and its chunks, and Triton's kernels."""
+"""Mistakes of the passes over the vocabulary, the fused head and its chunks, and Triton's
+kernels."""
 
 import copy
 
@@ -16,7 +17,9 @@ def logits_are_not_divided_by_the_temperature(right, logits, labels, temperature
 
 
 @mutant("kernels.torch_passes:forward_shard")
-def every_shard_of_the_vocabulary_begins_at_zero(right, logits, labels, temperature, with_entropy, vocabulary_start):
+def every_shard_of_the_vocabulary_begins_at_zero(
+    right, logits, labels, temperature, with_entropy, vocabulary_start
+):
     return right(logits, labels, temperature, with_entropy, 0)
 
 
@@ -35,7 +38,9 @@ def rows_that_are_not_trained_are_multiplied_by_zero(right, logits, labels, *mor
 
 @mutant("kernels.torch_passes:backward")
 def the_entropy_has_no_gradient(right, logits, labels, normalizer, coefficients, *more, **keywords):
-    return right(logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords)
+    return right(
+        logits, labels, normalizer[:2], torch.atleast_2d(coefficients)[0], *more, **keywords
+    )
 
 
 @mutant("kernels.torch_passes:divergence")
@@ -64,17 +69,23 @@ def the_full_kl_is_of_the_columns_here(right, self, *more):
 @mutant("kernels.products:_MixedLinear.backward")
 def a_head_s_gradient_is_added_up_in_its_own_type(right, ctx, gradient):
     hidden, weight = ctx.saved_tensors
-    total = (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    total = (
+        (gradient.to(hidden.dtype).T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    )
     return right(ctx, gradient)[0], total, None
 
 
 @mutant("kernels.chunks:make_plan")
-def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(right, objective, *more, **keywords):
+def tokens_without_advantage_have_no_gradient_under_kimi_and_penalties(
+    right, objective, *more, **keywords
+):
     """Where the documents' lengths are known, and nowhere else."""
     silent = copy.copy(objective)
     informative = objective.informative
     kind = type(
-        "Silent", (type(objective),), {"silent_without_advantage": True, "informative": lambda _: informative()}
+        "Silent",
+        (type(objective),),
+        {"silent_without_advantage": True, "informative": lambda _: informative()},
     )
     object.__setattr__(silent, "__class__", kind)
     return right(silent, *more, **keywords)
@@ -87,7 +98,9 @@ def sums_over_ranks_are_means(right, values, group):
 
 
 @mutant("kernels.given_logits:VocabularyShard.forward")
-def a_label_that_no_shard_holds_has_a_log_prob(right, self, logits, labels, temperature, with_entropy):
+def a_label_that_no_shard_holds_has_a_log_prob(
+    right, self, logits, labels, temperature, with_entropy
+):
     log_probs, *others = right(self, logits, labels, temperature, with_entropy)
     return log_probs.nan_to_num(0.0), *others
 
@@ -123,7 +136,9 @@ def triton_s_single_pass_has_no_temperature_in_its_gradient(
 
 
 @mutant("kernels.triton_attention:attend")
-def a_window_is_a_key_too_wide(right, query, key, value, keys, values, positions, scaling, window, turns):
+def a_window_is_a_key_too_wide(
+    right, query, key, value, keys, values, positions, scaling, window, turns
+):
     return right(query, key, value, keys, values, positions, scaling, window and window + 1, turns)
 
 

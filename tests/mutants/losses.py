@@ -12,7 +12,12 @@ from pgtoolkit.losses.corrections import TokenMask
 
 @mutant("losses.aggregation:SampleMean.denominators")
 def documents_without_a_token_are_not_counted(right, self, totals, counts, group_index):
-    return right(self, replace(totals, num_documents=totals.num_documents - totals.num_empty_documents), counts, None)
+    return right(
+        self,
+        replace(totals, num_documents=totals.num_documents - totals.num_empty_documents),
+        counts,
+        None,
+    )
 
 
 @mutant("losses.aggregation:PromptMean.denominators")
@@ -37,7 +42,9 @@ def tokens_that_are_not_trained_have_a_weight(right, self, totals, documents, ma
 
 
 @mutant("losses.aggregation:Aggregation.weights")
-def a_part_of_a_trajectory_has_the_tokens_of_its_own(right, self, totals, documents, mask, *indices):
+def a_part_of_a_trajectory_has_the_tokens_of_its_own(
+    right, self, totals, documents, mask, *indices
+):
     return right(self, totals, documents, mask, indices[0], None)
 
 
@@ -61,7 +68,9 @@ def a_trajectory_has_the_tokens_of_this_rank(right, index, counts, data_group):
 
 @mutant("losses.documents:DocumentSums.of_tokens")
 def padding_belongs_to_its_document(right, cls, document_index, mask, num_documents, group=None):
-    return right(cls, document_index.clamp(0, num_documents - 1), torch.ones_like(mask), num_documents, group)
+    return right(
+        cls, document_index.clamp(0, num_documents - 1), torch.ones_like(mask), num_documents, group
+    )
 
 
 @mutant("losses.family:scope_mean")
@@ -91,7 +100,12 @@ def gspo_takes_the_ratio_of_the_token(right):
 
 @mutant("losses.families:_Clipped.surrogate")
 def the_upper_bound_is_the_lower_one(right, self, log_ratio, advantages, log_probs):
-    return right(replace(self, epsilon_high=self.epsilon_low or self.epsilon_high), log_ratio, advantages, log_probs)
+    return right(
+        replace(self, epsilon_high=self.epsilon_low or self.epsilon_high),
+        log_ratio,
+        advantages,
+        log_probs,
+    )
 
 
 @mutant("losses.families:_Clipped.surrogate")
@@ -116,7 +130,10 @@ def the_dual_clip_is_left_out(right, self, log_ratio, advantages, log_probs):
 
 @mutant("losses.families:Sapo.surrogate")
 def sapo_takes_the_temperature_of_the_other_sign(right, self, log_ratio, advantages, log_probs):
-    swapped = {"temperature_positive": self.temperature_negative, "temperature_negative": self.temperature_positive}
+    swapped = {
+        "temperature_positive": self.temperature_negative,
+        "temperature_negative": self.temperature_positive,
+    }
     return right(replace(self, **swapped), log_ratio, advantages, log_probs)
 
 
@@ -127,7 +144,9 @@ def gmpo_clips_on_both_sides(right, self, log_ratio, advantages):
 
 
 @mutant("losses.families:Dppo.outside")
-def dppo_compares_ratios_in_the_place_of_probabilities(right, self, ratio, token_log_ratio, log_probs):
+def dppo_compares_ratios_in_the_place_of_probabilities(
+    right, self, ratio, token_log_ratio, log_probs
+):
     return ratio - 1 < -self.delta_low, ratio - 1 > self.delta_high
 
 
@@ -183,7 +202,9 @@ def the_entropy_is_made_small(right, self):
 
 @mutant("losses.kl:Penalties.with_kl")
 def a_penalty_has_the_weight_of_one_token(right, self, log_probs, losses, coefficients):
-    return right(replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients)
+    return right(
+        replace(self, weights=self.mask / self.mask.sum()), log_probs, losses, coefficients
+    )
 
 
 @mutant("losses.kl:Penalties.of_rows")
@@ -207,7 +228,9 @@ def a_penalty_needs_an_advantage(right, self):
 @mutant("losses.metrics:_Kind.finalize")
 def the_sample_size_without_its_weights(right, self, sums, maxima, num_documents):
     found = right(self, sums, maxima, num_documents)
-    return {name: value * 0.5 if name == self.sample_size else value for name, value in found.items()}
+    return {
+        name: value * 0.5 if name == self.sample_size else value for name, value in found.items()
+    }
 
 
 @mutant("losses.metrics:MetricSums.merge")

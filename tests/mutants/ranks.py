@@ -25,7 +25,11 @@ def gradients_beyond_the_first_bucket_stay_one_rank_s(right, gradients):
 def the_norm_is_that_of_one_rank_s_part(right, parameters, layout, limit):
     from pgtoolkit.ranks.layout import ONE_PROCESS
 
-    return right(list(parameters), layout, limit) if layout is ONE_PROCESS else _norm_here(parameters, limit)
+    return (
+        right(list(parameters), layout, limit)
+        if layout is ONE_PROCESS
+        else _norm_here(parameters, limit)
+    )
 
 
 def _norm_here(parameters, limit):

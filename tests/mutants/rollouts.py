@@ -43,12 +43,18 @@ def opo_forgets_the_lengths(right, estimator, rewards, lengths=()):
 
 @mutant("rollouts.advantages:over_batch")
 def reinforce_plus_plus_is_whitened_in_each_group(right, estimator, groups, rewards):
-    return [right(estimator, [group], [of_group])[0] for group, of_group in zip(groups, rewards, strict=True)]
+    return [
+        right(estimator, [group], [of_group])[0]
+        for group, of_group in zip(groups, rewards, strict=True)
+    ]
 
 
 @mutant("rollouts.advantages:gdpo")
 def gdpo_adds_up_before_it_normalises(right, scores, weights):
-    total = [sum(w * one for w, one in zip(weights, row, strict=True)) for row in zip(*scores, strict=True)]
+    total = [
+        sum(w * one for w, one in zip(weights, row, strict=True))
+        for row in zip(*scores, strict=True)
+    ]
     return right([total], [1.0])
 
 
@@ -63,7 +69,9 @@ def advantages_of_tokens_are_whitened_in_each_document(right, advantages):
 
 
 @mutant("losses.kl:KL.of_samples")
-def the_penalty_of_the_reward_is_of_the_reference_against_the_policy(right, self, old_log_probs, ref_log_probs):
+def the_penalty_of_the_reward_is_of_the_reference_against_the_policy(
+    right, self, old_log_probs, ref_log_probs
+):
     return right(self, ref_log_probs, old_log_probs)
 
 
@@ -74,14 +82,19 @@ def values_are_not_clipped(right, values, old_values, returns, clip):
 
 @mutant("batch:pack")
 def what_was_cut_off_is_trained(right, *arguments, **keywords):
-    return replace(right(*arguments, **keywords), truncated=torch.zeros(len(arguments[0]), dtype=torch.bool))
+    return replace(
+        right(*arguments, **keywords), truncated=torch.zeros(len(arguments[0]), dtype=torch.bool)
+    )
 
 
 @mutant("rollouts.steps:make_step")
 def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords):
     step = right(documents, *arguments, **keywords)
     kept = right([d for d in documents if not d.truncated], *arguments, **keywords).totals
-    return replace(step, totals=replace(step.totals, num_tokens=kept.num_tokens, num_documents=kept.num_documents))
+    return replace(
+        step,
+        totals=replace(step.totals, num_tokens=kept.num_tokens, num_documents=kept.num_documents),
+    )
 
 
 @mutant("rollouts.group_rollouts:teaches")
@@ -253,17 +266,23 @@ def _masked(found, change):
 
 @mutant("rollouts.conversations:Conversations.tokens")
 def the_end_of_a_turn_is_not_trained(right, self, raw):
-    return _masked(right(self, raw), lambda mask: [a and b for a, b in itertools.pairwise([*mask, False])])
+    return _masked(
+        right(self, raw), lambda mask: [a and b for a, b in itertools.pairwise([*mask, False])]
+    )
 
 
 @mutant("rollouts.conversations:Conversations.tokens")
 def what_follows_a_turn_is_trained(right, self, raw):
-    return _masked(right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([False, *mask])])
+    return _masked(
+        right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([False, *mask])]
+    )
 
 
 @mutant("rollouts.conversations:Conversations.tokens")
 def the_beginning_of_a_turn_is_trained(right, self, raw):
-    return _masked(right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([*mask, False])])
+    return _masked(
+        right(self, raw), lambda mask: [a or b for a, b in itertools.pairwise([*mask, False])]
+    )
 
 
 @mutant("rollouts.conversations:Conversations._of_chat")

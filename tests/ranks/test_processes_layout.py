@@ -24,7 +24,12 @@ def place():
 def test_neighbours_are_neighbours_in_the_last_axis():
     places = world(4).run(place)
     assert [sizes for sizes, _, _ in places] == [[1, 2, 1, 2]] * 4
-    assert [ranks for _, ranks, _ in places] == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0], [0, 1, 0, 1]]
+    assert [ranks for _, ranks, _ in places] == [
+        [0, 0, 0, 0],
+        [0, 0, 0, 1],
+        [0, 1, 0, 0],
+        [0, 1, 0, 1],
+    ]
     assert [sums["tensor_parallel"] for _, _, sums in places] == [11, 11, 1100, 1100]
     assert [sums["data_parallel"] for _, _, sums in places] == [101, 1010, 101, 1010]
     assert [sums["loss"] for _, _, sums in places] == [101, 1010, 101, 1010]

@@ -22,7 +22,9 @@ from pgtoolkit.rollouts.steps import divide_among_ranks, make_step
 def document(number: int, length: int) -> Document:
     values = torch.full((length - 1,), float(number))
     mask = torch.arange(length) > 0
-    return Document(torch.full((length,), number), mask, values, values, number // 2, f"document {number}")
+    return Document(
+        torch.full((length,), number), mask, values, values, number // 2, f"document {number}"
+    )
 
 
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=20), ranks=st.integers(1, 5))
@@ -32,8 +34,12 @@ def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_o
     whole = make_step(documents, 12, {})
     steps = [make_step(documents, 12, {}, rank, ranks) for rank in range(ranks)]
     assert len({len(step.micro_batches) for step in steps}) == 1
-    assert max(len(micro_batch.tokens) for step in steps for micro_batch in step.micro_batches) <= 12
-    names = [name for step in steps for micro_batch in step.micro_batches for name in micro_batch.names]
+    assert (
+        max(len(micro_batch.tokens) for step in steps for micro_batch in step.micro_batches) <= 12
+    )
+    names = [
+        name for step in steps for micro_batch in step.micro_batches for name in micro_batch.names
+    ]
     assert sorted(names) == sorted(f"document {number}" for number in range(len(lengths)))
     for step in steps:
         assert vars(step.totals).keys() == vars(whole.totals).keys()
@@ -64,7 +70,9 @@ def test_gradients_are_summed_bitwise_alike_on_all_ranks():
     expected = [torch.zeros(3, 5, dtype=torch.float64), torch.zeros(7), torch.zeros(1)]
     for rank in range(4):
         generator = torch.Generator().manual_seed(rank)
-        expected = [total + torch.randn(total.shape, generator=generator).double() for total in expected]
+        expected = [
+            total + torch.randn(total.shape, generator=generator).double() for total in expected
+        ]
     for rank in range(4):
         for gradient, first, total in zip(found[rank], found[0], expected, strict=True):
             assert torch.equal(gradient, first)

@@ -32,10 +32,13 @@ def test_worked_example():
 
 @given(REWARDS)
 def test_definitions(rewards):
-    assume(max(rewards) - min(rewards) > 1e-6)  # equal ones give 0, whatever the rounding: see below
+    # equal ones give 0, whatever the rounding: see below
+    assume(max(rewards) - min(rewards) > 1e-6)
     mean = statistics.fmean(rewards)
     size = max(abs(reward) for reward in rewards) + 1
-    assert group_advantages("dr_grpo", rewards) == pytest.approx([r - mean for r in rewards], abs=1e-12 * size)
+    assert group_advantages("dr_grpo", rewards) == pytest.approx(
+        [r - mean for r in rewards], abs=1e-12 * size
+    )
     others = [statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
     expected = [r - o for r, o in zip(rewards, others, strict=True)]
     assert group_advantages("rloo", rewards) == pytest.approx(expected, abs=1e-12 * size)
@@ -43,7 +46,8 @@ def test_definitions(rewards):
         expected = [(r - mean) / mean for r in rewards]
         assert group_advantages("max_rl", rewards) == pytest.approx(expected, rel=1e-9, abs=1e-9)
     others = [max(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
-    expected = [max(rewards) - other for other in others]  # leave one out: 0 where another one is as good
+    # leave one out: 0 where another one is as good
+    expected = [max(rewards) - other for other in others]
     assert group_advantages("pass_at_k", rewards) == expected
     deviation = statistics.stdev(rewards)
     expected = [(r - mean) / (deviation + 1e-6) for r in rewards]
@@ -79,12 +83,19 @@ def test_a_group_of_one():
 
 
 def test_a_batch_is_divided_by_the_deviation_of_its_rewards():
-    """Of the rewards themselves, also between groups, and not of what is left without each group's mean."""
+    """Of the rewards themselves, also between groups, and not of what is left without each group's
+    mean."""
     rewards, groups = [[0.0, 1.0], [5.0, 7.0]], [[-0.5, 0.5], [-1.0, 1.0]]
     deviation = statistics.stdev([0.0, 1.0, 5.0, 7.0]) + 1e-6
-    assert over_batch("batch_std", groups, rewards) == [[one / deviation for one in group] for group in groups]
+    assert over_batch("batch_std", groups, rewards) == [
+        [one / deviation for one in group] for group in groups
+    ]
     assert over_batch("batch_std", [[0.0, 0.0]], [[2.0, 2.0]]) == [[0.0, 0.0]]
-    for name in set(ESTIMATORS) - {"batch_std", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}:
+    for name in set(ESTIMATORS) - {
+        "batch_std",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    }:
         assert over_batch(name, groups, rewards) == groups
 
 
@@ -106,12 +117,15 @@ def whitened(groups):
     for group in groups:
         for one in group:
             square += (one - mean) ** 2
-    return [[(one - mean) / ((square / (count - 1)) ** 0.5 + 1e-6) for one in group] for group in groups]
+    return [
+        [(one - mean) / ((square / (count - 1)) ** 0.5 + 1e-6) for one in group] for group in groups
+    ]
 
 
 def assert_close(found, expected, tolerance=1e-6):
     for one, two in zip(found, expected, strict=True):
-        assert one == pytest.approx(two, rel=tolerance, abs=tolerance)  # a rounded mean may be divided by 1e-6
+        # a rounded mean may be divided by 1e-6
+        assert one == pytest.approx(two, rel=tolerance, abs=tolerance)
 
 
 @given(GROUPS)
@@ -119,8 +133,13 @@ def test_reinforce_plus_plus_is_whitened_over_the_batch(groups):
     rewards, baseline = [[reward for reward, _ in group] for group in groups], []
     for group in rewards:
         are_equal = max(group) - min(group) <= 1e-6
-        baseline.append([0.0 if are_equal else reward - sum(group) / len(group) for reward in group])
-    for name, expected in (("reinforce_plus_plus", rewards), ("reinforce_plus_plus_baseline", baseline)):
+        baseline.append(
+            [0.0 if are_equal else reward - sum(group) / len(group) for reward in group]
+        )
+    for name, expected in (
+        ("reinforce_plus_plus", rewards),
+        ("reinforce_plus_plus_baseline", baseline),
+    ):
         parts = [group_advantages(name, group) for group in rewards]
         assert_close(over_batch(name, parts, rewards), whitened(expected))
 
@@ -135,7 +154,9 @@ def test_opo_weighs_the_baseline_by_lengths(groups):
         expected = [reward - weighted / tokens for reward in rewards]
         if max(rewards) - min(rewards) <= 1e-6:
             expected = [0.0] * len(rewards)
-        assert group_advantages("opo", rewards, lengths) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert group_advantages("opo", rewards, lengths) == pytest.approx(
+            expected, rel=1e-9, abs=1e-12
+        )
 
 
 @given(GROUPS)
@@ -161,13 +182,20 @@ def test_gdpo_normalises_each_score_in_its_group(groups):
 def test_worked_examples_of_a_batch():
     """Two groups of rewards 1, 0 and 3, 3, of lengths 3, 1 and 5, 7."""
     rewards, lengths = [[1.0, 0.0], [3.0, 3.0]], [[3, 1], [5, 7]]
-    assert [group_advantages("opo", *both) for both in zip(rewards, lengths, strict=True)] == [[0.25, -0.75], [0, 0]]
+    assert [group_advantages("opo", *both) for both in zip(rewards, lengths, strict=True)] == [
+        [0.25, -0.75],
+        [0, 0],
+    ]
     deviation = 1.5  # of 1, 0, 3, 3, whose mean is 1.75: the root of 6.75 / 3
     parts = [group_advantages("reinforce_plus_plus", group) for group in rewards]
     expected = [[-0.75 / deviation, -1.75 / deviation], [1.25 / deviation] * 2]
     assert_close(over_batch("reinforce_plus_plus", parts, rewards), expected)
     parts = [group_advantages("reinforce_plus_plus_baseline", group) for group in rewards]
-    assert_close(over_batch("reinforce_plus_plus_baseline", parts, rewards), [[1.5**0.5, -(1.5**0.5)], [0, 0]], 1e-5)
+    assert_close(
+        over_batch("reinforce_plus_plus_baseline", parts, rewards),
+        [[1.5**0.5, -(1.5**0.5)], [0, 0]],
+        1e-5,
+    )
     parts = [gdpo([[1.0, 0.0], [0.0, 4.0]], (1.0, 2.0)), gdpo([[3.0, 3.0], [1.0, 1.0]], (1.0, 2.0))]
     assert_close(parts, [[-(0.5**0.5), 0.5**0.5], [0, 0]], 1e-5)
     assert_close(over_batch("gdpo", parts, rewards), [[-(1.5**0.5), 1.5**0.5], [0, 0]], 1e-5)
@@ -194,7 +222,9 @@ def test_a_reward_that_cannot_be_used_is_named(estimator, bad, reason):
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
-@given(st.lists(st.sampled_from([-MAX_REWARD, -1e-300, 0.0, 1.0, MAX_REWARD]), min_size=2, max_size=9))
+@given(
+    st.lists(st.sampled_from([-MAX_REWARD, -1e-300, 0.0, 1.0, MAX_REWARD]), min_size=2, max_size=9)
+)
 def test_advantages_and_their_squares_are_finite_in_float32(estimator, rewards):
     advantages = np.array(group_advantages(estimator, rewards)).astype(np.float32)
     assert np.isfinite(advantages**2).all()
@@ -207,9 +237,12 @@ def test_max_rl_needs_rewards_that_are_not_negative():
 
 
 def test_none_trains_on_penalties_alone(caplog):
-    """Of completions of other rewards: the gradient is that of the entropy bonus, and nobody misses a signal."""
+    """Of completions of other rewards: the gradient is that of the entropy bonus, and nobody misses
+    a signal."""
     chosen = "advantage=none", "entropy.coefficient=0.1", "loss=grpo", "aggregation=token_mean"
-    module, loader = built(*once(*SHORT, *chosen, "aggregation.divisor=null", "optimizer.max_grad_norm=null"))
+    module, loader = built(
+        *once(*SHORT, *chosen, "aggregation.divisor=null", "optimizer.max_grad_norm=null")
+    )
     step = next(iter(loader))
     loader.source.close()
     assert len({document.reward for document in step.documents}) > 1
@@ -217,7 +250,9 @@ def test_none_trains_on_penalties_alone(caplog):
     module.training_step(step, 0)
     for document in step.documents:
         weights = {name: x.requires_grad_() for name, x in weights.items()}
-        logits = torch.func.functional_call(module.model, weights, (document.tokens[None],)).logits[0, :-1]
+        logits = torch.func.functional_call(module.model, weights, (document.tokens[None],)).logits[
+            0, :-1
+        ]
         log_probs = logits[document.loss_mask[1:]].log_softmax(-1)
         total = total + 0.1 * (log_probs.exp() * log_probs).sum() / step.totals.num_tokens
     expected = torch.autograd.grad(total, [*weights.values()])

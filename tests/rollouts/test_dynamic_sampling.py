@@ -17,7 +17,16 @@ def group(number, *rewards, task_rewards=None):
     task_rewards = task_rewards or [None] * len(rewards)
     one = torch.ones(1)
     return [
-        Document(torch.tensor([1, 2]), torch.tensor([False, True]), one, one, number, "", reward=a, task_reward=b)
+        Document(
+            torch.tensor([1, 2]),
+            torch.tensor([False, True]),
+            one,
+            one,
+            number,
+            "",
+            reward=a,
+            task_reward=b,
+        )
         for a, b in zip(rewards, task_rewards, strict=True)
     ]
 
@@ -45,10 +54,13 @@ ROUNDED = (0.3, 0.1 + 0.2)
     [
         ([SOME, SOME], [], 5, [0, 1], [], 0.0),  # nothing to replace
         ([NONE, SOME, ALL], [SOME, SOME], 2, [1, 3, 4], [2], 2 / 5),
-        ([NONE, SOME, ALL], [SOME, NONE, SOME], 5, [1, 3, 5], [2, 1], 3 / 6),  # a second time, for what is missing
-        ([NONE, SOME, ALL], [SOME, NONE, ALL], 3, [0, 1, 3], [2, 1], 3 / 6),  # rounds are over: the earliest stays
+        # a second time, for what is missing
+        ([NONE, SOME, ALL], [SOME, NONE, SOME], 5, [1, 3, 5], [2, 1], 3 / 6),
+        # rounds are over: the earliest stays
+        ([NONE, SOME, ALL], [SOME, NONE, ALL], 3, [0, 1, 3], [2, 1], 3 / 6),
         ([NONE, ALL], [NONE, ALL], 2, [0, 1], [2], 2 / 4),
-        ([ROUNDED, SOME], [SOME], 2, [1, 2], [1], 1 / 3),  # equal but for the rounding of weighted scores
+        # equal but for the rounding of weighted scores
+        ([ROUNDED, SOME], [SOME], 2, [1, 2], [1], 1 / 3),
         ([NONE, SOME, ALL], [], 1, [0, 1, 2], [], None),  # off
     ],
 )
@@ -65,11 +77,15 @@ def test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping():
 
 
 def test_with_exact_match_a_prompt_that_nobody_answered_is_dropped():
-    """Whatever parts of its completions are right; and of one that some answered the rewards may even be equal."""
+    """Whatever parts of its completions are right; and of one that some answered the rewards may
+    even be equal."""
     groups = [group(0, 0.0, 0.5), group(1, 1.0, 1.0), group(2, 0.25, 1.0)]
     right = [[False, False], [False, True], [True, False]]
     for one, matches in zip(groups, right, strict=True):
-        one[:] = [replace(document, exact_match=match) for document, match in zip(one, matches, strict=True)]
+        one[:] = [
+            replace(document, exact_match=match)
+            for document, match in zip(one, matches, strict=True)
+        ]
     for mixed, kept in (("reward", [0, 2]), ("exact_match", [1, 2])):
         found = fill(groups[:2], lambda count: groups[2:], 2, mixed)
         assert [one[0].group for one in found] == kept
@@ -77,7 +93,14 @@ def test_with_exact_match_a_prompt_that_nobody_answered_is_dropped():
 
 def test_the_punishment_is_that_of_the_paper():
     """Eq. 13 with 20480 tokens at most, of which 4096 are the buffer."""
-    for length, expected in ((1, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1), (20500, -1)):
+    for length, expected in (
+        (1, 0),
+        (16384, 0),
+        (16385, -1 / 4096),
+        (18432, -0.5),
+        (20480, -1),
+        (20500, -1),
+    ):
         assert overlong_penalty(length, 20480, 4096, 1.0) == expected
         assert overlong_penalty(length, 20480, 4096, 0.5) == expected / 2
     assert overlong_penalty(5, 5, 5, 1.0) == -1
@@ -85,7 +108,12 @@ def test_the_punishment_is_that_of_the_paper():
 
 
 DAPO = (
-    *("experiment=dapo", "rollout.overlong_buffer=2", "rollout.max_sampling_rounds=3", "aggregation=token_mean"),
+    *(
+        "experiment=dapo",
+        "rollout.overlong_buffer=2",
+        "rollout.max_sampling_rounds=3",
+        "aggregation=token_mean",
+    ),
     *("rollout.group_size=2", "accumulation.docs_per_step=4", "trainer.max_steps=5"),
 )
 
@@ -101,5 +129,8 @@ def test_a_resumed_run_samples_what_it_would_have_sampled(tmp_path):
         run(resumed, *DAPO, resume=True)
         assert metrics_of(resumed) == rows
         assert_equal(checkpoint_of(resumed, 5)["model"], checkpoint_of(whole, 5)["model"])
-    state = json.loads((whole / "checkpoints" / "step-000005" / "training" / "state.json").read_text())
-    assert state["data"]["source"]["next_prompt"] > 12  # three batches of four prompts, and those that were dropped
+    state = json.loads(
+        (whole / "checkpoints" / "step-000005" / "training" / "state.json").read_text()
+    )
+    # three batches of four prompts, and those that were dropped
+    assert state["data"]["source"]["next_prompt"] > 12

@@ -83,24 +83,39 @@ def test_it_gets_recorded_rollouts_with_each_attempt_once(functions, tmp_path):
             mask = [i >= 5 - trained for i in range(5)]
             rows.append(good_row(loss_mask=mask, group_id=group, trajectory=attempt, reward=reward))
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    chosen = "rollout=recorded", f"rollout.path={path}", "tracking=none", *custom(functions, "by_length")
+    chosen = (
+        "rollout=recorded",
+        f"rollout.path={path}",
+        "tracking=none",
+        *custom(functions, "by_length"),
+    )
     _, loader = built(*chosen, "accumulation.docs_per_step=6", "trainer.device=cpu")
     documents = next(iter(loader)).documents
     found = [float(document.advantages[0]) for document in documents]
-    assert found == pytest.approx([1.25, 1.25, -0.75, 1.25, 1.25, 0.25])  # of a mean of 0.75; lengths 5, 1
+    # of a mean of 0.75; lengths 5, 1
+    assert found == pytest.approx([1.25, 1.25, -0.75, 1.25, 1.25, 0.25])
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("rewards_alone", "that can be called as rewards_alone(rewards, *, lengths, measures)"),
-        ("flat", "needs a finite number within -1e+12 and 1e+12 for each completion of each group (got [0.0, 0.25,"),
+        (
+            "flat",
+            (
+                "needs a finite number within -1e+12 and 1e+12 for each completion of each group "
+                "(got [0.0, 0.25,"
+            ),
+        ),
         ("one_per_group", "(got [1, 1, 1] numbers where there are [4, 4, 4] completions)"),
         ("normalised", "(got [nan])"),
         ("endless", "for each completion of each group (got [[1000"),
         ("of_the_first", "needs the same advantages in whichever order the groups come"),
         ("drawn", "needs the same advantages in whichever order the groups come"),
-        ("failing", "raised KeyError on 3 groups, the first with the rewards [0.0, 0.25, 0.5, 0.0]:"),
+        (
+            "failing",
+            "raised KeyError on 3 groups, the first with the rewards [0.0, 0.25, 0.5, 0.0]:",
+        ),
     ],
 )
 def test_a_function_that_makes_no_advantages_is_refused_at_the_start(functions, name, said):
@@ -116,7 +131,9 @@ def test_one_that_fails_on_a_batch_names_it(functions):
     estimator = Estimator.of(config)  # measures that nobody knows yet have some value then
     groups = [[Attempt(reward, 2, {"reward/format": reward / 2}) for reward in (0.0, 1.0)]] * 2
     assert estimator.advantages(groups, refuse=None) == [[0.0, 0.5]] * 2
-    with pytest.raises(DataError, match=r"raised KeyError on 1 groups, the first with the rewards \[0.5\]"):
+    with pytest.raises(
+        DataError, match=r"raised KeyError on 1 groups, the first with the rewards \[0.5\]"
+    ):
         estimator.advantages([[Attempt(0.5, 2, {})]], refuse=None)
     told = []
     groups = [[Attempt(float("nan"), 1, {"reward/format": 1.0})]]
@@ -128,17 +145,31 @@ def test_gdpo_reads_the_score_of_each_verifier_and_its_weight(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
     digits = "{verifier: regular_expression, pattern: '(.)', weight: -1}"
     letters = "{verifier: regular_expression, pattern: '(.)'}"  # of the weight 1
-    verifiers = f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}, letters: {letters}}}"
-    chosen = "task=prompts", "task.path=prompts.jsonl", f"task.verifiers={verifiers}", "advantage=gdpo"
+    verifiers = (
+        f"{{right: {{verifier: exact_match, weight: 2}}, digits: {digits}, letters: {letters}}}"
+    )
+    chosen = (
+        "task=prompts",
+        "task.path=prompts.jsonl",
+        f"task.verifiers={verifiers}",
+        "advantage=gdpo",
+    )
     composed = config_of(*(one for one in SHORT if not one.startswith("task.")), *chosen)
     assert validate(composed)[1].problems == []
     estimator = Estimator.of(composed)
     scores = [[(1.0, 0.0), (0.0, 1.0), (0.0, 0.5)], [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]]
-    scores = [[(a, b, c) for (a, b), c in zip(group, (0.25, 0.0, 1.0), strict=True)] for group in scores]
+    scores = [
+        [(a, b, c) for (a, b), c in zip(group, (0.25, 0.0, 1.0), strict=True)] for group in scores
+    ]
     names = "reward/right", "reward/digits", "reward/letters"
-    groups = [[Attempt(9.0, 1, dict(zip(names, one, strict=True))) for one in group] for group in scores]
+    groups = [
+        [Attempt(9.0, 1, dict(zip(names, one, strict=True))) for one in group] for group in scores
+    ]
     found = estimator.advantages(groups, refuse=None)
-    parts = [gdpo([[*column] for column in zip(*group, strict=True)], (2.0, -1.0, 1.0)) for group in scores]
+    parts = [
+        gdpo([[*column] for column in zip(*group, strict=True)], (2.0, -1.0, 1.0))
+        for group in scores
+    ]
     assert found == over_batch("gdpo", parts, [])
     assert found[0][0] > 0 > found[0][1]
     assert len({*itertools.chain.from_iterable(found)}) == 6

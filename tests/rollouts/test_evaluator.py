@@ -1,4 +1,5 @@
-"""avg and pass@k against every subset of completions, standard errors against plain loops, and greedy sampling."""
+"""avg and pass@k against every subset of completions, standard errors against plain loops, and
+greedy sampling."""
 
 import itertools
 import math
@@ -15,7 +16,8 @@ from pgtoolkit.tasks.tasks import Score
 
 
 def by_enumeration(completions, right, k):
-    """The share of subsets of k completions, the first `right` of which are right, with a right one."""
+    """The share of subsets of k completions, the first `right` of which are right, with a right
+    one."""
     subsets = list(itertools.combinations(range(completions), k))
     return sum(any(i < right for i in subset) for subset in subsets) / len(subsets)
 
@@ -23,18 +25,29 @@ def by_enumeration(completions, right, k):
 def test_pass_at_k_is_the_share_of_all_subsets():
     for completions in range(1, 8):
         for right, k in itertools.product(range(completions + 1), range(1, completions + 1)):
-            assert pass_at_k(completions, right, k) == pytest.approx(by_enumeration(completions, right, k), abs=1e-12)
+            assert pass_at_k(completions, right, k) == pytest.approx(
+                by_enumeration(completions, right, k), abs=1e-12
+            )
 
 
 def test_the_ks_are_powers_of_two_up_to_the_completions():
-    assert [powers_of_two(n) for n in (1, 2, 3, 4, 9)] == [[1], [1, 2], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert [powers_of_two(n) for n in (1, 2, 3, 4, 9)] == [
+        [1],
+        [1, 2],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 8],
+    ]
 
 
 def answers(*groups):
     """Of (reward, exact match, tokens, finish reason, other measures) of each completion."""
     return [
         [
-            (CompletionRow(0, "p", "", "", reward, tokens=tokens, finish_reason=reason), Score(reward, exact, measures))
+            (
+                CompletionRow(0, "p", "", "", reward, tokens=tokens, finish_reason=reason),
+                Score(reward, exact, measures),
+            )
             for reward, exact, tokens, reason, measures in group
         ]
         for group in groups
@@ -55,14 +68,17 @@ def test_errors_are_over_prompts_and_not_over_completions():
         for value in means:
             square += (value - mean) ** 2
         assert found[name] == pytest.approx(mean, rel=1e-12)
-        assert found[f"{name}_error"] == pytest.approx(math.sqrt(square / 2) / math.sqrt(3), rel=1e-12)
+        assert found[f"{name}_error"] == pytest.approx(
+            math.sqrt(square / 2) / math.sqrt(3), rel=1e-12
+        )
     assert found["length"] == pytest.approx(28 / 6)
     assert found["truncated"] == pytest.approx(2 / 6)
     assert found["reward/a"] == pytest.approx(0.5)
 
 
 def test_a_completion_without_a_measure_is_left_out_of_its_mean():
-    """Of each prompt one of two completions was measured, with 1 and 0.5: the mean over prompts is 0.75."""
+    """Of each prompt one of two completions was measured, with 1 and 0.5: the mean over prompts is
+    0.75."""
     groups = answers(
         [(1.0, True, 3, "stop", {"reward/a": 1.0}), (1.0, True, 5, "stop", {})],
         [(0.0, False, 7, "stop", {}), (0.0, False, 7, "stop", {"reward/a": 0.5})],
@@ -91,7 +107,9 @@ def test_without_temperature_the_likeliest_token_is_taken(tmp_path):
     for row in rows:
         tokens = tokenizer(row.prompt)["input_ids"]
         for _ in range(row.tokens):
-            tokens.append(int(module.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+            tokens.append(
+                int(module.model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())
+            )
         assert tokenizer.decode(tokens) == row.prompt + row.completion
     module.policy.head.weight.data.fill_(math.nan)
     with pytest.raises(Exception, match="probabilities are not finite"):
@@ -128,7 +146,8 @@ class Listening:
 
 
 def test_each_prompt_of_each_set_at_each_step_has_a_seed_of_its_own(tmp_path):
-    """Which samplers that take one draw from: equal ones would write the same completions again and again."""
+    """Which samplers that take one draw from: equal ones would write the same completions again and
+    again."""
     sets = ("evaluation.sets.a.seed=7", "evaluation.sets.b.seed=8", "evaluation.prompts_per_set=5")
     evaluator = evaluator_with(tmp_path, *sets)
     evaluator.sampler = Listening(evaluator.sampler)

@@ -1,4 +1,5 @@
-"""Completions that nobody could score: out of the baseline with weight 0, or scored as configured; counted and told."""
+"""Completions that nobody could score: out of the baseline with weight 0, or scored as configured;
+counted and told."""
 
 import json
 import math
@@ -15,7 +16,13 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed
 from pgtoolkit.config.schema_tasks import VerifierFailure
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.advantages import ESTIMATORS, Attempt, Estimator, group_advantages, over_batch
+from pgtoolkit.rollouts.advantages import (
+    ESTIMATORS,
+    Attempt,
+    Estimator,
+    group_advantages,
+    over_batch,
+)
 from pgtoolkit.rollouts.data_metrics import data_metrics
 from pgtoolkit.rollouts.evaluator import _numbers
 from pgtoolkit.rollouts.group_rollouts import check_scores, teaches
@@ -33,7 +40,11 @@ def test_the_baseline_is_that_of_the_other_completions(name):
     groups = [[Attempt(reward, 2 + i) for i, reward in enumerate(group)] for group in rewards]
     found = Estimator(name).advantages(groups, refuse=None)
     alone = [0.0] if name in ("rloo", "pass_at_k") else group_advantages(name, [2.0], [3])
-    parts = [group_advantages(name, [1.0, 0.0, 0.25], [2, 4, 5]), alone, group_advantages(name, [3.0, 1.0], [2, 3])]
+    parts = [
+        group_advantages(name, [1.0, 0.0, 0.25], [2, 4, 5]),
+        alone,
+        group_advantages(name, [3.0, 1.0], [2, 3]),
+    ]
     first, second, third = over_batch(name, parts, [[1.0, 0.0, 0.25], [2.0], [3.0, 1.0]])
     assert found == [[first[0], 0.0, *first[1:]], [0.0, 0.0], [0.0, *second], third]
 
@@ -66,7 +77,12 @@ def test_what_is_left_out_tells_nothing_about_its_prompt():
 
 
 def test_metrics_are_those_of_the_scored_ones_and_count_the_others():
-    some = [document(1.0), document(None, failed=True), document(0.5), document(-3.0, failed=True, group=1)]
+    some = [
+        document(1.0),
+        document(None, failed=True),
+        document(0.5),
+        document(-3.0, failed=True, group=1),
+    ]
     found = data_metrics(some, 0)
     assert (found["reward"], found["failed_score_fraction"]) == (-0.5, 0.5)
     assert "failed_score_fraction" not in data_metrics(some[::2], 0)
@@ -84,8 +100,12 @@ def test_a_batch_in_which_every_score_failed_ends_the_run():
 def test_the_note_comes_again_as_the_share_doubles(caplog):
     kept = FailedScores(SimpleNamespace(verifier_failure=VerifierFailure.score, failure_score=-1.0))
     late, broken = Failure(TIMEOUT, "was late"), Failure(CRASH, "broke")
-    for number, failures in enumerate(([late], [late], [late] * 2, [late] * 3, [broken] * 2, [late] * 4)):
-        kept.note([(f"{number}.{i} {failure.reason}", failure) for i, failure in enumerate(failures)], 100)
+    for number, failures in enumerate(
+        ([late], [late], [late] * 2, [late] * 3, [broken] * 2, [late] * 4)
+    ):
+        kept.note(
+            [(f"{number}.{i} {failure.reason}", failure) for i, failure in enumerate(failures)], 100
+        )
     kept.note([], 100)
     ending = "Said again when the share doubles; the metric failed_score_fraction counts all kinds."
     scored = f"scored with task.failure_score=-1. {ending}"
@@ -99,12 +119,18 @@ def test_the_note_comes_again_as_the_share_doubles(caplog):
 
 def test_in_an_evaluation_they_are_not_right_and_not_in_the_mean_reward():
     def answer(reward, exact=False, failed=False, measures=None):
-        return CompletionRow(0, "p", reward=reward, tokens=3), Score(reward, exact, measures or {}, failed)
+        return CompletionRow(0, "p", reward=reward, tokens=3), Score(
+            reward, exact, measures or {}, failed
+        )
 
     lost = answer(None, failed=True)
     right = answer(1.0, exact=True, measures={"reward/a": 2.0})
     found = _numbers([[right, lost], [answer(-1.0), answer(-2.0)], [lost, lost]])
-    assert (found["avg"], found["pass@1"], found["pass@2"]) == (-0.25, pytest.approx(1 / 6), pytest.approx(1 / 3))
+    assert (found["avg"], found["pass@1"], found["pass@2"]) == (
+        -0.25,
+        pytest.approx(1 / 6),
+        pytest.approx(1 / 3),
+    )
     assert found["avg_error"] == pytest.approx(math.sqrt(2 * 1.25**2) / math.sqrt(2))
     assert (found["failed_score_fraction"], found["reward/a"]) == (0.5, 2.0)
 
@@ -113,7 +139,11 @@ def prompts(tmp_path):
     """Overrides of a run of which some scores fail."""
     rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = ["task=prompts", f"task.path={tmp_path / 'p.jsonl'}", "task.verifier=tasks.verifiers_for_tests.sometimes"]
+    chosen = [
+        "task=prompts",
+        f"task.path={tmp_path / 'p.jsonl'}",
+        "task.verifier=tasks.verifiers_for_tests.sometimes",
+    ]
     return [*(one for one in SHORT if not one.startswith("task.")), *chosen]
 
 
@@ -122,17 +152,26 @@ def test_a_run_goes_on_without_them_also_resumed_and_from_its_recording(tmp_path
     train(config_of(*chosen), tmp_path / "whole")
     rows = metrics_of(tmp_path / "whole")
     assert 0 < rows[0]["failed_score_fraction"] < 1
-    assert "tasks.verifiers_for_tests.sometimes returned None on the completion" in capsys.readouterr().out
+    assert (
+        "tasks.verifiers_for_tests.sometimes returned None on the completion"
+        in capsys.readouterr().out
+    )
     train(config_of(*chosen), copy_as_of(tmp_path / "whole", 1, tmp_path / "cut"), resume=True)
     assert metrics_of(tmp_path / "cut") == rows
     shared = [one for one in chosen if not one.startswith(("rollout", "task", "advantage"))]
     replayed = {}
     for estimator in ("given", "grpo"):
         again = ["rollout=recorded", f"rollout.path={tmp_path / 'saved'}", "aggregation.divisor=4"]
-        train(config_of(*shared, *again, "rollout.shuffle=false", f"advantage={estimator}"), tmp_path / estimator)
+        train(
+            config_of(*shared, *again, "rollout.shuffle=false", f"advantage={estimator}"),
+            tmp_path / estimator,
+        )
         replayed[estimator] = metrics_of(tmp_path / estimator)
-        for name in ("reward", "failed_score_fraction", "zero_advantage_group_fraction"):  # the model is another one
-            assert [row.get(name) for row in replayed[estimator]] == [row.get(name) for row in rows], name
+        # the model is another one
+        for name in ("reward", "failed_score_fraction", "zero_advantage_group_fraction"):
+            assert [row.get(name) for row in replayed[estimator]] == [
+                row.get(name) for row in rows
+            ], name
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in replayed["given"]] == [row[name] for row in replayed["grpo"]]
 
@@ -151,7 +190,9 @@ def test_a_recording_says_which_they_are(tmp_path):
     rollouts = source(path, "dr_grpo")
     mean = 5 / 3
     expected = [1 - mean, -mean, 0, 4 - mean]
-    assert [float(one.advantages[0]) for one in read_documents(rollouts)] == pytest.approx(expected, rel=1e-6)
+    assert [float(one.advantages[0]) for one in read_documents(rollouts)] == pytest.approx(
+        expected, rel=1e-6
+    )
     assert [rollouts.outline(i).is_excluded for i in range(4)] == [False, False, True, False]
     rows[2].pop("score_failed")
     with pytest.raises(DataError, match=r"rows.jsonl:3:reward: is missing"):
@@ -169,14 +210,25 @@ def test_a_run_whose_every_score_fails_ends(tmp_path):
 
 def test_a_failure_of_one_of_several_verifiers_is_one_of_the_whole_score(tmp_path):
     others = "{verifier: tasks.verifiers_for_tests.scripted, weight: 2}"
-    several = f"task.verifiers={{right: {{verifier: tasks.verifiers_for_tests.right}}, other: {others}}}"
+    several = (
+        f"task.verifiers={{right: {{verifier: tasks.verifiers_for_tests.right}}, other: {others}}}"
+    )
     chosen = [*prompts(tmp_path)[:-1], "task.verifier=null", several]
     for more, reward, measures in (
         ([], None, {"reward/right": 0.0}),
-        (["task.verifier_failure=score", "task.failure_score=-3"], -6.0, {"reward/right": 0.0, "reward/other": -3.0}),
+        (
+            ["task.verifier_failure=score", "task.failure_score=-3"],
+            -6.0,
+            {"reward/right": 0.0, "reward/other": -3.0},
+        ),
     ):
         _, loader = built(*once(*chosen, *more))
         task = loader.source.task.task
         found = task.score(task.prompt(0), "none", True)
-        assert (found.reward, found.exact_match, found.failed, found.measures) == (reward, False, True, measures)
+        assert (found.reward, found.exact_match, found.failed, found.measures) == (
+            reward,
+            False,
+            True,
+            measures,
+        )
         loader.source.close()

@@ -46,13 +46,18 @@ def settings(gamma=1.0, gae_lambda=0.95, whiten=True):
 
 def at_places(document, vector):
     """The numbers of the trained tokens at their places in the document, 0 elsewhere."""
-    return torch.zeros(len(document.tokens), dtype=torch.float64).masked_scatter(document.loss_mask, vector.double())
+    return torch.zeros(len(document.tokens), dtype=torch.float64).masked_scatter(
+        document.loss_mask, vector.double()
+    )
 
 
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize(
+    ("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.97, 0.0), (0.0, 0.5)]
+)
 @pytest.mark.parametrize("penalty", [None, KL("k2", 0.3)])
 def test_advantages_and_returns_are_those_of_the_specification(gamma, gae_lambda, penalty):
-    """The penalty of a token stays with it; the completion's reward is that of its last trained token."""
+    """The penalty of a token stays with it; the completion's reward is that of its last trained
+    token."""
     documents, values = batch()
     found = with_gae(documents, values, settings(gamma, gae_lambda, whiten=False), penalty)
     for document, known, result in zip(documents, values, found, strict=True):
@@ -64,15 +69,22 @@ def test_advantages_and_returns_are_those_of_the_specification(gamma, gae_lambda
         if places:
             rewards[places[-1]] += document.reward
         trained = document.loss_mask.tolist()
-        expected = reference_terms.gae(rewards, at_places(document, known).tolist(), trained, gamma, gae_lambda)
-        assert result.advantages.tolist() == pytest.approx([expected[place][0] for place in places], rel=1e-6, abs=1e-6)
-        assert result.returns.tolist() == pytest.approx([expected[place][1] for place in places], rel=1e-6, abs=1e-6)
+        expected = reference_terms.gae(
+            rewards, at_places(document, known).tolist(), trained, gamma, gae_lambda
+        )
+        assert result.advantages.tolist() == pytest.approx(
+            [expected[place][0] for place in places], rel=1e-6, abs=1e-6
+        )
+        assert result.returns.tolist() == pytest.approx(
+            [expected[place][1] for place in places], rel=1e-6, abs=1e-6
+        )
         assert torch.equal(result.values, known)
         assert result.reward == document.reward
 
 
 def verls_gae(rewards, values, mask, gamma, gae_lambda):
-    """Return the advantages and returns of verl's `compute_gae_advantage_return`, (documents, places) each.
+    """Return the advantages and returns of verl's `compute_gae_advantage_return`, (documents,
+    places) each.
 
     Written anew after verl/trainer/ppo/core_algos.py and verl/utils/torch_functional.py at b178a3c.
     """
@@ -108,7 +120,9 @@ def test_the_numbers_are_verls(gamma, gae_lambda):
     torch.testing.assert_close(
         torch.cat([d.advantages for d in found]).double(), advantages[mask], rtol=1e-5, atol=1e-6
     )
-    torch.testing.assert_close(torch.cat([d.returns for d in found]).double(), returns[mask], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        torch.cat([d.returns for d in found]).double(), returns[mask], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_without_discount_an_advantage_is_the_rest_of_the_rewards_less_the_value():
@@ -118,12 +132,15 @@ def test_without_discount_an_advantage_is_the_rest_of_the_rewards_less_the_value
 
 
 def test_whitening_counts_each_token_that_has_a_loss_once():
-    """Documents that nobody could score, and those of groups that are left out, have no part in it."""
+    """Documents that nobody could score, and those of groups that are left out, have no part in
+    it."""
     documents, values = batch()
     left_out = [Document(**vars(documents[2]) | {"left_out": True}), values[2] * 50]
     failed = [Document(**vars(documents[0]) | {"reward": None, "score_failed": True}), values[0]]
     plain = with_gae(documents, values, settings(), None)
-    found = with_gae([*documents, left_out[0], failed[0]], [*values, left_out[1], failed[1]], settings(), None)
+    found = with_gae(
+        [*documents, left_out[0], failed[0]], [*values, left_out[1], failed[1]], settings(), None
+    )
     for document, expected in zip(found, plain, strict=False):
         assert torch.equal(document.advantages, expected.advantages)
     numbers = torch.cat([document.advantages for document in plain]).double()

@@ -42,7 +42,9 @@ def log_probs(model, document):
 def test_advantages_are_made_of_rewards_less_the_distance(models, kind):
     """By loops, of the models' own logits; the rewards themselves stay."""
     path, other = models
-    settings = with_model(path, f"kl={kind}", "kl.coefficient=0.3", f"kl.reference={other}", "advantage=dr_grpo")
+    settings = with_model(
+        path, f"kl={kind}", "kl.coefficient=0.3", f"kl.reference={other}", "advantage=dr_grpo"
+    )
     plain, _ = first_batch(*settings)
     documents, module = first_batch(*settings, "kl.place=reward")
     assert module.loss.kl is None
@@ -67,8 +69,8 @@ def test_advantages_are_made_of_rewards_less_the_distance(models, kind):
 def verls_kl_penalty(log_prob, ref_log_prob, kind):
     """Return the estimates of verl's `kl_penalty_forward` for kl_penalty=kl, mse and low_var_kl.
 
-    Written anew after verl/trainer/ppo/core_algos.py at b178a3c; `apply_kl_penalty` takes beta times their masked sum
-    off the scores of a completion.
+    Written anew after verl/trainer/ppo/core_algos.py at b178a3c; `apply_kl_penalty` takes beta
+    times their masked sum off the scores of a completion.
     """
     if kind == "kl":
         return log_prob - ref_log_prob
@@ -86,15 +88,28 @@ def test_the_distance_is_verls(ours, theirs):
     cut_off = 0.7 * verls_kl_penalty(old, ref, theirs)
     kept = cut_off < 6.9
     assert kept.sum() > 150
-    torch.testing.assert_close(KL(ours, 0.7).of_samples(old, ref)[kept], cut_off[kept], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        KL(ours, 0.7).of_samples(old, ref)[kept], cut_off[kept], rtol=1e-12, atol=1e-14
+    )
 
 
 @pytest.mark.parametrize(
-    "late", [(), ("rollout.lag=3",), ("rollout.lag=3", "rollout.old_log_probs=proximal"), ("rollout.max_staleness=5",)]
+    "late",
+    [
+        (),
+        ("rollout.lag=3",),
+        ("rollout.lag=3", "rollout.old_log_probs=proximal"),
+        ("rollout.max_staleness=5",),
+    ],
 )
 def test_the_distance_is_of_the_old_log_probs_and_the_reference_as_it_is_then(late):
     """Under lag too: a reference that moves has moved when training on the batch begins."""
-    moving = "kl.update_every=1", "kl.update_rate=0.5", "optimizer.learning_rate=0.02", "trainer.max_steps=8"
+    moving = (
+        "kl.update_every=1",
+        "kl.update_rate=0.5",
+        "optimizer.learning_rate=0.02",
+        "trainer.max_steps=8",
+    )
     settings = [setting for setting in SHORT if not setting.startswith("trainer.max_steps")]
     module, loader = built(*settings, *IN_REWARD, *moving, *late)
     distances = []
@@ -109,15 +124,20 @@ def test_the_distance_is_of_the_old_log_probs_and_the_reference_as_it_is_then(la
                 distances.append(document.kl_reward)
             with torch.enable_grad():
                 metrics = module.training_step(step, number)["metrics"]
-            mean = math.fsum(document.kl_reward for document in step.documents) / len(step.documents)
+            mean = math.fsum(document.kl_reward for document in step.documents) / len(
+                step.documents
+            )
             assert metrics["kl_reward"] == pytest.approx(mean, rel=1e-9)
     loader.source.close()
     assert max(map(abs, distances)) > 1e-3
 
 
 def test_groups_have_a_signal_by_the_rewards_of_the_task():
-    """Groups whose completions the task scores alike are left out, though their distances differ."""
-    module, loader = built(*SHORT, *IN_REWARD, "rollout.uninformative=drop", "optimizer.learning_rate=0.02")
+    """Groups whose completions the task scores alike are left out, though their distances
+    differ."""
+    module, loader = built(
+        *SHORT, *IN_REWARD, "rollout.uninformative=drop", "optimizer.learning_rate=0.02"
+    )
     left_out = 0
     for number, step in enumerate(itertools.islice(loader, 4)):
         documents = [Document(**document) for document in loader.source.state_dict()["documents"]]
@@ -131,7 +151,9 @@ def test_groups_have_a_signal_by_the_rewards_of_the_task():
 
 
 def test_a_run_shows_the_reward_of_the_task_and_the_distance_beside_it(tmp_path):
-    rows = metrics_of(run(tmp_path / "run", *IN_REWARD, "loss=grpo", "optimizer.learning_rate=0.02"))
+    rows = metrics_of(
+        run(tmp_path / "run", *IN_REWARD, "loss=grpo", "optimizer.learning_rate=0.02")
+    )
     assert rows[0]["kl_reward"] == pytest.approx(0, abs=1e-5)
     assert any(abs(row["kl_reward"]) > 1e-3 for row in rows[2:])
     assert all(row["kl_ref"] >= 0 for row in rows)
@@ -141,7 +163,9 @@ def test_a_run_shows_the_reward_of_the_task_and_the_distance_beside_it(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "more"), [({"data_parallel": 2}, ()), ({"data_parallel": 2}, ("parallelism.shard=true",))], ids=str
+    ("sizes", "more"),
+    [({"data_parallel": 2}, ()), ({"data_parallel": 2}, ("parallelism.shard=true",))],
+    ids=str,
 )
 def test_the_distance_over_ranks(tmp_path, models, sizes, more):
     path, other = models
@@ -155,7 +179,10 @@ def test_the_distance_over_ranks(tmp_path, models, sizes, more):
     [
         (["kl=k3_ratio"], "kl.place=reward needs kl=k1, k2 or k3 (got kl=k3_ratio)."),
         (["kl=full_reverse"], "kl.place=reward needs kl=k1, k2 or k3 (got kl=full_reverse)."),
-        (["kl=k1", "advantage=max_rl"], "kl.place=reward needs an advantage that takes rewards below 0"),
+        (
+            ["kl=k1", "advantage=max_rl"],
+            "kl.place=reward needs an advantage that takes rewards below 0",
+        ),
         (["kl=k3", "advantage=none"], "kl.place=reward needs an advantage that reads the reward"),
         (["kl=none"], "kl.place=reward needs kl other than none"),
     ],

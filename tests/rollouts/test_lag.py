@@ -1,4 +1,5 @@
-"""Batches sampled ahead: `rollout.lag`, and `rollout.max_staleness`, which samples them while others are trained."""
+"""Batches sampled ahead: `rollout.lag`, and `rollout.max_staleness`, which samples them while
+others are trained."""
 
 import itertools
 import json
@@ -10,7 +11,16 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders.runs import SHORT, assert_equal, built, checkpoint_of, metrics_of, once, run, sampler_of
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    built,
+    checkpoint_of,
+    metrics_of,
+    once,
+    run,
+    sampler_of,
+)
 
 from pgtoolkit.config.plan import steps_before, steps_of
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
@@ -31,12 +41,17 @@ def cut(docs_per_step, last_step):
 
 
 def trained(count, *overrides, prepare=lambda module, loader: None):
-    """A module, copies of its weights before each of so many steps, and each step's documents and metrics."""
-    module, loader = built(*once(*SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides))
+    """A module, copies of its weights before each of so many steps, and each step's documents and
+    metrics."""
+    module, loader = built(
+        *once(*SHORT, "optimizer.learning_rate=0.02", "trainer.max_steps=99", *overrides)
+    )
     prepare(module, loader)
     versions, taken = [], []
     for number, step in enumerate(itertools.islice(loader, count)):
-        versions.append({name: weight.detach().clone() for name, weight in module.model.state_dict().items()})
+        versions.append(
+            {name: weight.detach().clone() for name, weight in module.model.state_dict().items()}
+        )
         taken.append((step.documents, module.training_step(step, number)["metrics"]))
     loader.source.close()
     return module, versions, taken
@@ -52,7 +67,8 @@ def log_probs(module, weights, document):
 
 
 def assert_of_their_versions(module, versions, taken, version_of):
-    """version_of(step that begins a batch) -> the version that has to have written it. Returns these, by batch."""
+    """version_of(step that begins a batch) -> the version that has to have written it. Returns
+    these, by batch."""
     began = {}
     for number, (documents, metrics) in enumerate(taken):
         ages, drifts = [], []
@@ -85,20 +101,38 @@ def assert_of_their_versions(module, versions, taken, version_of):
     ],
 )
 def test_a_batch_is_of_the_weights_of_so_many_updates_ago(lag, docs, last, old, count):
-    """Sampled with them, and with their log-probs as old ones; of the first weights while there are no others."""
-    found = trained(count, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(docs, last))
+    """Sampled with them, and with their log-probs as old ones; of the first weights while there are
+    no others."""
+    found = trained(
+        count, f"rollout.lag={lag}", f"rollout.old_log_probs={old}", "loss=grpo", *cut(docs, last)
+    )
     assert_of_their_versions(*found, lambda first: max(0, first - lag))
 
 
 @pytest.mark.parametrize(
     ("late", "last", "docs", "ahead"),
-    [("lag=1", "short", 8, 1), ("lag=3", "short", 8, 3), ("lag=5", "carry", 12, 5), ("max_staleness=3", "short", 8, 2)],
+    [
+        ("lag=1", "short", 8, 1),
+        ("lag=3", "short", 8, 3),
+        ("lag=5", "carry", 12, 5),
+        ("max_staleness=3", "short", 8, 2),
+    ],
 )
-@pytest.mark.parametrize("beside", [(), ("correction=token_truncate", "correction.high=1.001")], ids=["", "corrected"])
-def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(late, last, docs, ahead, beside):
-    """The sampler's stay beside them, and a correction acts on the difference; without one the first update's own
-    forward pass gives them, where it is made of whole micro-batches."""
-    chosen = f"rollout.{late}", "rollout.old_log_probs=proximal", "loss=grpo", *cut(docs, last), *beside
+@pytest.mark.parametrize(
+    "beside", [(), ("correction=token_truncate", "correction.high=1.001")], ids=["", "corrected"]
+)
+def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(
+    late, last, docs, ahead, beside
+):
+    """The sampler's stay beside them, and a correction acts on the difference; without one the
+    first update's own forward pass gives them, where it is made of whole micro-batches."""
+    chosen = (
+        f"rollout.{late}",
+        "rollout.old_log_probs=proximal",
+        "loss=grpo",
+        *cut(docs, last),
+        *beside,
+    )
     module, versions, taken = trained(8, *chosen)
     began, moved, missing = {}, 0, 0
     for number, (documents, metrics) in enumerate(taken):
@@ -109,27 +143,36 @@ def test_proximal_log_probs_are_of_the_weights_that_a_batch_begins_with(late, la
             expected = log_probs(module, versions[first], document)
             assert document.model_version == max(0, first - ahead)
             assert document.sampling_log_probs is not None
-            torch.testing.assert_close(document.sampling_log_probs.double(), sampled, rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                document.sampling_log_probs.double(), sampled, rtol=0, atol=1e-5
+            )
             if document.on_policy:
                 assert first == number
                 assert document.old_log_probs is None
                 missing += 1
             else:
                 assert document.old_log_probs is not None
-                torch.testing.assert_close(document.old_log_probs.double(), expected, rtol=0, atol=1e-5)
+                torch.testing.assert_close(
+                    document.old_log_probs.double(), expected, rtol=0, atol=1e-5
+                )
             moved = max(moved, float((expected - sampled).abs().max()))
             factors.append((expected - sampled).exp().clamp(max=1.001).mean())
         if {began[document.group // PROMPTS] for document in documents} == {number}:
             assert metrics["ratio_new_old"] == pytest.approx(1, abs=1e-5)
         if beside:
-            assert metrics["correction_factor"] == pytest.approx(float(sum(factors) / len(factors)), abs=1e-5)
+            assert metrics["correction_factor"] == pytest.approx(
+                float(sum(factors) / len(factors)), abs=1e-5
+            )
     assert moved > 0.1
     assert (missing > 0) is (not beside and last == "short")
 
 
 def test_ages_of_a_lag():
     """Two steps per batch; the numbers in full."""
-    ages = {lag: [m["staleness"] for _, m in trained(8, f"rollout.lag={lag}")[2]] for lag in (0, 1, 2, 3)}
+    ages = {
+        lag: [m["staleness"] for _, m in trained(8, f"rollout.lag={lag}")[2]]
+        for lag in (0, 1, 2, 3)
+    }
     assert ages == {
         0: [0, 1, 0, 1, 0, 1, 0, 1],
         1: [0, 1, 1, 2, 1, 2, 1, 2],
@@ -194,7 +237,9 @@ def test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_the
         column = pq.read_table(path)["model_version"].to_pylist()
         assert len(column) == BATCH
         (versions[path.name],) = {*column}
-    assert versions == {f"batch-00000{number}.parquet": version for number, version in enumerate([0, 0, 1, 3])}
+    assert versions == {
+        f"batch-00000{number}.parquet": version for number, version in enumerate([0, 0, 1, 3])
+    }
 
 
 def overlap(most):
@@ -210,13 +255,18 @@ def test_no_document_is_trained_later_than_allowed(how, lasts, most):
     found = trained(3 * lasts + 2, *overlap(most), "loss=grpo", *cut(*how))
     ahead = min(most - lasts + 1, lasts)
     versions = assert_of_their_versions(*found, lambda first: max(0, first - ahead))
-    ages = [number - d.model_version for number, (documents, _) in enumerate(found[2]) for d in documents]
+    ages = [
+        number - d.model_version
+        for number, (documents, _) in enumerate(found[2])
+        for d in documents
+    ]
     assert max(ages) == min(most, 2 * lasts - 1)
     assert len(set(versions.values())) > 2
 
 
 def test_a_batch_is_sampled_while_another_is_trained():
-    """All but the first are sampled only after an update that came later than they began, with weights from before."""
+    """All but the first are sampled only after an update that came later than they began, with
+    weights from before."""
 
     def prepare(module, loader):
         sampler = sampler_of(loader)
@@ -261,7 +311,9 @@ def test_no_timing_and_nobody_elses_random_numbers_change_a_run(tmp_path, monkey
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(tmp_path, monkeypatch, call):
+def test_an_error_while_sampling_ends_the_run_as_it_does_without_overlap(
+    tmp_path, monkeypatch, call
+):
     complete, calls = TransformersSampler.complete, []
 
     def failing(self, requests):

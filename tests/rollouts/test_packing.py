@@ -28,7 +28,9 @@ def document(tokens, mask, name="d", first=0.0):
 
 DOCUMENTS = st.lists(
     st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=9).map(
-        lambda pairs: document([t for t, _ in pairs], [False] + [m for _, m in pairs[1:]], first=float(pairs[0][0]))
+        lambda pairs: document(
+            [t for t, _ in pairs], [False] + [m for _, m in pairs[1:]], first=float(pairs[0][0])
+        )
     ),
     max_size=6,
 )
@@ -37,7 +39,9 @@ DOCUMENTS = st.lists(
 @given(DOCUMENTS)
 def test_every_position_predicts_the_next_token_of_its_document(documents):
     groups = [i // 2 for i in range(len(documents))]
-    batch = pack([dataclasses.replace(d, group=group) for d, group in zip(documents, groups, strict=True)])
+    batch = pack(
+        [dataclasses.replace(d, group=group) for d, group in zip(documents, groups, strict=True)]
+    )
     place = 0
     for number, d in enumerate(documents):
         for t in range(d.num_tokens):
@@ -63,7 +67,8 @@ def test_every_position_predicts_the_next_token_of_its_document(documents):
 
 @pytest.mark.parametrize("name", [name for name in OPTIONAL_VECTORS if name != "old_log_probs"])
 def test_a_vector_that_a_document_lacks_is_in_no_micro_batch_of_the_step(name):
-    """Every rank must know of the same ones, also one that only has documents with it, or none at all."""
+    """Every rank must know of the same ones, also one that only has documents with it, or none at
+    all."""
     own = document([1, 2], [False, True])
     without = dataclasses.replace(own, **{name: None})
     for documents, found in (([own, without], False), ([own, own], True)):
@@ -88,7 +93,10 @@ def test_cut_keeps_order_and_takes_what_fits(documents, max_tokens):
 
 
 def test_cut_names_a_document_that_is_too_long():
-    fits, long = document([1] * 4, [False] * 4), document([1] * 5, [False] * 5, name="rollouts.jsonl:7")
+    fits, long = (
+        document([1] * 4, [False] * 4),
+        document([1] * 5, [False] * 5, name="rollouts.jsonl:7"),
+    )
     assert [len(part) for part in cut([fits, fits], 4)] == [1, 1]
     with pytest.raises(DataError, match=r"rollouts\.jsonl:7 has 5 tokens.*max_tokens=5"):
         cut([fits, long], 4)

@@ -1,4 +1,5 @@
-"""What recorded rows say about one another: log-probs one place off, groups of several prompts, rows twice."""
+"""What recorded rows say about one another: log-probs one place off, groups of several prompts,
+rows twice."""
 
 import math
 
@@ -14,7 +15,8 @@ GROUP = 4
 
 @pytest.fixture(scope="module")
 def sampled():
-    """64 completions of one to six tokens, with their log-probs by the model; the sampler's differ by up to 0.02."""
+    """64 completions of one to six tokens, with their log-probs by the model; the sampler's differ
+    by up to 0.02."""
     model = small_llama(0, initializer_range=0.6)
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -46,7 +48,10 @@ def sampled():
 @pytest.fixture
 def rows(sampled):
     """Copies for every test, which may change them."""
-    return [{name: list(value) if isinstance(value, list) else value for name, value in row.items()} for row in sampled]
+    return [
+        {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
+        for row in sampled
+    ]
 
 
 def notes(rows, folder):
@@ -63,12 +68,16 @@ def test_good_rollouts_give_no_note(rows, tmp_path):
     assert notes(rows, tmp_path) == []
 
 
-@pytest.mark.parametrize(("place", "whose"), [(1, "of the next token"), (-1, "of the token before")])
+@pytest.mark.parametrize(
+    ("place", "whose"), [(1, "of the next token"), (-1, "of the token before")]
+)
 def test_log_probs_one_place_off_are_refused(rows, tmp_path, place, whose):
     for row in rows:
         log_probs = row["old_log_probs"]
         row["sampling_log_probs"] = [*log_probs[1:], 0.0] if place == 1 else [0.0, *log_probs[:-1]]
-    with pytest.raises(DataError, match=rf"needs the log-prob of each token itself \(got that {whose}") as refused:
+    with pytest.raises(
+        DataError, match=rf"needs the log-prob of each token itself \(got that {whose}"
+    ) as refused:
         notes(rows, tmp_path)
     assert ", 1.000)" in str(refused.value) if place == 1 else "are 1.000," in str(refused.value)
 
@@ -109,12 +118,15 @@ def test_rows_that_are_there_twice(rows, tmp_path):
     assert note.startswith(f"{76 - different} rows repeat another one: ")
     for row in rows:
         del row["old_log_probs"], row["sampling_log_probs"]
-    examples = source(write_jsonl(tmp_path / "e.jsonl", rows * 2), "none", reads_old_log_probs=False)
+    examples = source(
+        write_jsonl(tmp_path / "e.jsonl", rows * 2), "none", reads_old_log_probs=False
+    )
     assert examples.index.notes == []  # without log-probs nobody knows how many are equal by chance
 
 
 def test_equal_completions_of_a_certain_policy_are_no_copies(rows, tmp_path):
-    """Completions of probability 0.9 are expected to be equal, those of probability 0.01 are not."""
+    """Completions of probability 0.9 are expected to be equal, those of probability 0.01 are
+    not."""
     pairs = 16 * GROUP * (GROUP - 1) // 2
     for probability, is_noted in ((0.9, False), (0.01, True)):
         for row in rows:
@@ -125,4 +137,7 @@ def test_equal_completions_of_a_certain_policy_are_no_copies(rows, tmp_path):
         found = notes(rows, tmp_path)
         assert len(found) == is_noted
         if is_noted:
-            assert f"{pairs} pairs are equal, where the recorded log-probs let 0.96 be expected" in found[0]
+            assert (
+                f"{pairs} pairs are equal, where the recorded log-probs let 0.96 be expected"
+                in found[0]
+            )

@@ -20,13 +20,17 @@ FINISHED = (True, False, False, True)
 
 
 class FixedSampler:
-    """Of each prompt the completions TEXTS, in turn; its log-probs count the tokens that it has written."""
+    """Of each prompt the completions TEXTS, in turn; its log-probs count the tokens that it has
+    written."""
 
     tolerance = None
 
     def __init__(self, tokenizer):
         texts = zip(TEXTS, FINISHED, strict=True)
-        self._tokens = [tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished for text, finished in texts]
+        self._tokens = [
+            tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished
+            for text, finished in texts
+        ]
         self.calls, self._version, self._written = [], None, 0
 
     def publish(self, weights, version):
@@ -35,7 +39,11 @@ class FixedSampler:
 
     def complete(self, requests):
         self.calls.append(requests)
-        return [self._completion(i % len(TEXTS)) for request in requests for i in range(request.completions)]
+        return [
+            self._completion(i % len(TEXTS))
+            for request in requests
+            for i in range(request.completions)
+        ]
 
     def close(self):
         self.calls.append("close")
@@ -64,16 +72,24 @@ def test_every_prompt_is_sampled_with_the_weights_of_now():
         documents = [source.document(16 * number + place) for place in range(16)]
         weights, requests = sampler.calls
         assert weights().keys() == dict(module.model.named_parameters()).keys()
-        assert all(torch.equal(weights()[name], weight) for name, weight in module.model.named_parameters())
+        assert all(
+            torch.equal(weights()[name], weight) for name, weight in module.model.named_parameters()
+        )
         prompts = [task.prompt(4 * number + i) for i in range(4)]
         assert requests == [
-            Request(tokenizer(prompt.text).input_ids, 4, seed_of(0, prompt.index), prompt=prompt) for prompt in prompts
+            Request(tokenizer(prompt.text).input_ids, 4, seed_of(0, prompt.index), prompt=prompt)
+            for prompt in prompts
         ]
         assert {document.model_version for document in documents} == {updates}
-        assert [document.group for document in documents] == [4 * number + i // 4 for i in range(16)]
+        assert [document.group for document in documents] == [
+            4 * number + i // 4 for i in range(16)
+        ]
         for place, document in enumerate(documents):
             text = TEXTS[place % 4] + END * FINISHED[place % 4]
-            assert tokenizer.decode(document.tokens[~document.loss_mask]) == task.prompt(document.group).text
+            assert (
+                tokenizer.decode(document.tokens[~document.loss_mask])
+                == task.prompt(document.group).text
+            )
             assert tokenizer.decode(document.tokens[document.loss_mask]) == text
             score = task.score(task.prompt(document.group), TEXTS[place % 4], FINISHED[place % 4])
             assert (document.reward, document.exact_match) == (score.reward, score.exact_match)
@@ -82,7 +98,9 @@ def test_every_prompt_is_sampled_with_the_weights_of_now():
 
 @pytest.mark.parametrize("chosen", ["sampling", "training"])
 def test_old_log_probs_are_those_of_the_sampler_or_of_training(chosen):
-    module, _, _, source = rollouts(f"rollout.old_log_probs={chosen}", "accumulation.max_tokens=1024")
+    module, _, _, source = rollouts(
+        f"rollout.old_log_probs={chosen}", "accumulation.max_tokens=1024"
+    )
     documents = [source.document(place) for place in range(16)]
     written = 0
     for document in documents:
@@ -107,13 +125,19 @@ def test_the_whole_batch_divides_advantages_and_leaves_rewards_alone(estimator):
     """What is taken off for the length is known of no document where nothing is."""
     _, task, _, source = rollouts(f"advantage={estimator}", "aggregation=sample_mean")
     documents = [source.document(place) for place in range(16)]
-    rewards = [task.score(task.prompt(i // 4), TEXTS[i % 4], FINISHED[i % 4]).reward for i in range(16)]
-    assert [(document.reward, document.task_reward) for document in documents] == [(r, None) for r in rewards]
+    rewards = [
+        task.score(task.prompt(i // 4), TEXTS[i % 4], FINISHED[i % 4]).reward for i in range(16)
+    ]
+    assert [(document.reward, document.task_reward) for document in documents] == [
+        (r, None) for r in rewards
+    ]
     divisor = statistics.stdev(rewards) + 1e-6 if estimator == "batch_std" else 1
     assert abs(divisor - 1) > 0.5 or estimator == "dr_grpo"
     for i, document in enumerate(documents):
         centred = rewards[i] - statistics.fmean(rewards[i // 4 * 4 : i // 4 * 4 + 4])
-        assert document.advantages.tolist() == pytest.approx([centred / divisor] * document.num_trained, rel=1e-6)
+        assert document.advantages.tolist() == pytest.approx(
+            [centred / divisor] * document.num_trained, rel=1e-6
+        )
 
 
 def test_a_state_that_does_not_fit_its_tokens_is_refused():

@@ -1,4 +1,5 @@
-"""The index of recorded rollouts: the same from every kind of file, kept beside a run, read by all ranks."""
+"""The index of recorded rollouts: the same from every kind of file, kept beside a run, read by all
+ranks."""
 
 import dataclasses
 import hashlib
@@ -33,10 +34,20 @@ def rows():
 def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
     """In Parquet lists without nulls are checked together; in JSONL each row is."""
     chosen = (
-        [row | {"ref_log_probs": LOG_PROBS, "advantage": [0, 0, 1, 0, 2]} for row in rows()] if complete else rows()
+        [row | {"ref_log_probs": LOG_PROBS, "advantage": [0, 0, 1, 0, 2]} for row in rows()]
+        if complete
+        else rows()
     )
-    chosen = [{name: x for name, x in row.items() if complete <= (name != "sampling_log_probs")} for row in chosen]
-    files = [write_jsonl(tmp_path / "r.jsonl", [{k: x for k, x in row.items() if x is not None} for row in chosen])]
+    chosen = [
+        {name: x for name, x in row.items() if complete <= (name != "sampling_log_probs")}
+        for row in chosen
+    ]
+    files = [
+        write_jsonl(
+            tmp_path / "r.jsonl",
+            [{k: x for k, x in row.items() if x is not None} for row in chosen],
+        )
+    ]
     files += [write_parquet(tmp_path / "r.parquet", chosen, row_group_size=3)]
     for estimator in ("dr_grpo", "given") if complete else ("grpo",):
         first, second = (source(file, estimator).index for file in files)
@@ -47,12 +58,16 @@ def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
         assert first.rows["trained"].tolist() == [3, 3, 3, 0, 3, 3, 3, 3]
         for index, file in zip((first, second), files, strict=True):
             whole = file.read_bytes()
-            assert index.digests() == {file.name: {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}}
+            assert index.digests() == {
+                file.name: {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+            }
 
 
 def test_rows_of_lists_alone(tmp_path):
     plain = [{"token_ids": [1, 2, 3], "loss_mask": [False, True, i > 2]} for i in range(5)]
-    rollouts = source(write_parquet(tmp_path / "r.parquet", plain), "given", reads_old_log_probs=False)
+    rollouts = source(
+        write_parquet(tmp_path / "r.parquet", plain), "given", reads_old_log_probs=False
+    )
     assert [rollouts.document(i).num_trained for i in range(5)] == [1, 1, 1, 2, 2]
     assert rollouts.document(4).advantages.tolist() == [1, 1]
 
@@ -69,7 +84,10 @@ def written_over(path, number):
 
 def test_a_kept_index_is_used_while_the_files_are_the_same(tmp_path):
     """And a row that is another one all the same is refused when it is read."""
-    path, run = write_jsonl(tmp_path / "r.jsonl", [good_row(i, i // 2) for i in range(4)]), tmp_path / "run"
+    path, run = (
+        write_jsonl(tmp_path / "r.jsonl", [good_row(i, i // 2) for i in range(4)]),
+        tmp_path / "run",
+    )
     run.mkdir()
     made = source(path, run_dir=run)
     written_over(path, 1)
@@ -92,16 +110,27 @@ def test_an_outline_tells_all_that_is_known_without_reading(tmp_path):
     whole = [rollouts.document(i) for i in range(16)]
     known = [rollouts.outline(i) for i in range(16)]
     assert data_metrics(known, 9) == data_metrics(whole, 9)
-    for name in ("num_tokens", "num_trained", "group", "trajectory", "reward", "truncated", "exact_match"):
+    for name in (
+        "num_tokens",
+        "num_trained",
+        "group",
+        "trajectory",
+        "reward",
+        "truncated",
+        "exact_match",
+    ):
         assert [getattr(d, name) for d in known] == [getattr(d, name) for d in whole]
     for name in ("old_log_probs", "sampling_log_probs", "ref_log_probs"):
-        assert [getattr(d, name) is None for d in known] == [getattr(d, name) is None for d in whole]
+        assert [getattr(d, name) is None for d in known] == [
+            getattr(d, name) is None for d in whole
+        ]
     settings = dataclasses.replace(rollouts.config)
     assert mismatch_note(known, 3.0, settings) == mismatch_note(whole, 3.0, settings) != ""
 
 
 def read_on_a_rank(path, bad):
-    """The rewards of this rank's documents, or the error, where a row was changed once it was indexed."""
+    """The rewards of this rank's documents, or the error, where a row was changed once it was
+    indexed."""
     ranks = layout(data_parallel=2)
     rollouts = source(path, layout=ranks)
     if bad is not None and ranks.rank == 1:

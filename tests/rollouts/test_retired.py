@@ -6,7 +6,16 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from builders.runs import SHORT, assert_equal, built, checkpoint_of, config_of, copy_as_of, metrics_of, some_documents
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    built,
+    checkpoint_of,
+    config_of,
+    copy_as_of,
+    metrics_of,
+    some_documents,
+)
 
 from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import is_solved
@@ -18,13 +27,17 @@ RETIRE = "rollout.retire_at=0.9"
 
 
 def solved(completion, answer):
-    """Score a completion as the prompt's answer says: always, never, or by a length that some completions have."""
+    """Score a completion as the prompt's answer says: always, never, or by a length that some
+    completions have."""
     return {"always": 1.0, "never": 0.0, "some": float(len(completion) % 2)}[answer]
 
 
 def settings_of(folder, answers):
     """Settings of a run whose prompts, `0`, `1` and so on, have these answers."""
-    rows = [json.dumps({"prompt": f"{number}", "answer": answer}) for number, answer in enumerate(answers)]
+    rows = [
+        json.dumps({"prompt": f"{number}", "answer": answer})
+        for number, answer in enumerate(answers)
+    ]
     (folder / "prompts.jsonl").write_text("\n".join(rows))
     verifier = "task.verifier=rollouts.test_retired.solved"
     return [*PROMPTS, "task=prompts", f"task.path={folder / 'prompts.jsonl'}", verifier]
@@ -34,14 +47,22 @@ def rows_of(source, batches):
     """The rows that each of the first batches asks, in their order."""
     groups = []
     for batch in range(batches):
-        documents = [source.document(batch * source.batch_size + place) for place in range(source.batch_size)]
-        groups.append([source.task.task.row(document.group) for document in documents[:: source._rollout.group_size]])
+        documents = [
+            source.document(batch * source.batch_size + place) for place in range(source.batch_size)
+        ]
+        groups.append(
+            [
+                source.task.task.row(document.group)
+                for document in documents[:: source._rollout.group_size]
+            ]
+        )
     return groups
 
 
 @pytest.mark.parametrize("more", [(), ("rollout.max_sampling_rounds=2",)])
 def test_solved_prompts_are_asked_once_and_others_in_every_pass(tmp_path, more):
-    """Eight prompts in batches of four: after the first pass only five are left, in the order of every pass."""
+    """Eight prompts in batches of four: after the first pass only five are left, in the order of
+    every pass."""
     answers = ["always", "never", "some", "never", "always", "some", "always", "never"]
     settings = settings_of(tmp_path, answers)
     _, loader = built(*settings, *more)
@@ -50,7 +71,9 @@ def test_solved_prompts_are_asked_once_and_others_in_every_pass(tmp_path, more):
     source = loader.source
     asked = []
     sample = source._sample
-    source._sample = lambda numbers: asked.extend(source.task.task.row(number) for number in numbers) or sample(numbers)
+    source._sample = lambda numbers: (
+        asked.extend(source.task.task.row(number) for number in numbers) or sample(numbers)
+    )
     rows_of(source, 4)
     always = [row for row, answer in enumerate(answers) if answer == "always"]
     counts = Counter(asked)
@@ -63,11 +86,15 @@ def test_solved_prompts_are_asked_once_and_others_in_every_pass(tmp_path, more):
         assert first == plain[:8]
         expected = [row for row in plain[8:] if row not in always]
         assert later == expected[: len(later)]
-    documents = [source.document(3 * source.batch_size + place) for place in range(source.batch_size)]
+    documents = [
+        source.document(3 * source.batch_size + place) for place in range(source.batch_size)
+    ]
     assert {document.retired_prompts for document in documents} == {3}
 
 
-@pytest.mark.parametrize(("least", "right", "is_retired"), [(0.5, 2, True), (0.75, 2, False), (0.75, 3, True)])
+@pytest.mark.parametrize(
+    ("least", "right", "is_retired"), [(0.5, 2, True), (0.75, 2, False), (0.75, 3, True)]
+)
 def test_a_prompt_retires_from_the_share_on(tmp_path, monkeypatch, least, right, is_retired):
     """Of four completions; those that could not be scored do not count."""
     _, loader = built(*settings_of(tmp_path, ["some"] * 8), f"rollout.retire_at={least}")
@@ -78,7 +105,8 @@ def test_a_prompt_retires_from_the_share_on(tmp_path, monkeypatch, least, right,
         task,
         "scores",
         lambda responses: [
-            dataclasses.replace(score_of, exact_match=next(calls) % 4 < right) for score_of in score(responses)
+            dataclasses.replace(score_of, exact_match=next(calls) % 4 < right)
+            for score_of in score(responses)
         ],
     )
     next(iter(loader))
@@ -110,14 +138,18 @@ def test_completions_that_nobody_could_score_are_no_attempts():
     ],
 )
 def test_a_run_ends_once_every_prompt_is_solved_and_resumes_to_the_bit(tmp_path, more):
-    """Eight prompts, all solved in the first pass, whose two batches of 16 completions are trained on."""
+    """Eight prompts, all solved in the first pass, whose two batches of 16 completions are trained
+    on."""
     settings = [*settings_of(tmp_path, ["always"] * 8), RETIRE, *more, "trainer.max_steps=20"]
     whole = tmp_path / "whole"
     train(config_of(*settings), whole)
     rows = metrics_of(whole)
     status = read_status(whole)
     assert status["state"] == "done"
-    ended = f"the data ended after step {len(rows)} of 20: every prompt is solved, by rollout.retire_at=0.9"
+    ended = (
+        f"the data ended after step {len(rows)} of 20: every prompt is solved, by "
+        "rollout.retire_at=0.9"
+    )
     assert status["reason"].startswith(ended)
     assert len(rows) == (3 if "accumulation.last_step=carry" in more else 4)
     assert rows[-1]["retired_prompts"] == 8

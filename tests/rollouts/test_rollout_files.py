@@ -53,7 +53,11 @@ BAD = {  # field: [(value or ... to leave it out, reason)]; position 2 is the fi
         (True, "needs a finite number (got True)"),
         (-1e39, "is -1e+39; it must lie within -1e+12 and 1e+12"),
     ],
-    "group_id": [(..., "is missing"), (1.5, "needs an integer or a text"), ("", "needs an integer or a text")],
+    "group_id": [
+        (..., "is missing"),
+        (1.5, "needs an integer or a text"),
+        ("", "needs an integer or a text"),
+    ],
     "model_version": [(0.5, "needs an integer")],
     "truncated": [(1, "needs true or false")],
 }
@@ -62,14 +66,18 @@ CASES = [(field, value, reason) for field, cases in BAD.items() for value, reaso
 
 @pytest.mark.parametrize(("field", "value", "reason"), CASES, ids=lambda value: repr(value)[:30])
 def test_every_kind_of_bad_value_is_named(tmp_path, field, value, reason):
-    """In one row among many; of a column of a Parquet file that cannot have two types, in every row."""
+    """In one row among many; of a column of a Parquet file that cannot have two types, in every
+    row."""
     rows = [good_row(0), good_row(1, **{field: value}), good_row(2)]
     message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
     assert any(line.startswith("  r.jsonl:2:") and reason in line for line in message.splitlines())
     reason, wrong = reason.split(" (got")[0], None if value is ... else value
     wrongs = [rows[0], good_row(1, **{field: wrong}), rows[2]]
     try:
-        write_parquet(tmp_path / "r.parquet", [row | {field: True} for row in rows] if value is True else wrongs)
+        write_parquet(
+            tmp_path / "r.parquet",
+            [row | {field: True} for row in rows] if value is True else wrongs,
+        )
     except (pa.ArrowInvalid, pa.ArrowTypeError):
         write_parquet(tmp_path / "r.parquet", [row | {field: wrong} for row in rows])
     found = refused(tmp_path / "r.parquet").splitlines()
@@ -77,17 +85,43 @@ def test_every_kind_of_bad_value_is_named(tmp_path, field, value, reason):
 
 
 def test_a_row_with_any_other_value_has_another_checksum():
-    changes = [{}, {"sampling_log_probs": [0, 0, -1, -2, -3]}, {"reward": 0.75}, {"group_id": "0"}, {"id": "x"}]
-    changes += [{"loss_mask": [False, False, True, True, False]}, {"old_log_probs": [0, 0, -1, -2, -3]}]
-    changes += [{"ref_log_probs": [0, 0, -1, -2, -3]}, {"model_version": 1}, {"truncated": True}, {"exact_match": True}]
+    changes = [
+        {},
+        {"sampling_log_probs": [0, 0, -1, -2, -3]},
+        {"reward": 0.75},
+        {"group_id": "0"},
+        {"id": "x"},
+    ]
+    changes += [
+        {"loss_mask": [False, False, True, True, False]},
+        {"old_log_probs": [0, 0, -1, -2, -3]},
+    ]
+    changes += [
+        {"ref_log_probs": [0, 0, -1, -2, -3]},
+        {"model_version": 1},
+        {"truncated": True},
+        {"exact_match": True},
+    ]
     digests = [parse_row(good_row(1, **one), Rules(VOCABULARY_SIZE)).digest() for one in changes]
     assert len(set(digests)) == len(changes)
 
 
 def test_good_rows_are_not_refused(tmp_path):
     odd = good_row(1, sampling_log_probs=[NAN, None, -2, -3, -0.5])
-    odd |= good_row(1, old_log_probs=[None, NAN, -1, -1e-30, 1e-3], loss_mask=[0, 0, 1, 1, 1], reward=1, group_id="a")
-    odd |= {"id": 7, "model_version": 3, "truncated": False, "exact_match": None, "text": "is ignored"}
+    odd |= good_row(
+        1,
+        old_log_probs=[None, NAN, -1, -1e-30, 1e-3],
+        loss_mask=[0, 0, 1, 1, 1],
+        reward=1,
+        group_id="a",
+    )
+    odd |= {
+        "id": 7,
+        "model_version": 3,
+        "truncated": False,
+        "exact_match": None,
+        "text": "is ignored",
+    }
     source = load(write_jsonl(tmp_path / "r.jsonl", [odd, "", good_row(2, group="a", reward=0)]))
     first = source.document(0)
     assert first.old_log_probs.tolist() == pytest.approx([-1, -1e-30, 1e-3])
@@ -108,7 +142,10 @@ def test_good_rows_are_not_refused(tmp_path):
         ("[" * 100_000, "not JSON"),
         (json.dumps(good_row(1)).replace("0.25", "1e400"), "needs a finite number (got inf)"),
         (json.dumps(good_row(1)).replace("0.25", "9" * 400), "needs a finite number"),
-        (json.dumps(good_row(1)).replace("[7,", f"[{2**70},"), "needs a list of integers (got values of type object"),
+        (
+            json.dumps(good_row(1)).replace("[7,", f"[{2**70},"),
+            "needs a list of integers (got values of type object",
+        ),
     ],
     ids=range(8),
 )
@@ -122,7 +159,9 @@ def test_the_first_ten_problems_are_listed(tmp_path):
     rows = [good_row(i, reward=NAN if i % 2 else 0.0) for i in range(60)]
     message = refused(write_jsonl(tmp_path / "r.jsonl", rows))
     assert "10 problems or more" in message
-    assert [line.split(":")[1] for line in message.splitlines()[1:]] == [str(2 * i) for i in range(1, 11)]
+    assert [line.split(":")[1] for line in message.splitlines()[1:]] == [
+        str(2 * i) for i in range(1, 11)
+    ]
     assert "1 problem\n" in refused(write_jsonl(tmp_path / "r.jsonl", rows[:3]))
 
 
@@ -139,15 +178,25 @@ def test_given_advantages_are_needed_and_checked(tmp_path):
     for value, reason in [
         (NAN, "finite"),
         (1e300, ":1:advantage: is 1e+300; it must lie within -1e+12 and 1e+12"),
-        ([0, 0, 1, -1e38, 1], ":1:advantage: at position 3 is -1e+38; it must lie within -1e+12 and 1e+12"),
+        (
+            [0, 0, 1, -1e38, 1],
+            ":1:advantage: at position 3 is -1e+38; it must lie within -1e+12 and 1e+12",
+        ),
         ([0, 0, 1, 1e300, 1], "position 3"),
         ([0, 0, 1, INFINITY, 1], "position 3"),
         ([1], "1 entries"),
     ]:
         assert reason in refused(write_jsonl(path, [good_row(advantage=value)]), "given")
-    rows = [good_row(advantage=0.5, reward=...), good_row(advantage=[None, NAN, 1, -2, 3], group_id=...)]
-    assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(write_jsonl(path, rows), "given")
-    source = load(write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs=("group_id",))
+    rows = [
+        good_row(advantage=0.5, reward=...),
+        good_row(advantage=[None, NAN, 1, -2, 3], group_id=...),
+    ]
+    assert "r.jsonl:2:group_id: is missing; other rows have one" in refused(
+        write_jsonl(path, rows), "given"
+    )
+    source = load(
+        write_jsonl(path, [row | {"group_id": 4} for row in rows]), "given", needs=("group_id",)
+    )
     assert source.document(0).advantages.tolist() == [0.5, 0.5, 0.5]
     assert source.document(1).advantages.tolist() == [1, -2, 3]
 
@@ -162,7 +211,9 @@ def test_missing_and_empty_files(tmp_path):
     (tmp_path / "dump.pt").write_bytes(b"")
     assert "got a folder with dump.pt" in refused(tmp_path)
     assert "got dump.pt" in refused(tmp_path / "dump.pt")
-    assert "needs .jsonl or .parquet files (got no such file)" in refused(tmp_path / "no" / "such.jsonl")
+    assert "needs .jsonl or .parquet files (got no such file)" in refused(
+        tmp_path / "no" / "such.jsonl"
+    )
     assert "got no such file" in refused(tmp_path / "*.jsonl")
     (tmp_path / "e.jsonl").write_text("\n\n")
     assert "at least one row (got none in e.jsonl)" in refused(tmp_path)
@@ -187,11 +238,16 @@ def test_truncation_at_every_byte(tmp_path):
 
 
 def test_page_checksums_are_verified_where_a_file_has_them(tmp_path):
-    """Without them the file is read all the same, and a flipped bit of a number is another number."""
+    """Without them the file is read all the same, and a flipped bit of a number is another
+    number."""
     rows = [good_row(i, old_log_probs=[0, 0, -0.5, -0.5, -0.5]) for i in range(2)]
     for checksums in (True, False):
         path = write_parquet(
-            tmp_path / "r.parquet", rows, checksums=checksums, use_dictionary=False, compression="none"
+            tmp_path / "r.parquet",
+            rows,
+            checksums=checksums,
+            use_dictionary=False,
+            compression="none",
         )
         assert load(path).document(0).old_log_probs.tolist() == [-0.5] * 3
         whole, number = bytearray(path.read_bytes()), struct.pack("<3d", -0.5, -0.5, -0.5)

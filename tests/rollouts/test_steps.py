@@ -15,7 +15,8 @@ from pgtoolkit.rollouts.steps import Source, StepLoader, divide_among_ranks, loa
 
 
 class Files(Source):
-    """A source over given documents, in batches of given sizes; notes which positions were asked for."""
+    """A source over given documents, in batches of given sizes; notes which positions were asked
+    for."""
 
     def __init__(self, documents, batch_sizes, endless=False):
         self._documents = documents
@@ -46,7 +47,15 @@ def documents(count, **options):
     return [document(i, **options) for i in range(count)]
 
 
-def steps(source, docs_per_step=0, max_tokens=8, micro_batches=None, last="short", groups=False, max_steps=99):
+def steps(
+    source,
+    docs_per_step=0,
+    max_tokens=8,
+    micro_batches=None,
+    last="short",
+    groups=False,
+    max_steps=99,
+):
     accumulation = AccumulationConfig(docs_per_step, max_tokens, micro_batches, LastStep(last))
     return StepLoader(source, accumulation, groups, max_steps)
 
@@ -55,7 +64,9 @@ def sizes(loader):
     return [step.totals.num_documents for step in loader]
 
 
-@pytest.mark.parametrize(("last", "expected"), [("short", [4, 4, 2, 4, 4, 2]), ("drop", [4] * 4), ("carry", [4] * 5)])
+@pytest.mark.parametrize(
+    ("last", "expected"), [("short", [4, 4, 2, 4, 4, 2]), ("drop", [4] * 4), ("carry", [4] * 5)]
+)
 def test_docs_per_step_at_the_end_of_a_batch(last, expected):
     assert sizes(steps(Files(documents(20), [10, 10]), 4, last=last)) == expected
 
@@ -90,7 +101,8 @@ def test_a_step_closes_on_a_group_when_asked():
 @pytest.mark.parametrize("docs_per_step", [0, 2])
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_step_closes_on_a_trajectory(docs_per_step, groups):
-    """Whatever the aggregation; trajectories lie within groups, and documents that name none are one each."""
+    """Whatever the aggregation; trajectories lie within groups, and documents that name none are
+    one each."""
     named = [7, 7, 7, None, None, None, 9, 9, None, 4]
     docs = [document(i, group=i // 5, trajectory=name) for i, name in enumerate(named)]
     loader = steps(Files(docs, [10]), docs_per_step, micro_batches=1, groups=groups)
@@ -101,7 +113,10 @@ def test_a_step_closes_on_a_trajectory(docs_per_step, groups):
 
 def test_trajectories_are_numbered_and_counted_over_micro_batches_and_ranks():
     named, trained = [40, None, 40, 7, None, 40], [1, 2, 3, 0, 2, 3]
-    docs = [document(i, group=0, trained=n, trajectory=x) for i, (x, n) in enumerate(zip(named, trained, strict=True))]
+    docs = [
+        document(i, group=0, trained=n, trajectory=x)
+        for i, (x, n) in enumerate(zip(named, trained, strict=True))
+    ]
     for rank in (0, 1):
         step = make_step(docs, 4, {}, rank, 2)
         assert step.totals.tokens_per_trajectory.tolist() == [7, 2, 0, 2]
@@ -115,7 +130,8 @@ def test_trajectories_are_numbered_and_counted_over_micro_batches_and_ranks():
 
 
 def test_fixed_number_of_micro_batches():
-    """docs_per_step=0: two micro-batches of at most 8 tokens, whatever number of documents they hold."""
+    """docs_per_step=0: two micro-batches of at most 8 tokens, whatever number of documents they
+    hold."""
     lengths = [4, 4, 8, 2, 2, 2, 2, 8, 4]
     source = Files([document(i, length=n, trained=1) for i, n in enumerate(lengths)], [9])
     found = list(steps(source, micro_batches=2))
@@ -123,9 +139,19 @@ def test_fixed_number_of_micro_batches():
 
 
 def test_totals_count_what_is_masked_and_empty():
-    docs = [document(0, trained=2), document(1, trained=0), document(2, trained=3), document(3, trained=0, group=7)]
+    docs = [
+        document(0, trained=2),
+        document(1, trained=0),
+        document(2, trained=3),
+        document(3, trained=0, group=7),
+    ]
     totals = make_step(docs, 8, {}).totals
-    assert (totals.num_documents, totals.num_tokens, totals.num_empty_documents, totals.num_groups) == (4, 5, 2, 3)
+    assert (
+        totals.num_documents,
+        totals.num_tokens,
+        totals.num_empty_documents,
+        totals.num_groups,
+    ) == (4, 5, 2, 3)
     assert totals.tokens_per_group.tolist() == [2, 3, 0]
 
 
@@ -181,7 +207,9 @@ def digest_on_a_rank(rank, changed):
 @pytest.mark.parametrize("changed", [None, *CHANGES])
 def test_ranks_that_hold_other_documents_are_told(changed):
     """Whatever the loss reads of a document counts."""
-    expected = [4] if changed is None else "the documents of step 1 on rank 1 differ from those on rank 0"
+    expected = (
+        [4] if changed is None else "the documents of step 1 on rank 1 differ from those on rank 0"
+    )
     assert on_ranks(2, digest_on_a_rank, changed) == [expected] * 2
 
 
@@ -194,7 +222,8 @@ def asked_on_a_rank(rank):
 
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 def test_no_rank_goes_back_to_a_batch_that_was_left():
-    """A step has the end of one and the beginning of the next; rollouts of the one are gone by then."""
+    """A step has the end of one and the beginning of the next; rollouts of the one are gone by
+    then."""
     for asked in on_ranks(2, asked_on_a_rank):
         assert asked == sorted(asked)
 
@@ -222,8 +251,12 @@ def test_max_steps_counts_the_steps_of_the_whole_run():
 
 @pytest.mark.parametrize("count", [4, 8, 100])
 def test_drop_that_leaves_nothing_is_an_error_and_not_an_endless_loop_or_a_run_of_no_step(count):
-    with pytest.raises(DataError, match=r"leaves nothing to train on \(got 4 documents in a batch\)"):
-        sizes(steps(Files(documents(count), [4] * (count // 4), endless=count == 100), 5, last="drop"))
+    with pytest.raises(
+        DataError, match=r"leaves nothing to train on \(got 4 documents in a batch\)"
+    ):
+        sizes(
+            steps(Files(documents(count), [4] * (count // 4), endless=count == 100), 5, last="drop")
+        )
 
 
 def test_a_run_that_is_continued_at_the_end_of_its_data_has_no_further_step():

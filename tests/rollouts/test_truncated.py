@@ -1,4 +1,5 @@
-"""Completions that were cut off: `rollout.truncated=mask` gives them weights of 0, and counts them."""
+"""Completions that were cut off: `rollout.truncated=mask` gives them weights of 0, and counts
+them."""
 
 from dataclasses import replace
 
@@ -12,7 +13,12 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.steps import make_step
 
 BESIDE = ("kl=k3_ratio", "kl.coefficient=0.3", "kl.reference=initial", "entropy.coefficient=0.1")
-CHOSEN = ("rollout.truncated=mask", "optimizer.max_grad_norm=null", "accumulation.max_tokens=24", *BESIDE)
+CHOSEN = (
+    "rollout.truncated=mask",
+    "optimizer.max_grad_norm=null",
+    "accumulation.max_tokens=24",
+    *BESIDE,
+)
 
 
 def documents():
@@ -25,7 +31,8 @@ def documents():
 
 
 def by_loops(module, mode, family):
-    """The loss and its gradients: every document counts, and those that were cut off add nothing."""
+    """The loss and its gradients: every document counts, and those that were cut off add
+    nothing."""
     step, total = documents(), 0
     tokens_of_group = {document.group: 0 for document in step}
     for document in step:
@@ -33,10 +40,16 @@ def by_loops(module, mode, family):
     for document in step:
         if document.truncated:
             continue
-        logits = module.model(input_ids=document.tokens[None]).logits[0, :-1][document.loss_mask[1:]]
+        logits = module.model(input_ids=document.tokens[None]).logits[0, :-1][
+            document.loss_mask[1:]
+        ]
         rows = logits.log_softmax(-1)
         new = rows.gather(-1, document.tokens[document.loss_mask][:, None])[:, 0]
-        old, advantage, number = document.old_log_probs.double(), float(document.advantages[0]), document.num_trained
+        old, advantage, number = (
+            document.old_log_probs.double(),
+            float(document.advantages[0]),
+            document.num_trained,
+        )
         ratio, low, high = (new - old).exp(), 0.8, 1.2
         if family == "gspo":
             ratio, low, high = (new - old).mean().exp().expand(number), 1 - 3e-4, 1 + 4e-4
@@ -59,7 +72,9 @@ def by_loops(module, mode, family):
 @pytest.mark.parametrize("mode", ["sample_mean", "prompt_mean", "token_mean", "constant"])
 def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
     divisor = "aggregation.divisor=4" if mode == "constant" else "aggregation.divisor=null"
-    module, loader = built(*once(*SHORT, *CHOSEN, f"loss={family}", f"kernel={kernel}", f"aggregation={mode}", divisor))
+    module, loader = built(
+        *once(*SHORT, *CHOSEN, f"loss={family}", f"kernel={kernel}", f"aggregation={mode}", divisor)
+    )
     loader.source.close()
     module.reference = None  # the documents bring its log-probs
     loss, gradients = by_loops(module, mode, family)
@@ -68,7 +83,10 @@ def test_every_count_stays_and_every_weight_is_zero(mode, kernel, family):
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
     for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-8, atol=1e-12)
-    assert (metrics["num_documents"], metrics["num_tokens"]) == (7, sum(d.num_trained for d in documents()))
+    assert (metrics["num_documents"], metrics["num_tokens"]) == (
+        7,
+        sum(d.num_trained for d in documents()),
+    )
 
 
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
@@ -80,19 +98,30 @@ def test_those_that_nobody_could_score_have_weight_zero_too(family, max_tokens, 
     loader.source.close()
     module.reference = None
     loss, gradients = by_loops(module, "prompt_mean", family)
-    failed = [replace(d, truncated=None, reward=None, score_failed=d.truncated) for d in documents()]
+    failed = [
+        replace(d, truncated=None, reward=None, score_failed=d.truncated) for d in documents()
+    ]
     metrics = module.training_step(make_step(failed, max_tokens, {}), 0)["metrics"]
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-9)
     for parameter, expected in zip(module.model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-8, atol=1e-12)
-    assert (metrics["num_documents"], metrics["num_tokens"]) == (7, sum(d.num_trained for d in documents()))
+    assert (metrics["num_documents"], metrics["num_tokens"]) == (
+        7,
+        sum(d.num_trained for d in documents()),
+    )
 
 
 @pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
 def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
     """As a piece of the step without these documents, under the totals of all, has it."""
-    chosen = f"kl={kind}", "kl.coefficient=0.3", "kl.reference=initial", "loss=gspo", "rollout.truncated=mask"
+    chosen = (
+        f"kl={kind}",
+        "kl.coefficient=0.3",
+        "kl.reference=initial",
+        "loss=gspo",
+        "rollout.truncated=mask",
+    )
     module, loader = built(*once(*SHORT, *chosen, f"kernel={kernel}"))
     loader.source.close()
     generator = torch.Generator().manual_seed(0)
@@ -113,13 +142,21 @@ def test_a_penalty_over_the_whole_vocabulary_leaves_them_out(kind, kernel):
 
 def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_ones():
     """Their rewards stay in the baseline: the advantages are those of all."""
-    chosen = "loss=reinforce", "aggregation=token_mean", "aggregation.divisor=null", "optimizer.max_grad_norm=null"
+    chosen = (
+        "loss=reinforce",
+        "aggregation=token_mean",
+        "aggregation.divisor=null",
+        "optimizer.max_grad_norm=null",
+    )
     gradients, found = {}, {}
     for value in ("train", "mask"):
         module, loader = built(*once(*SHORT, *chosen, f"rollout.truncated={value}"))
         step = next(iter(loader))
         loader.source.close()
-        found[value] = [(d.tokens.tolist(), d.reward, d.truncated, float(d.advantages[0])) for d in step.documents]
+        found[value] = [
+            (d.tokens.tolist(), d.reward, d.truncated, float(d.advantages[0]))
+            for d in step.documents
+        ]
         module.training_step(step, 0)
         gradients[value] = module.policy.head.weight.grad.clone()
     assert found["train"] == found["mask"]
@@ -127,13 +164,18 @@ def test_of_completions_that_are_sampled_the_gradient_is_that_of_the_finished_on
     silent = [replace(d, advantages=d.advantages * (not d.truncated)) for d in step.documents]
     module, _ = built(*once(*SHORT, *chosen))
     module.training_step(make_step(silent, 1000, {}), 0)
-    torch.testing.assert_close(gradients["mask"], module.policy.head.weight.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        gradients["mask"], module.policy.head.weight.grad, rtol=0, atol=1e-12
+    )
     assert (gradients["train"] - gradients["mask"]).abs().max() > 1e-3
 
 
 def test_two_ranks_leave_out_the_same(tmp_path):
     chosen = [*SHORT, "loss=gspo", "rollout.truncated=mask", "trainer.max_steps=3"]
-    runs = [run_on_ranks(tmp_path / str(len(sizes)), chosen, **sizes) for sizes in ({}, {"data_parallel": 2})]
+    runs = [
+        run_on_ranks(tmp_path / str(len(sizes)), chosen, **sizes)
+        for sizes in ({}, {"data_parallel": 2})
+    ]
     rows = [metrics_of(folder) for folder in runs]
     for one, two in zip(*rows, strict=True):
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)

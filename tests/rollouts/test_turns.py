@@ -1,4 +1,5 @@
-"""Conversations as documents: tokens in, tokens out, drawn alike however turns are batched, trained as far as drawn."""
+"""Conversations as documents: tokens in, tokens out, drawn alike however turns are batched, trained
+as far as drawn."""
 
 import functools
 
@@ -32,14 +33,19 @@ ENVIRONMENTS = "tasks.environments_for_tests"
 KEPT = [setting for setting in SHORT if not setting.startswith("task.")]
 STOPS = "abcdefghijklm012345"
 TALK = (
-    *("task=conversation", f"task.environment={ENVIRONMENTS}.Counting", "rollout.max_completion_length=16"),
+    *(
+        "task=conversation",
+        f"task.environment={ENVIRONMENTS}.Counting",
+        "rollout.max_completion_length=16",
+    ),
     *("accumulation.max_tokens=64", f"rollout.stop={[*STOPS]}", "rollout.keep_completions=16"),
     "task.options={rounds: 1}",
 )
 
 
 def documents_of(*overrides, device="cpu"):
-    """Of the first batch of small settings; larger weights, so that what was said before matters."""
+    """Of the first batch of small settings; larger weights, so that what was said before
+    matters."""
     module, loader = built(*once(*KEPT, *TALK, *overrides), dtype=None)
     module.to(device)
     with torch.no_grad():
@@ -57,7 +63,8 @@ def sampled():
 
 
 def test_a_conversation_is_one_document(sampled):
-    """Its tokens are those of the messages; what the environment said is not trained, and begins after each turn."""
+    """Its tokens are those of the messages; what the environment said is not trained, and begins
+    after each turn."""
     module, documents = sampled
     decode, several = module.policy.tokenizer.decode, 0
     for document in documents:
@@ -86,7 +93,9 @@ def test_each_token_has_the_log_prob_that_it_was_drawn_with(sampled):
     module, documents = sampled
     batch = pack(documents)
     found = module.log_probs(batch).cpu()[batch.labels >= 0]
-    torch.testing.assert_close(found, torch.cat([d.old_log_probs for d in documents]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        found, torch.cat([d.old_log_probs for d in documents]), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,9 @@ def test_each_token_has_the_log_prob_that_it_was_drawn_with(sampled):
 def test_turns_do_not_depend_on_what_is_sampled_beside_them(sampled, more):
     positions = any(one.startswith("model.") for one in more)
     alone = "sampler.max_sequences=1"
-    _, expected = documents_of("rollout.old_log_probs=sampling", more[0], alone) if positions else sampled
+    _, expected = (
+        documents_of("rollout.old_log_probs=sampling", more[0], alone) if positions else sampled
+    )
     _, found = documents_of("rollout.old_log_probs=sampling", *more)
     assert_equal([d.tokens for d in found], [d.tokens for d in expected])
     assert_equal([d.loss_mask for d in found], [d.loss_mask for d in expected])
@@ -111,8 +122,13 @@ def test_turns_do_not_depend_on_what_is_sampled_beside_them(sampled, more):
 @pytest.mark.gpu
 @pytest.mark.parametrize("static", ["true", "false"])
 def test_a_gpu_says_what_a_cpu_says(static):
-    """In float32, in a CUDA graph of each token or in `generate`, with rows that go on further than others."""
-    chosen = "rollout.old_log_probs=sampling", f"sampler.static_cache={static}", "trainer.device=cpu"
+    """In float32, in a CUDA graph of each token or in `generate`, with rows that go on further than
+    others."""
+    chosen = (
+        "rollout.old_log_probs=sampling",
+        f"sampler.static_cache={static}",
+        "trainer.device=cpu",
+    )
     expected, found = (documents_of(*chosen, device=device)[1] for device in ("cpu", "cuda"))
     for one, other in zip(found, expected, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
@@ -148,13 +164,17 @@ def test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far(monkeypatch):
 
 
 def test_completions_that_must_end_early_are_those_of_their_own_seed():
-    _, loader = built(*once(*KEPT, "rollout.max_completion_length=12", "accumulation.max_tokens=64"), dtype=None)
+    _, loader = built(
+        *once(*KEPT, "rollout.max_completion_length=12", "accumulation.max_tokens=64"), dtype=None
+    )
     sampler, prompts = sampler_of(loader), [[1, 2], [3, 4, 5, 6]]
     whole = sampler.complete([Request(prompt, 2, seed) for seed, prompt in enumerate(prompts)])
     cut = [Request(prompts[0], 2, 0, 3), Request(prompts[1], 2, 1)]
     for found, expected, most in zip(sampler.complete(cut), whole, (3, 3, 12, 12), strict=True):
         assert torch.equal(found.tokens, expected.tokens[:most])
-        ended = len(expected.tokens) < most or (expected.finish_reason == "stop" and len(expected.tokens) == most)
+        ended = len(expected.tokens) < most or (
+            expected.finish_reason == "stop" and len(expected.tokens) == most
+        )
         assert found.finish_reason == ("stop" if ended else "length")
 
 
@@ -170,7 +190,8 @@ def test_conversations_without_end_are_bounded():
         assert set().union(*fractions) == ends
         assert max(len(d.tokens) for d in documents) <= 2 + 16
         assert max(d.measures["turns"] for d in documents) == (2 if len(ends) == 2 else 1)
-        assert all(d.loss_mask[-1] for d in documents)  # a message that nobody can answer is no part of it
+        # a message that nobody can answer is no part of it
+        assert all(d.loss_mask[-1] for d in documents)
 
 
 FULL = (
@@ -179,7 +200,11 @@ FULL = (
     *("evaluation.every=2", "evaluation.prompts_per_set=5", "evaluation.completions_per_prompt=2"),
     *("kl=k3", "kl.coefficient=0.1", "optimizer.learning_rate=0.01", "task.options={rounds: 2}"),
 )
-STALE = ("rollout.max_staleness=2", "rollout.old_log_probs=sampling", "optimizer.learning_rate=0.01")
+STALE = (
+    "rollout.max_staleness=2",
+    "rollout.old_log_probs=sampling",
+    "optimizer.learning_rate=0.01",
+)
 LAG = ("rollout.lag=2", "optimizer.learning_rate=0.01")
 
 
@@ -193,7 +218,9 @@ def trained(folder, *overrides, resume=False):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Runs of one process, by their settings."""
-    return functools.cache(lambda *settings: trained(tmp_path_factory.mktemp("one") / "run", *settings))
+    return functools.cache(
+        lambda *settings: trained(tmp_path_factory.mktemp("one") / "run", *settings)
+    )
 
 
 def rows_of(path):
@@ -219,7 +246,9 @@ def test_metrics_and_kept_completions_tell_of_turns(whole):
         assert kept.prompt == f"{kept.prompt[0]}="
     measured = read_evaluations(whole(*FULL))
     assert [row["step"] for row in measured] == [0, 2, 4, 6]
-    assert all(1 < row["turns"] < 3 and row["environment/answers"] == row["turns"] for row in measured)
+    assert all(
+        1 < row["turns"] < 3 and row["environment/answers"] == row["turns"] for row in measured
+    )
     rows_of(whole(*FULL) / "completions/evaluation_held_out_000000.parquet")
 
 
@@ -236,15 +265,34 @@ def test_recorded_conversations_train_the_same(tmp_path):
     own = ("trainer.max_steps=2", "optimizer.learning_rate=0.01")
     one = trained(tmp_path / "one", *own, f"rollout.save_path={tmp_path / 'recorded'}")
     without = [s for s in KEPT if not s.startswith("rollout.")]
-    recorded = ["rollout=recorded", f"rollout.path={tmp_path / 'recorded'}", "advantage=given", "task=conversation"]
-    recorded += [f"task.environment={ENVIRONMENTS}.Counting", "accumulation.max_tokens=64", "aggregation.divisor=16"]
+    recorded = [
+        "rollout=recorded",
+        f"rollout.path={tmp_path / 'recorded'}",
+        "advantage=given",
+        "task=conversation",
+    ]
+    recorded += [
+        f"task.environment={ENVIRONMENTS}.Counting",
+        "accumulation.max_tokens=64",
+        "aggregation.divisor=16",
+    ]
     config = config_of(*without, *own, *recorded, "rollout.shuffle=false")
     assert validate(config)[1].problems == []
     train(config, tmp_path / "two")
-    found, expected = ([row["loss"] for row in metrics_of(tmp_path / name)] for name in ("two", "one"))
+    found, expected = (
+        [row["loss"] for row in metrics_of(tmp_path / name)] for name in ("two", "one")
+    )
     assert found == pytest.approx(expected, abs=1e-9)
     assert_equal(*(checkpoint_of(tmp_path / name, 2)["model"] for name in ("two", "one")))
-    assert len({len(document["tokens"]) for document in checkpoint_of(one, 2)["data"]["source"]["documents"]}) > 1
+    assert (
+        len(
+            {
+                len(document["tokens"])
+                for document in checkpoint_of(one, 2)["data"]["source"]["documents"]
+            }
+        )
+        > 1
+    )
 
 
 def test_a_step_is_made_again_with_its_conversations(whole):
@@ -272,7 +320,10 @@ def test_ranks_make_the_run_of_one_process(whole, tmp_path, settings, sizes, mor
     expected = whole(*settings)
     assert_close(found, expected, 1e-6)
     for step in (2, 6):
-        batches = [checkpoint_of(folder, step)["data"]["source"]["documents"] for folder in (found, expected)]
+        batches = [
+            checkpoint_of(folder, step)["data"]["source"]["documents"]
+            for folder in (found, expected)
+        ]
         assert_equal(*([document["tokens"] for document in batch] for batch in batches))
         assert_equal(*([document["loss_mask"] for document in batch] for batch in batches))
     for path in (expected / "completions").glob("evaluation_*"):
@@ -281,8 +332,13 @@ def test_ranks_make_the_run_of_one_process(whole, tmp_path, settings, sizes, mor
 
 @pytest.mark.slow
 def test_a_server_is_asked_for_each_turn_with_its_room(tmp_path):
-    """The strict server of the tests: it refuses what vLLM would, and the trainer checks each log-prob."""
-    own = ("sampler=vllm", f"sampler.executable={COMMAND} --marks {tmp_path}/marks", "trainer.device=cpu")
+    """The strict server of the tests: it refuses what vLLM would, and the trainer checks each
+    log-prob."""
+    own = (
+        "sampler=vllm",
+        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+        "trainer.device=cpu",
+    )
     rows = metrics_of(trained(tmp_path / "run", *own, "evaluation.every=3"))
     assert max(row["turns"] for row in rows) > 1
     for row in rows[::2]:

@@ -8,7 +8,11 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.rollouts.group_rollouts import teaches
 
 DROP = "rollout.uninformative=drop"
-FIXED = ("accumulation=fixed", "accumulation.docs_per_step=0", "accumulation.micro_batches_per_step=2")
+FIXED = (
+    "accumulation=fixed",
+    "accumulation.docs_per_step=0",
+    "accumulation.micro_batches_per_step=2",
+)
 
 
 def batch_of(*overrides):
@@ -21,7 +25,8 @@ def batch_of(*overrides):
 
 @pytest.mark.parametrize("accumulation", [(), FIXED, ("accumulation.last_step=carry",)])
 def test_steps_have_the_groups_that_teach_and_no_others(accumulation):
-    """In the order in which they were sampled, the same numbers of all documents counted as before."""
+    """In the order in which they were sampled, the same numbers of all documents counted as
+    before."""
     groups, _ = batch_of(*accumulation)
     wanted = [document for group in groups if teaches(group) for document in group]
     assert 0 < len(wanted) < 16
@@ -53,8 +58,12 @@ def test_ten_batches_without_a_difference_end_the_run(tmp_path, capsys):
         f"task.path={tmp_path / 'prompts.jsonl'}",
         "task.verifier=rollouts.test_uninformative.none",
     ]
-    _, loader = built(*[setting for setting in SHORT if not setting.startswith("task.")], *never, DROP)
-    with pytest.raises(DataError, match=r"^10 batches in a row have no prompt whose completions score differently"):
+    _, loader = built(
+        *[setting for setting in SHORT if not setting.startswith("task.")], *never, DROP
+    )
+    with pytest.raises(
+        DataError, match=r"^10 batches in a row have no prompt whose completions score differently"
+    ):
         next(iter(loader))
     assert loader.source.state_dict()["number"] == 9
 

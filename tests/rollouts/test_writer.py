@@ -34,7 +34,9 @@ def some_documents(seed=0, count=12, sampled=False):
                 exact_match=[None, True, False][i % 3],
                 truncated=[False, None, True][i % 3],
                 model_version=[None, 0, 2**40][i % 3],
-                sampling_log_probs=-torch.rand(length, generator=generator)[mask] if sampled else None,
+                sampling_log_probs=-torch.rand(length, generator=generator)[mask]
+                if sampled
+                else None,
                 trajectory=i if i in (5, 9) else None,
             )
         )
@@ -46,16 +48,24 @@ def test_what_is_written_reads_back_equal(tmp_path, sampled):
     folder, written = recording_folder(tmp_path / "saved"), some_documents(sampled=sampled)
     paths = [write_batch(folder, 0, written[:8]), write_batch(folder, 1, written[8:])]
     assert [path.name for path in paths] == ["batch-000000.parquet", "batch-000001.parquet"]
-    for first, second in zip(written, documents(source(folder, "given", needs=("group_id",))), strict=True):
+    for first, second in zip(
+        written, documents(source(folder, "given", needs=("group_id",))), strict=True
+    ):
         assert_same(first, second)
 
 
 def test_measures_are_columns_beside_the_fields(tmp_path):
     """Which no training reads; a document that lacks one has none."""
     measured = [{"reward/a": 0.25, "verifier_crash_fraction": 1.0}, {"reward/a": 0.5}]
-    written = [replace(one, measures=had) for one, had in zip(some_documents(count=2), measured, strict=True)]
+    written = [
+        replace(one, measures=had)
+        for one, had in zip(some_documents(count=2), measured, strict=True)
+    ]
     rows = pq.read_table(write_batch(tmp_path, 0, written)).to_pylist()
-    assert [(row["reward/a"], row["verifier_crash_fraction"]) for row in rows] == [(0.25, 1.0), (0.5, None)]
+    assert [(row["reward/a"], row["verifier_crash_fraction"]) for row in rows] == [
+        (0.25, 1.0),
+        (0.5, None),
+    ]
     assert [one.measures for one in documents(source(tmp_path, "given"))] == [{}, {}]
 
 
@@ -78,7 +88,8 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path):
     write_batch(tmp_path, 0, some_documents(0))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # Python ignores the signal and raises OSError
+    # Python ignores the signal and raises OSError
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         for number in (0, 1):
             with pytest.raises(StorageError, match=f"batch-00000{number}.*: File too large"):

@@ -1,4 +1,5 @@
-"""Damaged files of a run: one message that names the file and the way to go on, whatever command meets it."""
+"""Damaged files of a run: one message that names the file and the way to go on, whatever command
+meets it."""
 
 import json
 import shutil
@@ -23,7 +24,8 @@ READ_BY = {
     "drift.jsonl": ("compare",),
     "data.json": ("resume",),
 }
-"""The commands that look into each file before their work; `sync` and `resume` do it where a note is not enough."""
+"""The commands that look into each file before their work; `sync` and `resume` do it where a note
+is not enough."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,8 @@ HARMLESS = {
     "drift.jsonl": ("no file", "half"),
     "metrics.jsonl": ("no file", "half"),
 }
-"""Where a run goes on without a word: a shorter list is a list, and the last line of metrics may be torn."""
+"""Where a run goes on without a word: a shorter list is a list, and the last line of metrics may be
+torn."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +78,11 @@ def test_a_damaged_file_is_one_message(whole, uri, tmp_path, capsys, name, kind)
         folder = tmp_path / command
         shutil.copytree(whole, folder)
         bad(folder, name, kind)
-        others = {path: path.read_bytes() for path in folder.glob("*.*") if path.is_file() and path.name in READ_BY}
+        others = {
+            path: path.read_bytes()
+            for path in folder.glob("*.*")
+            if path.is_file() and path.name in READ_BY
+        }
         status = main(command_line(command, folder, uri, tmp_path))
         said = capsys.readouterr()
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
@@ -85,9 +92,11 @@ def test_a_damaged_file_is_one_message(whole, uri, tmp_path, capsys, name, kind)
         if status:
             (line,) = said.err.splitlines()
             assert line.startswith("pgtk: error: ")
-            assert name in line or (command, name) == ("compare", "metrics.jsonl"), where  # there are no steps then
+            # there are no steps then
+            assert name in line or (command, name) == ("compare", "metrics.jsonl"), where
             refused = "does not fit" in line or (kind == "no file" and name == "config.yaml")
-            assert status == (2 if refused or command == "compare" else 6), where  # it needs one run that can be read
+            # it needs one run that can be read
+            assert status == (2 if refused or command == "compare" else 6), where
             assert all(path.read_bytes() == data for path, data in others.items()), where
         elif command in ("resume", "export", "sync"):
             assert kind in HARMLESS[name], where
@@ -95,9 +104,19 @@ def test_a_damaged_file_is_one_message(whole, uri, tmp_path, capsys, name, kind)
 
 EVALUATION = {"step": 1, "set": "held_out", "prompts": 8, "avg": 0.5, "pass@1": 0.5}
 NONSENSE = {
-    "status.json": [{"state": "done", "step": 2, **more} for more in ({"mlflow": [1]}, {"saved": "1"}, {"step": -1})],
-    "provenance.json": [{"git": [3]}, {"resumed": None}, {"resumed": [{"time": "now"}]}, {"packages": [1]}],
-    "evaluations.jsonl": [EVALUATION | more for more in ({"avg": "x"}, {"pass@1": 3}, {"set": [1]}, {"step": 1.5})],
+    "status.json": [
+        {"state": "done", "step": 2, **more}
+        for more in ({"mlflow": [1]}, {"saved": "1"}, {"step": -1})
+    ],
+    "provenance.json": [
+        {"git": [3]},
+        {"resumed": None},
+        {"resumed": [{"time": "now"}]},
+        {"packages": [1]},
+    ],
+    "evaluations.jsonl": [
+        EVALUATION | more for more in ({"avg": "x"}, {"pass@1": 3}, {"set": [1]}, {"step": 1.5})
+    ],
     "metrics.jsonl": [{"step": 1, "reward": "x"}, {"step": 10**400}],
     "data.json": [{"rollout.path": {"a": 1}}],
 }
@@ -123,7 +142,11 @@ def test_nonsense_in_a_valid_file_is_one_message(whole, tmp_path, capsys, name):
 def test_what_is_missing_or_torn_does_not_keep_a_run_from_going_on(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
-    for name, kind in (("metrics.jsonl", "half"), ("status.json", "no file"), ("provenance.json", "no file")):
+    for name, kind in (
+        ("metrics.jsonl", "half"),
+        ("status.json", "no file"),
+        ("provenance.json", "no file"),
+    ):
         bad(folder, name, kind)
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 0
     assert json.loads((folder / "status.json").read_text())["step"] == 3
@@ -138,11 +161,16 @@ def test_a_checkpoint_whose_state_lacks_a_key_is_passed_over(whole, tmp_path, ca
         replace_file(checkpoint, "training/state.json", json.dumps(state).encode())
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
     said = capsys.readouterr()
-    assert "step-000001 cannot be read and is passed over: its state lacks data, num_updates" in said.out
+    assert (
+        "step-000001 cannot be read and is passed over: its state lacks data, num_updates"
+        in said.out
+    )
     assert "none of the 2 checkpoints in " in said.err
 
 
-def test_an_export_of_weights_that_do_not_fit_their_configuration_is_one_message(whole, tmp_path, capsys):
+def test_an_export_of_weights_that_do_not_fit_their_configuration_is_one_message(
+    whole, tmp_path, capsys
+):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     newest = folder / "checkpoints" / "step-000002"
@@ -179,7 +207,10 @@ def test_a_flipped_bit_of_the_rows_is_seen(whole, tmp_path):
 
 
 DAMAGES = {
-    "a digit": lambda rows: [rows[0].replace(b"1", b"2", 1) if b"1" in rows[0] else rows[0], rows[1]],
+    "a digit": lambda rows: [
+        rows[0].replace(b"1", b"2", 1) if b"1" in rows[0] else rows[0],
+        rows[1],
+    ],
     "another digit": lambda rows: [rows[0], rows[1].replace(b'"reward": 0', b'"reward": 1')],
     "no JSON": lambda rows: [rows[0].replace(b'"reward": ', b'"reward"; '), rows[1]],
     "the last line break": lambda rows: [rows[0], rows[1][:-1] + b"\x0b"],
@@ -248,8 +279,12 @@ FORGERIES = {
     "its data is not what": lambda state: {"data": []},
     "its position is not what": lambda state: data_with(state, position=[1]),
     "its config is not what": lambda state: {"config": "[]"},
-    "its documents is not what": lambda state: data_with(state, source=state["data"]["source"] | {"documents": [1.5]}),
-    "it holds 0 documents": lambda state: data_with(state, source=state["data"]["source"] | {"documents": []}),
+    "its documents is not what": lambda state: data_with(
+        state, source=state["data"]["source"] | {"documents": [1.5]}
+    ),
+    "it holds 0 documents": lambda state: data_with(
+        state, source=state["data"]["source"] | {"documents": []}
+    ),
     "its group is not what": lambda state: first_document_with(state, group="x"),
     "its tokens is not what": lambda state: first_document_with(state, tokens=None),
     "its loss_mask is not what": lambda state: first_document_with(state, loss_mask=[1]),
@@ -285,7 +320,9 @@ def test_documents_of_another_vocabulary_are_refused(whole, tmp_path, capsys):
     assert "prompt 0, completion 0 holds tokens that are not in the vocabulary" in line
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "training/optimizer-00001-00001.safetensors"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "training/optimizer-00001-00001.safetensors"]
+)
 def test_a_file_of_tensors_that_is_none_is_one_message(whole, tmp_path, capsys, monkeypatch, file):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"

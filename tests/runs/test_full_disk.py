@@ -1,4 +1,5 @@
-"""A disk on which no file can grow any further, wherever the run meets it: one message and status 6."""
+"""A disk on which no file can grow any further, wherever the run meets it: one message and status
+6."""
 
 import resource
 
@@ -19,7 +20,8 @@ SMALL = once(*SHORT, "trainer.max_steps=1", "hydra.run.dir=run")
     ],
 )
 def test_a_full_disk_is_one_message(tmp_path, monkeypatch, capsys, length, last_file, named):
-    """length: the bytes that a file may have, beyond which the operating system refuses as on a full disk."""
+    """length: the bytes that a file may have, beyond which the operating system refuses as on a
+    full disk."""
     monkeypatch.chdir(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (length, before[1]))

@@ -1,4 +1,5 @@
-"""What a run was trained with beside its configuration: values over steps, and digests of the user's own modules."""
+"""What a run was trained with beside its configuration: values over steps, and digests of the
+user's own modules."""
 
 import pytest
 
@@ -16,7 +17,8 @@ from pgtoolkit.runs.modules import module_digests
         ([(0, "a"), (0, "b")], 6, "b"),
         ([(0, "a"), (6, "b")], 6, "a"),
         ([(0, "a"), (5, "b")], 6, "a to step 5, then b"),
-        # Changed again at the same step, or from an earlier checkpoint: the steps in between are made again.
+        # Changed again at the same step, or from an earlier checkpoint: the steps in between are
+        #   made again.
         ([(0, "a"), (4, "b"), (4, "c")], 6, "a to step 4, then c"),
         ([(0, "a"), (4, "b"), (4, "a")], 6, "a"),
         ([(0, "a"), (4, "b"), (2, "c")], 6, "a to step 2, then c"),
@@ -30,7 +32,10 @@ def test_values_are_those_that_steps_were_made_with(changes, steps, expected):
 
 
 OWN = {
-    "rewards": "import json\nimport numpy\nfrom scales import one\n\ndef right(a, b):\n    return one.SCALE\n",
+    "rewards": (
+        "import json\nimport numpy\nfrom scales import one\n\ndef right(a, b):\n    return "
+        "one.SCALE\n"
+    ),
     "scales/__init__": "",
     "scales/one": "from . import two\nfrom .two import HALF\nSCALE = 2 * HALF\n",
     "scales/two": "HALF = 0.5\n\ndef lazily():\n    import late\n",
@@ -55,7 +60,8 @@ def test_the_modules_are_those_that_are_named_with_their_imports(own):
     assert all(len(digest) == 8 for digest in found.values())
     assert [*module_digests(["scales.two"])] == ["late", "scales", "scales.two"]
     assert module_digests(["nowhere", "scales.nothing", "pgtoolkit.losses.families", "math"]) == {}
-    assert [*module_digests(["statistics"])] == ["statistics"]  # named, but Python's: its imports are not followed
+    # named, but Python's: its imports are not followed
+    assert [*module_digests(["statistics"])] == ["statistics"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Copies of the user's own modules in a run directory: redacted, once for each version, and never imported."""
+"""Copies of the user's own modules in a run directory: redacted, once for each version, and never
+imported."""
 
 import json
 import sys
@@ -26,7 +27,8 @@ def own(tmp_path, monkeypatch):
     (tmp_path / "wins.py").write_text(ADVANTAGES)
     (tmp_path / "shares.py").write_text("import json\nimport numpy\nMORE = 0.0\n")
     monkeypatch.chdir(tmp_path)
-    others = str(tmp_path.parent)  # directories of other tests, which may have a module of the same name
+    # directories of other tests, which may have a module of the same name
+    others = str(tmp_path.parent)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not place.startswith(others)])
     return tmp_path
 
@@ -56,7 +58,10 @@ def test_a_run_keeps_its_modules_by_their_digests_without_secrets(own, imported_
     assert copies(folder) == [f"{name}-{digest}.py" for name, digest in digests.items()]
     kept = (folder / "code" / f"wins-{digests['wins']}.py").read_text()
     first, rest = kept.split("\n", 1)
-    assert first == f"# A copy of {own / 'wins.py'}, for the record: nothing imports it. Secrets are hidden as ***."
+    assert first == (
+        f"# A copy of {own / 'wins.py'}, for the record: nothing imports it. Secrets are hidden "
+        "as ***."
+    )
     assert rest == ADVANTAGES.replace('"hunter2"', "***")
     assert not (run(own / "usual", "trainer.max_steps=1") / "code").exists()
 
@@ -73,7 +78,8 @@ def test_a_resume_runs_the_original_and_adds_a_copy_where_it_has_changed(own, im
     run(folder, "advantage=wins.shifted", "trainer.max_steps=3", resume=True)
     assert len(copies(folder)) == 3
     assert set(before) < set(copies(folder))
-    # The loss is minus the mean of the advantages at a ratio of 1: the changed module makes it what it is.
+    # The loss is minus the mean of the advantages at a ratio of 1: the changed module makes it what
+    #   it is.
     losses = [row["loss"] for row in metrics_of(folder)]
     assert max(map(abs, losses[:2])) < 1 < 50 < abs(losses[2])
     assert not any(str(folder) in place for place in sys.path)
@@ -101,7 +107,9 @@ def test_what_is_large_or_named_as_secrets_is_left_out_and_said(own, monkeypatch
     ]
     monkeypatch.setattr(modules, "MOST_BYTES_IN_ALL", len((own / "shares.py").read_bytes()))
     assert len(keep_copies(own / "other", ["wins"])) == 3
-    assert [name.partition("-")[0] for name in sorted(file.name for file in (own / "other").iterdir())] == ["shares"]
+    assert [
+        name.partition("-")[0] for name in sorted(file.name for file in (own / "other").iterdir())
+    ] == ["shares"]
 
 
 def test_a_module_of_the_current_directory_comes_before_an_installed_one_of_its_name(own, tmp_path):
@@ -113,5 +121,8 @@ def test_a_module_of_the_current_directory_comes_before_an_installed_one_of_its_
 
 
 def test_what_is_installed_is_not_copied(tmp_path):
-    assert keep_copies(tmp_path / "code", ["statistics", "numpy.linalg", "pgtoolkit.losses.families"]) == []
+    assert (
+        keep_copies(tmp_path / "code", ["statistics", "numpy.linalg", "pgtoolkit.losses.families"])
+        == []
+    )
     assert not (tmp_path / "code").exists()

@@ -13,7 +13,9 @@ from pgtoolkit.system.redaction import redact
 
 def git(directory, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", *identity, *arguments], cwd=directory, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *identity, *arguments], cwd=directory, check=True, capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 
@@ -51,7 +53,15 @@ def test_repositories_without_commit_and_directories_without_repository(tmp_path
 
 
 def test_secrets_of_tracked_files_stay_where_they_are(repository):
-    names = [".env", ".env.local", "deep/prod.env", "key.PEM", "Secrets/all.yaml", "aws_credentials", "id_rsa"]
+    names = [
+        ".env",
+        ".env.local",
+        "deep/prod.env",
+        "key.PEM",
+        "Secrets/all.yaml",
+        "aws_credentials",
+        "id_rsa",
+    ]
     (repository / "deep").mkdir()
     (repository / "Secrets").mkdir()
     for name in names:
@@ -108,9 +118,25 @@ def test_redact_hides_the_common_forms_of_secrets(text):
 
 def test_redact_leaves_ordinary_text_alone():
     for text in (
-        *("accumulation.max_tokens=4096", "num_tokens: 3", "num_token = 3", "user@host", "a/b:c", "kernel=torch"),
-        *("aggregation=token_mean", "token = tokenizer.pad_token", "f(token=tokenizer.pad_token)", "key=value needs"),
-        *("https://github.com/actions/checkout@v4", "http://host:5000/a@v1", "sqlite:///outputs/mlflow.db"),
+        *(
+            "accumulation.max_tokens=4096",
+            "num_tokens: 3",
+            "num_token = 3",
+            "user@host",
+            "a/b:c",
+            "kernel=torch",
+        ),
+        *(
+            "aggregation=token_mean",
+            "token = tokenizer.pad_token",
+            "f(token=tokenizer.pad_token)",
+            "key=value needs",
+        ),
+        *(
+            "https://github.com/actions/checkout@v4",
+            "http://host:5000/a@v1",
+            "sqlite:///outputs/mlflow.db",
+        ),
         "http://host/?runs=1&metric=reward#/experiments/1",
         "arguments:\n- --skip-tokenizer-init\n- --max-tokens\n- 5",
     ):
@@ -118,9 +144,14 @@ def test_redact_leaves_ordinary_text_alone():
     assert redact("model.api_key=abc seed=1") == "model.api_key=*** seed=1"
 
 
-def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
+def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    for override in ("tracking.uri='http://h?passwd=hunter2'", "sampler.arguments=['--api-key','hunter2']"):
+    for override in (
+        "tracking.uri='http://h?passwd=hunter2'",
+        "sampler.arguments=['--api-key','hunter2']",
+    ):
         assert main([override]) == 2
         assert "hunter2" not in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -128,17 +159,27 @@ def test_a_secret_in_the_configuration_is_refused_before_anything_is_written(tmp
 
 def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    tool.write_text(
+        "#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\necho 'NVIDIA H200, 143771 MiB, 570.1'\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert collect([])["gpus"] == [{"name": "NVIDIA H200", "memory": "143771 MiB", "driver": "570.1"}] * 2
+    assert (
+        collect([])["gpus"]
+        == [{"name": "NVIDIA H200", "memory": "143771 MiB", "driver": "570.1"}] * 2
+    )
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert collect([])["gpus"] == []
 
 
 def test_nothing_secret_is_kept(repository, monkeypatch):
     monkeypatch.setenv("SOME_VARIABLE", "hunter2-environment")
-    command = ["pgtk", "tracking.uri=http://me:hunter2@host:5000/x", "hf_token=hunter2", "loss=gspo"]
+    command = [
+        "pgtk",
+        "tracking.uri=http://me:hunter2@host:5000/x",
+        "hf_token=hunter2",
+        "loss=gspo",
+    ]
     text = json.dumps(collect(command))
     assert "hunter2" not in text
     assert "tracking.uri=http://***@host:5000/x" in text

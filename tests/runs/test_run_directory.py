@@ -24,11 +24,15 @@ from pgtoolkit.runs.records import leaves, plain, read_leaves, read_resolved, re
 from pgtoolkit.runs.series import metric_names, read_metrics, rows_until
 from pgtoolkit.training.train import train
 
-HOLD = "import sys, time; from pgtoolkit.runs.directory import RunDirectory as R; r = R(sys.argv[1]);"
+HOLD = (
+    "import sys, time; from pgtoolkit.runs.directory import RunDirectory as R; r = R(sys.argv[1]);"
+)
 
 
 def start(code, *arguments):
-    process = subprocess.Popen([sys.executable, "-c", HOLD + code, *map(str, arguments)], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD + code, *map(str, arguments)], stdout=subprocess.PIPE
+    )
     assert process.stdout.readline()
     return process
 
@@ -56,7 +60,10 @@ def test_closing_frees_the_directory_even_while_a_forked_child_lives(tmp_path):
 
 def test_kill_while_status_is_written_leaves_a_valid_status(tmp_path):
     for delay in (0.0, 0.01, 0.1):
-        loop = "s = 0; r.set_status('running', 0); print('go', flush=True)\nwhile 1: s += 1; r.set_status('running', s)"
+        loop = (
+            "s = 0; r.set_status('running', 0); print('go', flush=True)\nwhile 1: s += 1; "
+            "r.set_status('running', s)"
+        )
         writer = start(loop, tmp_path)
         end = time.monotonic() + delay
         # What a reader finds at any moment is what a kill at that moment would leave.
@@ -70,7 +77,13 @@ def test_kill_while_status_is_written_leaves_a_valid_status(tmp_path):
 def test_metrics_are_finite_and_keep_their_type(tmp_path):
     with RunDirectory(tmp_path) as run:
         run.append_metrics(
-            1, {"loss": np.float32(0.5), "num_tokens": np.int64(7), "kl": float("nan"), "max": float("inf")}
+            1,
+            {
+                "loss": np.float32(0.5),
+                "num_tokens": np.int64(7),
+                "kl": float("nan"),
+                "max": float("inf"),
+            },
         )
     row = json.loads(run.metrics_path.read_text())
     assert row.pop("time") == pytest.approx(time.time(), abs=60)
@@ -94,7 +107,8 @@ def test_a_torn_last_line_is_passed_over_and_mended(tmp_path):
 
 
 def test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone(tmp_path):
-    """Rows as they are written, a gap, rows of another order of keys, and two of one step as evaluations are."""
+    """Rows as they are written, a gap, rows of another order of keys, and two of one step as
+    evaluations are."""
     with RunDirectory(tmp_path) as run:
         for step in (1, 2, 3, 6, 7, 8):
             run.append_metrics(step, {"loss": step / 8})
@@ -104,18 +118,25 @@ def test_a_resume_keeps_the_rows_up_to_its_step_and_those_alone(tmp_path):
         assert rows_until(run.metrics_path, 99) == (7, sum(map(len, lines[:7])))
         for step, kept in ((9, 7), (8, 6), (6, 4), (5, 3), (0, 0)):
             assert rows_until(run.metrics_path, step)[0] == kept
-            run.drop_metrics_after(step, rows_until(run.metrics_path, step)[1] if step % 2 else None)
+            run.drop_metrics_after(
+                step, rows_until(run.metrics_path, step)[1] if step % 2 else None
+            )
             assert run.metrics_path.read_bytes() == b"".join(lines[:kept])
         rows = [
-            {"step": step, "set": name, "prompts": 1, "avg": 0.5, "pass@1": 0.5} for step in (1, 2) for name in "ab"
+            {"step": step, "set": name, "prompts": 1, "avg": 0.5, "pass@1": 0.5}
+            for step in (1, 2)
+            for name in "ab"
         ]
         run.append_evaluations(rows)
         run.drop_metrics_after(1)
-        assert [json.loads(line) for line in run.evaluations_path.read_text().splitlines()] == rows[:2]
+        assert [json.loads(line) for line in run.evaluations_path.read_text().splitlines()] == rows[
+            :2
+        ]
 
 
 def test_columns_are_what_the_rows_say_wherever_blocks_end(tmp_path, monkeypatch):
-    """Against one row after the other: numbers of both kinds, gaps, values that are not finite, a late metric."""
+    """Against one row after the other: numbers of both kinds, gaps, values that are not finite, a
+    late metric."""
     rows = [{"step": n, "time": n / 3, "count": n, "loss": n / 7} for n in range(1, 200)]
     for row in rows[::5]:
         del row["loss"]
@@ -129,7 +150,10 @@ def test_columns_are_what_the_rows_say_wherever_blocks_end(tmp_path, monkeypatch
         found = read_metrics(path)
         assert [*found] == ["step", "time", "count", "loss", "late"]
         for name, column in found.items():
-            expected = [float(row[name]) if math.isfinite(row.get(name, math.nan)) else math.nan for row in rows]
+            expected = [
+                float(row[name]) if math.isfinite(row.get(name, math.nan)) else math.nan
+                for row in rows
+            ]
             np.testing.assert_array_equal(column, expected)
         some = read_metrics(path, ["loss", "late", "other"])
         assert [*some] == ["step", "loss", "late"]
@@ -159,7 +183,11 @@ def test_drift_is_recorded_on_resume(tmp_path):
     class Mode(StrEnum):
         constant = "constant"
 
-    first = {"loss": {"name": "gspo", "epsilon_low": 3e-4}, "aggregation": {"mode": Mode.constant}, "tag": "1e-3"}
+    first = {
+        "loss": {"name": "gspo", "epsilon_low": 3e-4},
+        "aggregation": {"mode": Mode.constant},
+        "tag": "1e-3",
+    }
     with RunDirectory(tmp_path) as run:
         assert run.write_config(first, ["loss=gspo", "seed=1"]) == {}
         assert run.write_config(first, []) == {}
@@ -169,19 +197,25 @@ def test_drift_is_recorded_on_resume(tmp_path):
     assert drift == {"loss.epsilon_low": [3e-4, 1e-3]}
     line = json.loads((tmp_path / "drift.jsonl").read_text())
     assert (line["step"], line["changes"]) == (40, drift)
-    assert (tmp_path / "overrides.yaml").read_text() == "- loss=gspo\n- loss.epsilon_low=1e-3\n- seed=2\n"
+    assert (
+        tmp_path / "overrides.yaml"
+    ).read_text() == "- loss=gspo\n- loss.epsilon_low=1e-3\n- seed=2\n"
     from omegaconf import OmegaConf
 
     assert OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml")) == plain(second)
     with RunDirectory(tmp_path) as run:
         run.write_config(second, ["loss=grpo"])
-    assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"  # not the other option's keys
+    # not the other option's keys
+    assert (tmp_path / "overrides.yaml").read_text() == "- seed=2\n- loss=grpo\n"
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "seed: 1\nloss:\n  name: a\n  both: [1, 2]\nlist:\n- a\n- b: 1e-3\nnone: {}\ntext: |+\n  a: b\n\nlast: null\n",
+        (
+            "seed: 1\nloss:\n  name: a\n  both: [1, 2]\nlist:\n- a\n- b: 1e-3\nnone: {}\ntext: "
+            "|+\n  a: b\n\nlast: null\n"
+        ),
         *(
             "# words\nseed: 1\n",
             "a: 1\n? b\n: 2\n",
@@ -190,7 +224,15 @@ def test_drift_is_recorded_on_resume(tmp_path):
             "a: 'x\nb: y'\n",
             "a: ${b}\nb: 1\n",
         ),
-        *("a: 1\na: 2\n", "a: {b: 1,\nc: 2}\n", "a: &x 1\nb: *x\n", "- a\n- b\n", "a: 1\nb:2\n", "a: [\n", ""),
+        *(
+            "a: 1\na: 2\n",
+            "a: {b: 1,\nc: 2}\n",
+            "a: &x 1\nb: *x\n",
+            "- a\n- b\n",
+            "a: 1\nb:2\n",
+            "a: [\n",
+            "",
+        ),
     ],
 )
 def test_a_configuration_read_key_by_key_is_that_of_the_whole_file(tmp_path, text):
@@ -216,7 +258,9 @@ def test_provenance_of_resumes_is_kept_beside_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["config.yaml", "sweep.json"])
-def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, left):
+def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys, left
+):
     """Also behind a link: the name is enough."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my run").mkdir()
@@ -225,7 +269,10 @@ def test_a_second_run_into_a_directory_is_refused_before_anything_is_written(tmp
     assert main(["hydra.run.dir='my run'", "seed=4"]) == 2
     assert main(["check", "hydra.run.dir='my run'"]) == 2
     said = capsys.readouterr()
-    assert f"error: hydra.run.dir=my run needs a directory without a run (got one with {left}). A second" in said.err
+    assert (
+        f"error: hydra.run.dir=my run needs a directory without a run (got one with {left}). A "
+        "second"
+    ) in said.err
     assert "Use another directory." in said.out
     assert [(path, path.lstat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))] == before
 
@@ -235,7 +282,9 @@ def test_training_anew_in_a_directory_with_a_run_is_refused_whoever_starts_it(tm
     with RunDirectory(tmp_path, new=True) as run:
         run.write_config({"seed": 1}, [])
     before = (tmp_path / "config.yaml").read_bytes()
-    with pytest.raises(ConfigError, match=r"needs a directory without a run \(got one with config.yaml\)"):
+    with pytest.raises(
+        ConfigError, match=r"needs a directory without a run \(got one with config.yaml\)"
+    ):
         train(config_of(*SHORT), tmp_path)
     assert (tmp_path / "config.yaml").read_bytes() == before
     assert not (tmp_path / "run.log").exists()
@@ -258,8 +307,12 @@ def test_rows_that_go_during_a_run_end_it(tmp_path, left):
         for step in (1, 2, 3):
             run.append_metrics(step, {"loss": 0.5})
         rows = run.metrics_path.read_text().splitlines(keepends=True)
-        run.metrics_path.unlink() if left is None else run.metrics_path.write_text("".join(rows[:left]))
-        with pytest.raises(StorageError, match=r"metrics\.jsonl needs the \d+ bytes .* pgtk resume"):
+        run.metrics_path.unlink() if left is None else run.metrics_path.write_text(
+            "".join(rows[:left])
+        )
+        with pytest.raises(
+            StorageError, match=r"metrics\.jsonl needs the \d+ bytes .* pgtk resume"
+        ):
             run.append_metrics(4, {"loss": 0.5})
     with RunDirectory(tmp_path) as run:  # a resume goes on with what is there
         run.append_metrics(4, {"loss": 0.5})

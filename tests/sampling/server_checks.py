@@ -1,4 +1,5 @@
-"""What the tests of servers check and break: log-probs against transformers' own, weights on their way, questions."""
+"""What the tests of servers check and break: log-probs against transformers' own, weights on their
+way, questions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def update(module, size: float = 0.05) -> None:
 
 
 def trained(module, prompts: list[Request], completions: list) -> Iterator[torch.Tensor]:
-    """Of each completion (S, V) float32 log-probs, by transformers alone, of the weights as they are handed over.
+    """Of each completion (S, V) float32 log-probs, by transformers alone, of the weights as they
+    are handed over.
 
     prompts: requests, in their order.
     """
@@ -43,12 +45,16 @@ def trained(module, prompts: list[Request], completions: list) -> Iterator[torch
 
 
 def assert_trained(module, prompts: list[Request], completions: list) -> None:
-    """The log-probs are the trainer's, but for rounding: of a server in bfloat16 all but a few within 0.1."""
+    """The log-probs are the trainer's, but for rounding: of a server in bfloat16 all but a few
+    within 0.1."""
     rows = zip(trained(module, prompts, completions), completions, strict=True)
     expected = torch.cat([row.gather(-1, made.tokens[:, None])[:, 0] for row, made in rows])
     found = torch.cat([made.log_probs for made in completions])
     difference = (found - expected).abs()
-    print(f"{len(found)} log-probs differ from the trainer's by {difference.median():.2g} in the middle")
+    print(
+        f"{len(found)} log-probs differ from the trainer's by {difference.median():.2g} in the "
+        "middle"
+    )
     if module.policy.compute_dtype == torch.float32:
         assert difference.max() < (1e-4 if module.device.type == "cpu" else 0.02)
     else:
@@ -56,13 +62,17 @@ def assert_trained(module, prompts: list[Request], completions: list) -> None:
 
 
 def share_of_equal(some: list, others: list) -> float:
-    return sum(torch.equal(one.tokens, other.tokens) for one, other in zip(some, others, strict=True)) / len(some)
+    return sum(
+        torch.equal(one.tokens, other.tokens) for one, other in zip(some, others, strict=True)
+    ) / len(some)
 
 
 ARRIVING: dict[str, Callable[[str, Any, Any], Any]] = {
     "stale": lambda name, new, old: old,
     "half": lambda name, new, old: old if ".mlp." in name else new,
-    "another model": lambda name, new, old: torch.randn_like(new) * new.std() if new.ndim > 1 else new,
+    "another model": lambda name, new, old: (
+        torch.randn_like(new) * new.std() if new.ndim > 1 else new
+    ),
 }
 """What the server finds in the folder instead of the new weights."""
 
@@ -71,7 +81,10 @@ def spoil(monkeypatch, how: str) -> None:
     fill = WeightsFolder.fill
 
     def spoilt(self, weights):
-        old = {name: self._rooms[name].clone().reshape(new.shape).to(new.device) for name, new in weights.items()}
+        old = {
+            name: self._rooms[name].clone().reshape(new.shape).to(new.device)
+            for name, new in weights.items()
+        }
         fill(self, {name: ARRIVING[how](name, new, old[name]) for name, new in weights.items()})
 
     monkeypatch.setattr(WeightsFolder, "fill", spoilt)
@@ -80,23 +93,40 @@ def spoil(monkeypatch, how: str) -> None:
 ASKED = {
     "more tokens": ({}, {"max_tokens": 3}, r"ends with token \d+ after \d of at most 3 tokens"),
     "fewer completions": ({"n": 1}, {}, r"it gave 1 completions instead of \d"),
-    "no end but one": ({"stop_token_ids": [11]}, {}, r"beyond an end-of-sequence token|ends with token 3 "),
-    "an end too many": ({"stop_token_ids": [11, 3, 5]}, {}, r"ends with token 5 after \d of at most 6 tokens"),
+    "no end but one": (
+        {"stop_token_ids": [11]},
+        {},
+        r"beyond an end-of-sequence token|ends with token 3 ",
+    ),
+    "an end too many": (
+        {"stop_token_ids": [11, 3, 5]},
+        {},
+        r"ends with token 5 after \d of at most 6 tokens",
+    ),
     "no log-probs": ({"logprobs": None}, {}, "its completions are not of the form of vLLM's"),
     "no token ids": (
         {"return_token_ids": False},
         {},
         "its completions are not of the form of vLLM's",
     ),
-    "other vocabulary": ({}, {"vocabulary_size": 4}, r"it sampled token \d+, and the trainer's vocabulary has 4"),
-    "an impossible option": ({"temperature": -1.0}, {}, r"answered /v1/completions with 4\d\d: .*temperature"),
+    "other vocabulary": (
+        {},
+        {"vocabulary_size": 4},
+        r"it sampled token \d+, and the trainer's vocabulary has 4",
+    ),
+    "an impossible option": (
+        {"temperature": -1.0},
+        {},
+        r"answered /v1/completions with 4\d\d: .*temperature",
+    ),
 }
 """What is asked instead, what is expected instead, and what is said of the answer."""
 
 
 @contextlib.contextmanager
 def otherwise(sampler, asked: dict[str, Any], expected: dict[str, Any]) -> Iterator[int]:
-    """Within, its servers are asked for something else than what it expects in the way to sample that is given."""
+    """Within, its servers are asked for something else than what it expects in the way to sample
+    that is given."""
 
     class Otherwise(Vllm):
         def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:

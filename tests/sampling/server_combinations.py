@@ -1,4 +1,5 @@
-"""Whole runs with servers, in pairs of what they may be combined with: against the small server, or vLLM on GPUs.
+"""Whole runs with servers, in pairs of what they may be combined with: against the small server, or
+vLLM on GPUs.
 
     PGTOOLKIT_VLLM=VLLM PYTHONPATH=.:tests python tests/sampling/server_combinations.py FOLDER
 
@@ -42,19 +43,29 @@ CHOICES = (
     ("one rank", "two ranks"),
 )
 ROWS = (
-    "lora, started, no evaluation, reference, max_staleness, chat and stop, tied, two servers, one rank",
+    (
+        "lora, started, no evaluation, reference, max_staleness, chat and stop, tied, two servers, "
+        "one rank"
+    ),
     "full, joined, evaluation, no reference, max_staleness, text, untied, one server, two ranks",
     "full, started, no evaluation, reference, in turn, text, untied, one server, one rank",
     "lora, joined, evaluation, no reference, lag, text, tied, two servers, two ranks",
     "full, joined, evaluation, no reference, in turn, chat and stop, tied, two servers, one rank",
     "full, started, evaluation, reference, lag, chat and stop, untied, one server, one rank",
-    "lora, started, no evaluation, no reference, in turn, chat and stop, untied, two servers, two ranks",
+    (
+        "lora, started, no evaluation, no reference, in turn, chat and stop, untied, two servers, "
+        "two ranks"
+    ),
     "lora, joined, no evaluation, reference, lag, text, tied, one server, two ranks",
 )
-"""Each pair of choices stands in one of them. Two ranks on GPUs that start servers have one on each GPU."""
+"""Each pair of choices stands in one of them. Two ranks on GPUs that start servers have one on each
+GPU."""
 STEPS = 6
 STOPS = ("1", "4", "7")
-_CHAT = "{% for m in messages %}={{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+_CHAT = (
+    "{% for m in messages %}={{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% "
+    "endif %}"
+)
 _SETTINGS = (
     *("tracking=none", "model=huggingface", "sampler=vllm", "task=prompts"),
     *("rollout.prompts_per_batch=4", "rollout.group_size=4", "rollout.max_completion_length=8"),
@@ -65,9 +76,15 @@ _SETTINGS = (
     *("sampler.start_seconds=240", "sampler.answer_seconds=60"),
 )
 _OPTIONS = f"--enforce-eager --kv-cache-memory-bytes={2**30}"
-_JOINED = f"{_OPTIONS} --logprobs-mode processed_logprobs --generation-config vllm --max-model-len 256"
+_JOINED = (
+    f"{_OPTIONS} --logprobs-mode processed_logprobs --generation-config vllm --max-model-len 256"
+)
 _JOINED += " --max-num-seqs 64 --gpu-memory-utilization 0.05"
-_VARIABLES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+_VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
 
 
 def pairs(row: str) -> set:
@@ -76,11 +93,16 @@ def pairs(row: str) -> set:
 
 
 def all_pairs() -> set:
-    return {pair for one, other in itertools.combinations(CHOICES, 2) for pair in itertools.product(one, other)}
+    return {
+        pair
+        for one, other in itertools.combinations(CHOICES, 2)
+        for pair in itertools.product(one, other)
+    }
 
 
 class Combination:
-    """A row of the table, in a folder of its own. gpus: those that it may use; without any, the small server."""
+    """A row of the table, in a folder of its own. gpus: those that it may use; without any, the
+    small server."""
 
     def __init__(self, row: str, folder: Path, gpus: list[int]):
         self.chosen, self._folder, self._gpus = row.split(", "), folder, gpus
@@ -89,13 +111,19 @@ class Combination:
         self._program = vllm_command() if gpus else f"{COMMAND} --marks {folder}/marks-PORT"
 
     def run(self) -> dict[str, float]:
-        """Train; what was measured. AssertionError where the run does not end well, or a number is off."""
+        """Train; what was measured. AssertionError where the run does not end well, or a number is
+        off."""
         self._folder.mkdir(parents=True)
         tied = "tied" in self.chosen
-        self._model = save_llama(self._folder / "model", chat_template=_CHAT, tie_word_embeddings=tied)
+        self._model = save_llama(
+            self._folder / "model", chat_template=_CHAT, tie_word_embeddings=tied
+        )
         rows = [{"prompt": f"{number * 37 % 1000:03}=", "answer": "1"} for number in range(24)]
         self._write("training.jsonl", rows)
-        self._write("held_out.jsonl", [{"prompt": f"{number * 91 % 1000:04}=", "answer": "1"} for number in range(5)])
+        self._write(
+            "held_out.jsonl",
+            [{"prompt": f"{number * 91 % 1000:04}=", "answer": "1"} for number in range(5)],
+        )
         with ExitStack() as opened:
             count = self._several if "joined" in self.chosen else 0
             urls = [opened.enter_context(self._server(number)) for number in range(count)]
@@ -125,7 +153,10 @@ class Combination:
         if urls:
             yield f"sampler.urls=[{','.join(urls)}]"
         else:
-            yield from (f'sampler.executable="{self._program}"', f"sampler.arguments={_OPTIONS.split()}")
+            yield from (
+                f'sampler.executable="{self._program}"',
+                f"sampler.arguments={_OPTIONS.split()}",
+            )
             yield from ("sampler.gpu_memory_share=0.05", "sampler.max_sequences=64")
             on_each_gpu = len(self._gpus) if "two ranks" in self.chosen else 1
             yield f"sampler.servers_per_gpu={max(1, self._several // max(1, on_each_gpu))}"
@@ -133,13 +164,18 @@ class Combination:
             yield from {
                 "lora": ("model.lora_rank=4", "optimizer.learning_rate=0.003"),
                 "full": ("optimizer.learning_rate=0.001",),
-                "evaluation": ("evaluation.every=2", f"evaluation.sets.other.path={self._folder}/held_out.jsonl"),
+                "evaluation": (
+                    "evaluation.every=2",
+                    f"evaluation.sets.other.path={self._folder}/held_out.jsonl",
+                ),
                 "reference": ("kl=k3",),
                 "lag": ("rollout.lag=2",),
                 "max_staleness": ("rollout.max_staleness=3", "rollout.old_log_probs=sampling"),
                 "text": ("task.chat=never",),
                 "chat and stop": (f"rollout.stop={[*STOPS]}",),
-                "two ranks": (f"parallelism={'ddp' if 'no evaluation' in self.chosen else 'fsdp'}",),
+                "two ranks": (
+                    f"parallelism={'ddp' if 'no evaluation' in self.chosen else 'fsdp'}",
+                ),
             }.get(choice, ())
 
     @contextmanager
@@ -147,11 +183,21 @@ class Combination:
         """One that runs already, as docs/rollouts.md has it."""
         reserved = reserve_port()
         port = reserved.getsockname()[1]
-        command = f"{self._program} serve {self._model} --port {port} --dtype {self._dtype} {_JOINED}"
-        gpu = {"CUDA_VISIBLE_DEVICES": str(self._gpus[number % len(self._gpus)])} if self._gpus else {}
+        command = (
+            f"{self._program} serve {self._model} --port {port} --dtype {self._dtype} {_JOINED}"
+        )
+        gpu = (
+            {"CUDA_VISIBLE_DEVICES": str(self._gpus[number % len(self._gpus)])}
+            if self._gpus
+            else {}
+        )
         with open(self._folder / f"joined-{number}.log", "w") as log:
             process = subprocess.Popen(
-                shlex.split(command), stdout=log, stderr=log, env=os.environ | _VARIABLES | gpu, start_new_session=True
+                shlex.split(command),
+                stdout=log,
+                stderr=log,
+                env=os.environ | _VARIABLES | gpu,
+                start_new_session=True,
             )
         try:
             yield f"http://127.0.0.1:{port}"
@@ -178,8 +224,13 @@ class Combination:
             evaluations = read_evaluations(directory)
             assert [row["step"] for row in evaluations] == [*range(0, STEPS + 1, 2)]
             assert {row["prompts"] for row in evaluations} == {5}
-        kept = [row for file in (directory / "completions").glob("steps_*") for row in read_completions(file)]
-        versions = {0, 2, 4} if "in turn" in self.chosen else {0, 2}  # of the weights that wrote the three batches
+        kept = [
+            row
+            for file in (directory / "completions").glob("steps_*")
+            for row in read_completions(file)
+        ]
+        # of the weights that wrote the three batches
+        versions = {0, 2, 4} if "in turn" in self.chosen else {0, 2}
         assert {row.version for row in kept} == versions
         if "chat and stop" in self.chosen:
             assert all(row.prompt.startswith("=") for row in kept)

@@ -1,4 +1,5 @@
-"""Processes of their own that sample from copies of the weights: what runs with them learn, and what they leave."""
+"""Processes of their own that sample from copies of the weights: what runs with them learn, and
+what they leave."""
 
 from __future__ import annotations
 
@@ -10,7 +11,16 @@ import pytest
 import torch
 from builders.commands import Command, wait_until
 from builders.models import save_with_tokenizer, small_llama
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, run, with_model
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    checkpoint_of,
+    config_of,
+    copy_as_of,
+    metrics_of,
+    run,
+    with_model,
+)
 from builders.vllm_servers import gone
 
 from pgtoolkit.config.validate import validate
@@ -62,7 +72,9 @@ def test_a_copy_in_another_process_samples_what_this_one_would(lagging, tmp_path
     assert_same(found, lagging)
     assert [row["staleness"] for row in metrics_of(found)] == [0, 1, 2, 3, 2, 3]
     assert [
-        child for child in psutil.Process().children(recursive=True) if "copy_process" in str(child.cmdline())
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "copy_process" in str(child.cmdline())
     ] == []
     completions = read_completions(found / "completions" / "evaluation_a_000003.parquet")
     assert {completion.version for completion in completions} == {3}
@@ -78,14 +90,23 @@ def test_a_resumed_run_goes_on_to_the_last_bit(lagging, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "chosen", [("model.lora_rank=2",), ("model.dtype=bfloat16",), ("model.dtype=bfloat16", "sampler.static_cache=true")]
+    "chosen",
+    [
+        ("model.lora_rank=2",),
+        ("model.dtype=bfloat16",),
+        ("model.dtype=bfloat16", "sampler.static_cache=true"),
+    ],
 )
 def test_models_of_a_folder(tmp_path, chosen):
-    """Of adapters the copy has the sum with the frozen weights, which rounds otherwise than their two products."""
+    """Of adapters the copy has the sum with the frozen weights, which rounds otherwise than their
+    two products."""
     folder = save_with_tokenizer(small_llama(3), tmp_path / "model")
     runs = []
     for name, how in (("lag", LAG), ("copy", COPY)):
-        train(config_of(*with_model(folder, *how, *chosen, "optimizer.learning_rate=0.01")), tmp_path / name)
+        train(
+            config_of(*with_model(folder, *how, *chosen, "optimizer.learning_rate=0.01")),
+            tmp_path / name,
+        )
         runs.append(metrics_of(tmp_path / name))
     if "model.lora_rank=2" in chosen:
         for row, other in zip(*runs, strict=True):
@@ -105,7 +126,9 @@ def test_a_copy_on_another_gpu_samples_what_this_one_would(tmp_path, compiles):
     base = with_model(folder, *EVALUATED, f"model.compile={compiles}")
     ahead = [setting for setting in AHEAD if setting != "trainer.device=cpu"]
     train(config_of(*base, *ahead, "rollout.lag=2"), tmp_path / "lag")
-    train(config_of(*base, *ahead, "rollout.max_staleness=3", "sampler.gpus=[1]"), tmp_path / "copy")
+    train(
+        config_of(*base, *ahead, "rollout.max_staleness=3", "sampler.gpus=[1]"), tmp_path / "copy"
+    )
     assert_same(tmp_path / "copy", tmp_path / "lag")
 
 
@@ -113,7 +136,10 @@ def test_a_copy_on_another_gpu_samples_what_this_one_would(tmp_path, compiles):
 def test_conversations_of_several_turns(tmp_path):
     kept = [setting for setting in SHORT if not setting.startswith("task.")]
     for name, how in (("lag", LAG), ("copy", COPY)):
-        train(config_of(*[x for x in kept if x.split("=")[0] not in str(TALK)], *how, *TALK), tmp_path / name)
+        train(
+            config_of(*[x for x in kept if x.split("=")[0] not in str(TALK)], *how, *TALK),
+            tmp_path / name,
+        )
     assert metrics_of(tmp_path / "copy") == metrics_of(tmp_path / "lag")
     assert max(row["turns"] for row in metrics_of(tmp_path / "copy")) > 1
 
@@ -122,7 +148,9 @@ def test_conversations_of_several_turns(tmp_path):
 def test_several_processes_share_the_prompts_of_a_batch(lagging, tmp_path):
     """What is completed at the same time is rounded otherwise, and drawn alike."""
     found = run(tmp_path / "run", *COPY, *EVALUATED, "sampler.processes=3")
-    assert sorted(file.name for file in found.glob("sampler*.log")) == [f"sampler-{number}.log" for number in range(3)]
+    assert sorted(file.name for file in found.glob("sampler*.log")) == [
+        f"sampler-{number}.log" for number in range(3)
+    ]
     for row, other in zip(metrics_of(found), metrics_of(lagging), strict=True):
         assert row["reward"] == other["reward"]
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
@@ -153,7 +181,9 @@ class CopyCommand(Command):
     """A run that goes on until it is ended, with a process that samples."""
 
     def __init__(self, folder: Path, *more: str):
-        super().__init__(folder, *SHORT, *COPY, "trainer.max_steps=100000", "trainer.keep_checkpoints=2", *more)
+        super().__init__(
+            folder, *SHORT, *COPY, "trainer.max_steps=100000", "trainer.keep_checkpoints=2", *more
+        )
 
     def copies(self) -> list[psutil.Process]:
         """The guard, and what it guards."""
@@ -161,7 +191,11 @@ class CopyCommand(Command):
         return [child for child in children if "copy_process" in " ".join(child.cmdline())]
 
     def weights(self) -> set[Path]:
-        return {Path(file.path).parent for file in self.copies()[-1].memory_maps() if "pgtk-weights-" in file.path}
+        return {
+            Path(file.path).parent
+            for file in self.copies()[-1].memory_maps()
+            if "pgtk-weights-" in file.path
+        }
 
 
 @pytest.mark.slow
@@ -212,13 +246,24 @@ def test_what_is_refused():
 
     two = "parallelism.data_parallel=2"
     assert problems(*AHEAD, "rollout.max_staleness=3", "sampler.processes=1") == ""
-    assert problems("trainer.deterministic=true", "sampler.gpus=[1]", "rollout.max_staleness=3", AHEAD[0]) == ""
+    assert (
+        problems(
+            "trainer.deterministic=true", "sampler.gpus=[1]", "rollout.max_staleness=3", AHEAD[0]
+        )
+        == ""
+    )
     assert "trainer.deterministic=true needs" in problems(*AHEAD, "rollout.max_staleness=3")
-    assert "a multiple of the 2 processes that train (got 1)" in problems("sampler.processes=1", two)
+    assert "a multiple of the 2 processes that train (got 1)" in problems(
+        "sampler.processes=1", two
+    )
     assert "numbers from 2 on (got 1)" in problems("sampler.gpus=[1,2]", two)
     assert "each once (got [1,1])" in problems("sampler.gpus=[1,1]")
-    assert "sampler.processes=1 needs sampler.gpus=null" in problems("sampler.gpus=[1]", "sampler.processes=1")
-    assert "sampler.gpus=[1] needs trainer.device other" in problems("sampler.gpus=[1]", "trainer.device=cpu")
+    assert "sampler.processes=1 needs sampler.gpus=null" in problems(
+        "sampler.gpus=[1]", "sampler.processes=1"
+    )
+    assert "sampler.gpus=[1] needs trainer.device other" in problems(
+        "sampler.gpus=[1]", "trainer.device=cpu"
+    )
     recorded = [setting for setting in SHORT if not setting.startswith(("rollout", "task"))]
     for unused in ("sampler.gpus=[1]", "sampler.processes=1"):
         config = config_of(*recorded, "rollout=recorded", "rollout.path=x.jsonl", unused)

@@ -1,4 +1,5 @@
-"""The draw of a token: the numbers it takes against SplitMix64 as published, what it draws against float64."""
+"""The draw of a token: the numbers it takes against SplitMix64 as published, what it draws against
+float64."""
 
 import math
 
@@ -26,7 +27,8 @@ def mixed(word):
 
 
 def test_numbers_are_those_of_splitmix64():
-    assert outputs(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]  # as others give them
+    # as others give them
+    assert outputs(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     rows = [(0, 0), (0, 1), (7, 0), (7, 5), (2**32 - 1, 999)]
     found = uniform_numbers(rows, 40)
     assert found.dtype == torch.float64
@@ -43,7 +45,9 @@ def reference(scores, uniform):
     return torch.searchsorted(cumulative, uniform[:, None], right=True)[:, 0], cumulative
 
 
-@pytest.mark.parametrize(("vocabulary", "scale"), [(12, 2.0), (1000, 3.0), (151_936, 3.0), (151_936, 12.0)])
+@pytest.mark.parametrize(
+    ("vocabulary", "scale"), [(12, 2.0), (1000, 3.0), (151_936, 3.0), (151_936, 12.0)]
+)
 def test_the_token_is_where_the_cumulative_probability_exceeds(vocabulary, scale):
     """But within rounding of a bound; with the log-prob of the softmax."""
     logits = scale * torch.randn(60, vocabulary, generator=torch.Generator().manual_seed(3))
@@ -58,8 +62,11 @@ def test_the_token_is_where_the_cumulative_probability_exceeds(vocabulary, scale
 
 
 def test_draws_are_as_frequent_as_their_probabilities():
-    """Chi-squared, over the rows of a batch and over the tokens of a row; 19 degrees of freedom, deviation 6.2."""
-    logits = torch.linspace(-3, 1.5, 20)[torch.randperm(20, generator=torch.Generator().manual_seed(1))]
+    """Chi-squared, over the rows of a batch and over the tokens of a row; 19 degrees of freedom,
+    deviation 6.2."""
+    logits = torch.linspace(-3, 1.5, 20)[
+        torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    ]
     probabilities, count = logits.double().softmax(0), 100_000
     by_row = uniform_numbers([(i // 8, i % 8) for i in range(count)], 3)[:, 2]
     for uniform in (by_row, uniform_numbers([(5, 1)], count)[0]):

@@ -1,4 +1,5 @@
-"""Another kind of server than vLLM takes nothing but its words: those of SGLang, around the tests' small model."""
+"""Another kind of server than vLLM takes nothing but its words: those of SGLang, around the tests'
+small model."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ class SGLang:
     FIXED_MEMORY, VARIABLES, MODULES = "--mem-fraction-static", {}, None
 
     def command(self, config, folder, plan, host, port):
-        options = f"--host {host} --port {port} --dtype {plan.number_type} --logprobs-mode processed_logprobs"
+        options = (
+            f"--host {host} --port {port} --dtype {plan.number_type} --logprobs-mode "
+            "processed_logprobs"
+        )
         return [*shlex.split(config.sampler.executable), "serve", str(folder), *options.split()]
 
     def completions(self, request, sampling, salt) -> Call:
@@ -61,8 +65,18 @@ class SGLang:
         )
 
     def scores(self, tokens, salt) -> Call:
-        settings = {"n": 1, "max_new_tokens": 1, "temperature": 1.0, "stop_token_ids": [], "sampling_seed": 0}
-        return "/generate", {"input_ids": tokens, "sampling_params": settings, "return_logprob": True}
+        settings = {
+            "n": 1,
+            "max_new_tokens": 1,
+            "temperature": 1.0,
+            "stop_token_ids": [],
+            "sampling_seed": 0,
+        }
+        return "/generate", {
+            "input_ids": tokens,
+            "sampling_params": settings,
+            "return_logprob": True,
+        }
 
     def log_probs(self, answer, tokens) -> list[float]:
         return [log_prob for log_prob, _, _ in answer[0]["meta_info"]["input_token_logprobs"][1:]]
@@ -87,14 +101,25 @@ class SGLang:
 def sampling(tmp_path):
     program = COMMAND.replace("vllm_server.py", "other_server.py")
     model = save_llama(tmp_path / "model")
-    own = ("sampler=vllm", f'sampler.executable="{program}"', "trainer.device=cpu", "rollout.temperature=0.7")
-    small = (*(one for one in SHORT if not one.startswith("model.")), "model=huggingface", f"model.path={model}")
+    own = (
+        "sampler=vllm",
+        f'sampler.executable="{program}"',
+        "trainer.device=cpu",
+        "rollout.temperature=0.7",
+    )
+    small = (
+        *(one for one in SHORT if not one.startswith("model.")),
+        "model=huggingface",
+        f"model.path={model}",
+    )
     config = config_of(*small, "model.dtype=float32", *own)
     module, loader = build(config, run_dir=tmp_path)
     loader.source.sampler.close()  # which is of vLLM, and has started nothing
     settings = functools.partial(write_settings, module, merged=True)
     prompts = [request.tokens for request in REQUESTS]
-    sampler = ServerSampler(SGLang(), config, module, module.layout, prompts, 24, settings, tmp_path)
+    sampler = ServerSampler(
+        SGLang(), config, module, module.layout, prompts, 24, settings, tmp_path
+    )
     with contextlib.closing(sampler):
         yield module, sampler
 
@@ -110,7 +135,9 @@ def test_another_kind_of_server_is_one_class(sampling, tmp_path):
     processes, folder = processes_of(tmp_path), sampler._folder.path
     assert len(processes) == 2
     sampler._api.load = lambda folder, _: ("/flush_cache", None)  # the weights do not arrive
-    with pytest.raises(SamplerLost, match=r"still from those of version 2: it answers to the last bit as it did"):
+    with pytest.raises(
+        SamplerLost, match=r"still from those of version 2: it answers to the last bit as it did"
+    ):
         sampler.publish(module.policy.weights, 3)
     sampler.close()
     assert gone(processes, 1)

@@ -1,4 +1,5 @@
-"""Sampling is from the distribution that the configuration says, whatever the model's folder suggests."""
+"""Sampling is from the distribution that the configuration says, whatever the model's folder
+suggests."""
 
 import gc
 import json
@@ -45,7 +46,8 @@ SUGGESTED = {
     "max_time": 0.0001,
     "prompt_lookup_num_tokens": 2,
 }
-"""What a generation_config.json may hold, each with a value that acts on this model in transformers."""
+"""What a generation_config.json may hold, each with a value that acts on this model in
+transformers."""
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +85,22 @@ def once(prompts):
 
 
 def sampled(sampler, prompts):
-    return [(c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason) for c in sampler.complete(once(prompts))]
+    return [
+        (c.tokens.tolist(), c.log_probs.tolist(), c.finish_reason)
+        for c in sampler.complete(once(prompts))
+    ]
 
 
 def same(found, expected):
     """Whether the tokens are the same; log-probs may differ in the last digit."""
-    if [(tokens, reason) for tokens, _, reason in found] != [(tokens, reason) for tokens, _, reason in expected]:
+    if [(tokens, reason) for tokens, _, reason in found] != [
+        (tokens, reason) for tokens, _, reason in expected
+    ]:
         return False
-    return all(one[1] == pytest.approx(other[1], abs=1e-6) for one, other in zip(found, expected, strict=True))
+    return all(
+        one[1] == pytest.approx(other[1], abs=1e-6)
+        for one, other in zip(found, expected, strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,23 +111,30 @@ def unadvised(folder):
 
 @pytest.mark.parametrize("name", SUGGESTED)
 def test_what_the_folder_suggests_does_not_act(folder, unadvised, name):
-    model, sampler = built(suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]}))
+    model, sampler = built(
+        suggesting(folder, eos_token_id=END, do_sample=True, **{name: SUGGESTED[name]})
+    )
     assert getattr(model.generation_config, name) is not None  # transformers has read it
     assert sampled(sampler, [PROMPT, OTHER] * 8) == unadvised
 
 
 def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
-    folder = suggesting(folder, repetition_penalty=1.1, temperature=0.6, top_k=20, top_p=1.0, min_p=0.0, num_beams=1)
+    folder = suggesting(
+        folder, repetition_penalty=1.1, temperature=0.6, top_k=20, top_p=1.0, min_p=0.0, num_beams=1
+    )
     train(settings(folder, "rollout.temperature=0.6", "trainer.max_steps=3"), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "generation_config" in line]
     assert said == [
-        f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which is ignored: "
-        "completions are sampled as rollout.temperature and rollout.top_p say, and nothing else."
+        f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which "
+        "is ignored: completions are sampled as rollout.temperature and rollout.top_p say, and "
+        "nothing else."
     ]
 
 
 def test_an_end_that_is_no_token_number_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"eos_token_id of the model needs the numbers of tokens \(got <end>\)"):
+    with pytest.raises(
+        ConfigError, match=r"eos_token_id of the model needs the numbers of tokens \(got <end>\)"
+    ):
         built(suggesting(folder, eos_token_id=[3, "<end>"]))
 
 
@@ -136,7 +153,8 @@ def test_every_end_of_the_folder_and_the_tokenizer_ends_a_completion(folder):
 
 @torch.no_grad()
 def distribution(model, tokens, temperature, top_p):
-    """The probabilities of the next token, in plain loops: tempered, cut to the likeliest, renormalised."""
+    """The probabilities of the next token, in plain loops: tempered, cut to the likeliest,
+    renormalised."""
     logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].double().tolist()
     largest = max(logits)
     weights = [math.exp((logit - largest) / temperature) for logit in logits]
@@ -155,7 +173,10 @@ CUTS = [(1.0, None), (0.5, None), (2.0, None), (1.0, 0.7), (0.6, 0.8)]
 
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperature, top_p):
-    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    overrides = [
+        f"rollout.temperature={temperature}",
+        f"rollout.top_p={'null' if top_p is None else top_p}",
+    ]
     model, sampler = built(suggesting(folder), *overrides)
     model.eval()
     for prompt in (PROMPT, OTHER):
@@ -163,7 +184,9 @@ def test_log_probs_are_those_of_the_distribution_sampled_from(folder, temperatur
             tokens = completion.tokens.tolist()
             for place, token in enumerate(tokens):
                 expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
-                assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=1e-5)
+                assert completion.log_probs[place].item() == pytest.approx(
+                    math.log(expected[token]), abs=1e-5
+                )
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -172,8 +195,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("temperature", "top_p"), CUTS)
 def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, temperature, top_p):
-    """Log-probs are of the distribution in plain loops, also past the end of other rows, which are dropped."""
-    overrides = [f"rollout.temperature={temperature}", f"rollout.top_p={'null' if top_p is None else top_p}"]
+    """Log-probs are of the distribution in plain loops, also past the end of other rows, which are
+    dropped."""
+    overrides = [
+        f"rollout.temperature={temperature}",
+        f"rollout.top_p={'null' if top_p is None else top_p}",
+    ]
     more = [
         "sampler.static_cache=true",
         "rollout.max_completion_length=100",
@@ -191,21 +218,31 @@ def test_a_cache_of_fixed_size_gives_the_same_distribution(folder, device, tempe
         assert END not in tokens[:-1]
         for place, token in enumerate(tokens):
             expected = distribution(model, prompt + tokens[:place], temperature, top_p or 1.0)
-            assert completion.log_probs[place].item() == pytest.approx(math.log(expected[token]), abs=2e-5)
+            assert completion.log_probs[place].item() == pytest.approx(
+                math.log(expected[token]), abs=2e-5
+            )
 
 
 def test_memory_does_not_grow_with_the_vocabulary_times_the_completion(folder):
     """Of all that is as wide as the vocabulary, no more than a few steps' is there at a time."""
-    model, sampler = built(suggesting(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9")
+    model, sampler = built(
+        suggesting(folder), "rollout.max_completion_length=20", "rollout.top_p=0.9"
+    )
     model.generation_config.eos_token_id = sampler.settings.eos_token_id = None
     most = []
 
     def count(*_):
-        alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape[-1:] == (12,) and len(x) == 5]
+        alive = [
+            x
+            for x in gc.get_objects()
+            if type(x) is torch.Tensor and x.shape[-1:] == (12,) and len(x) == 5
+        ]
         most.append(len(alive))
 
     model.lm_head.register_forward_hook(count)
-    assert [len(completion.log_probs) for completion in sampler.complete(once([PROMPT] * 5))] == [20] * 5
+    assert [len(completion.log_probs) for completion in sampler.complete(once([PROMPT] * 5))] == [
+        20
+    ] * 5
     assert len(most) == 20
     assert max(most) <= 8
 
@@ -238,7 +275,11 @@ def test_a_copy_samples_as_the_policy_did_when_it_was_published(folder, static):
 @pytest.mark.parametrize("static", ["false", "true"])
 def test_in_half_precision_the_weights_of_now_are_sampled_from_rounded(folder, static):
     """By a copy that is there only meanwhile."""
-    overrides = ["model.dtype=bfloat16", f"sampler.static_cache={static}", "model.fp32_lm_head=true"]
+    overrides = [
+        "model.dtype=bfloat16",
+        f"sampler.static_cache={static}",
+        "model.fp32_lm_head=true",
+    ]
     module, loader = build(settings(suggesting(folder), *overrides))
     sampler, seen = sampler_of(loader), []
     module.policy.head.register_forward_hook(lambda *_: seen.append("the policy's own head"))
@@ -265,24 +306,37 @@ def test_probabilities_that_are_not_finite_are_an_error(folder, static):
 
 
 def test_a_cache_of_fixed_size_is_refused_where_it_is_not_known_to_work(folder, tmp_path):
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    other = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=12, max_position_embeddings=128, eos_token_id=END, **sizes))
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    other = GPTNeoXForCausalLM(
+        GPTNeoXConfig(vocab_size=12, max_position_embeddings=128, eos_token_id=END, **sizes)
+    )
     save_with_tokenizer(other, tmp_path)
-    with pytest.raises(ConfigError, match=r"sampler.static_cache=true needs a model of type .* \(got gpt_neox\)"):
+    with pytest.raises(
+        ConfigError, match=r"sampler.static_cache=true needs a model of type .* \(got gpt_neox\)"
+    ):
         built(tmp_path, "sampler.static_cache=true")
     assert len(built(tmp_path)[1].complete(once([PROMPT] * 3))) == 3
 
 
 @pytest.mark.parametrize("more", [(), ("rollout.top_p=0.8",)])
 def test_a_completion_is_drawn_by_its_request_alone(folder, more):
-    """Alone, with others, in any order and number at a time, by either way to compute it, the same token by token."""
+    """Alone, with others, in any order and number at a time, by either way to compute it, the same
+    token by token."""
     length = "rollout.max_completion_length=20"
     _, sampler = built(suggesting(folder), length, *more)
     requests = [Request(PROMPT, 3, 8), Request(OTHER, 2, 9), Request(PROMPT, 2, 2**32 - 1)]
     expected = [completion.tokens.tolist() for completion in sampler.complete(requests)]
-    assert len({str(tokens) for tokens in expected}) == 7  # no two draw alike, and they come request by request
+    # no two draw alike, and they come request by request
+    assert len({str(tokens) for tokens in expected}) == 7
     alone = [sampler.complete([request]) for request in reversed(requests)]
-    assert [completion.tokens.tolist() for group in reversed(alone) for completion in group] == expected
+    assert [
+        completion.tokens.tolist() for group in reversed(alone) for completion in group
+    ] == expected
     first = sampler.complete([replace(request, completions=1) for request in requests])
     assert [completion.tokens.tolist() for completion in first] == [expected[i] for i in (0, 3, 5)]
     for other in (["sampler.max_sequences=3"], ["sampler.static_cache=true"]):
@@ -292,11 +346,20 @@ def test_a_completion_is_drawn_by_its_request_alone(folder, more):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("top_p", "static"), [("null", "true"), ("0.8", "true"), ("null", "false")])
+@pytest.mark.parametrize(
+    ("top_p", "static"), [("null", "true"), ("0.8", "true"), ("null", "false")]
+)
 def test_a_gpu_draws_what_a_cpu_draws(folder, top_p, static):
-    """In float32: by the kernel without top_p, in a CUDA graph or in `generate`, against PyTorch's operations."""
-    cpu = ["rollout.max_completion_length=60", f"sampler.static_cache={static}", "trainer.device=cpu"]
-    model, sampler = built(suggesting(folder), *cpu, f"rollout.top_p={top_p}", "accumulation.max_tokens=128")
+    """In float32: by the kernel without top_p, in a CUDA graph or in `generate`, against PyTorch's
+    operations."""
+    cpu = [
+        "rollout.max_completion_length=60",
+        f"sampler.static_cache={static}",
+        "trainer.device=cpu",
+    ]
+    model, sampler = built(
+        suggesting(folder), *cpu, f"rollout.top_p={top_p}", "accumulation.max_tokens=128"
+    )
     requests = [Request(PROMPT, 20, 8), Request(OTHER, 20, 9)]
     expected = sampler.complete(requests)
     model.to("cuda")
@@ -307,7 +370,8 @@ def test_a_gpu_draws_what_a_cpu_draws(folder, top_p, static):
 
 @pytest.mark.parametrize("fp32_lm_head", [True, False])
 def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
-    """In bfloat16 with old_log_probs=sampling: where layers add nothing, all rounding is the head's."""
+    """In bfloat16 with old_log_probs=sampling: where layers add nothing, all rounding is the
+    head's."""
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -316,7 +380,11 @@ def test_sampling_has_the_head_of_training(folder, tmp_path, fp32_lm_head):
         embedding = model.get_input_embeddings().weight
         embedding.copy_(embedding.bfloat16())  # the copy that is sampled from holds bfloat16
     save_with_tokenizer(model, tmp_path / "model")
-    own = ["model.dtype=bfloat16", f"model.fp32_lm_head={str(fp32_lm_head).lower()}", "trainer.max_steps=1"]
+    own = [
+        "model.dtype=bfloat16",
+        f"model.fp32_lm_head={str(fp32_lm_head).lower()}",
+        "trainer.max_steps=1",
+    ]
     train(settings(tmp_path / "model", *own, "rollout.old_log_probs=sampling"), tmp_path / "run")
     (row,) = metrics_of(tmp_path / "run")
     assert row["clipped_ratio_fraction"] == 0

@@ -11,7 +11,8 @@ from pgtoolkit.sampling.server_process import reserve_port
 
 
 def test_a_port_that_is_kept_for_a_server_is_given_to_no_other():
-    """vLLM binds it with SO_REUSEPORT, which lets two servers have it, and a connection reaches either."""
+    """vLLM binds it with SO_REUSEPORT, which lets two servers have it, and a connection reaches
+    either."""
 
     def bound(port: int) -> socket.socket:
         found = socket.socket()

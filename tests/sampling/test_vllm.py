@@ -1,4 +1,5 @@
-"""sampler=vllm against a small server of vLLM's protocol: how it is started, what it is asked, and its own faults."""
+"""sampler=vllm against a small server of vLLM's protocol: how it is started, what it is asked, and
+its own faults."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def closing(run_dir: Path, *overrides: str):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    with contextlib.closing(SharedServers(tmp_path_factory.mktemp("small"), is_vllm=False, names=["first"])) as found:
+    with contextlib.closing(
+        SharedServers(tmp_path_factory.mktemp("small"), is_vllm=False, names=["first"])
+    ) as found:
         found.start()
         yield found
 
@@ -58,7 +61,9 @@ def server(small):
 
 
 def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
-    with closing(tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']") as (module, sampler):
+    with closing(
+        tmp_path, "rollout.temperature=0.6", "rollout.top_p=0.9", "rollout.stop=['01']"
+    ) as (module, sampler):
         _, body = Vllm().completions(Request([1, 2], 3, seed=77), sampler._ways[0], "salt")
     assert body == {
         "prompt": [1, 2],
@@ -78,7 +83,9 @@ def test_nothing_of_the_sampling_is_left_to_the_server(tmp_path):
         "return_tokens_as_token_ids": True,
         "cache_salt": "salt",
     }
-    evaluated = dataclasses.replace(module.config.rollout, temperature=0.0, top_p=None, max_completion_length=9)
+    evaluated = dataclasses.replace(
+        module.config.rollout, temperature=0.0, top_p=None, max_completion_length=9
+    )
     sampler.sampling_otherwise(evaluated, lambda: None)
     sampling = sampler._ways[1]
     _, otherwise = Vllm().completions(Request([1, 2], 3, seed=77), sampling, "salt")
@@ -93,7 +100,8 @@ def test_the_same_version_is_published_once(server, tmp_path):
             salts.append(sampler._salt)
     load = ["/collective_rpc reload_weights", "/reset_prefix_cache"]
     assert [line for line in server.noted() if "complete" not in line] == [*load, *load]
-    assert salts[0] == salts[1] == salts[2] != salts[3]  # as of which a prompt in the cache is of other weights
+    # as of which a prompt in the cache is of other weights
+    assert salts[0] == salts[1] == salts[2] != salts[3]
 
 
 FAULTS = {
@@ -112,7 +120,10 @@ FAULTS = {
 def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, fault):
     """Those that vLLM cannot be brought to; test_vllm_servers.py has the others."""
     monkeypatch.setattr("pgtoolkit.sampling.server_client._PATIENCE_SECONDS", 0.7)
-    with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (module, sampler):
+    with server.joined(tmp_path, f"sampler.answer_seconds={1 if fault == 'trickles' else 3}") as (
+        module,
+        sampler,
+    ):
         sampler.publish(module.policy.weights, 0)
         server.fault(fault)
         server.marks.write_text("")
@@ -132,30 +143,44 @@ WRONG = ("another_prompt", "ignores_temperature", "nan_log_probs", "unprocessed"
 
 @pytest.mark.parametrize("fault", WRONG)
 @pytest.mark.parametrize("old", ["training", "sampling", "training accumulation.docs_per_step=16"])
-def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(server, tmp_path, old, fault):
-    """From the second batch on, of the same weights, so that no proof of a version comes between."""
+def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
+    server, tmp_path, old, fault
+):
+    """From the second batch on, of the same weights, so that no proof of a version comes
+    between."""
     settings = *f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5"
     with contextlib.closing(server.source(tmp_path, *settings)) as source:
         documents = [source.document(place) for place in range(source.batch_size)]
         assert source.batch_size == 16
-        assert sum(d.on_policy for d in documents) == (0 if old == "sampling" else 16 if "docs" in old else 5)
+        assert sum(d.on_policy for d in documents) == (
+            0 if old == "sampling" else 16 if "docs" in old else 5
+        )
         if old == "training":
             documents = [document for document in documents if not document.on_policy]
             apart = [(d.old_log_probs - d.sampling_log_probs).abs().max().item() for d in documents]
             assert max(apart) < 1e-4
         server.fault(fault)
-        with pytest.raises(SamplerLost, match=r"differ from the trainer's by .* The batch is not trained") as caught:
+        with pytest.raises(
+            SamplerLost, match=r"differ from the trainer's by .* The batch is not trained"
+        ) as caught:
             source.document(source.batch_size)
-    said = re.search(r"by (\S+) on average and \S+ at most, where sampler.tolerance=0.01 is", str(caught.value))
+    said = re.search(
+        r"by (\S+) on average and \S+ at most, where sampler.tolerance=0.01 is", str(caught.value)
+    )
     assert not float(said[1]) <= 0.3  # or NaN
 
 
 def test_log_probs_over_the_kept_tokens_are_no_fault_of_a_server():
-    """With top_p=0.5 they are up to log 2 above the trainer's, and further above or below by the tolerance."""
+    """With top_p=0.5 they are up to log 2 above the trainer's, and further above or below by the
+    tolerance."""
     trainer = -torch.arange(1.0, 5.0)
     above = torch.tensor([0.0, 0.3, 0.6, math.log(2)])
     check_batch(trainer + above, trainer, 1e-6, top_p=0.5)
-    for moved, top_p, expected in ((above, None, "0.4"), (above + 0.4, 0.5, "0.18"), (above - 0.4, 0.5, "0.12")):
+    for moved, top_p, expected in (
+        (above, None, "0.4"),
+        (above + 0.4, 0.5, "0.18"),
+        (above - 0.4, 0.5, "0.12"),
+    ):
         with pytest.raises(SamplerLost, match=rf"by {expected} on average"):
             check_batch(trainer + moved, trainer, 1e-6, top_p)
 
@@ -164,9 +189,13 @@ def test_completions_that_were_not_drawn_are_seen(server, tmp_path):
     with server.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         server.fault("identical")
-        with pytest.raises(SamplerLost, match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+"):
+        with pytest.raises(
+            SamplerLost,
+            match=r"16 of 16 completions of a prompt are the same, whose log-prob is -\d+",
+        ):
             sampler.complete([Request([1, 2, 10], 16, seed=5)])
-        sampler._ways.append(dataclasses.replace(sampler._ways[0], max_tokens=1))  # of one token, chance may have it
+        # of one token, chance may have it
+        sampler._ways.append(dataclasses.replace(sampler._ways[0], max_tokens=1))
         sampler.complete_in(1, [Request([1, 2, 10], 4, seed=5)], more=False)
         server.fault(None)
         sampler.complete_in(1, [Request([1, 2, 10], 64, seed=5)], more=False)
@@ -200,24 +229,36 @@ def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tm
         sampler.publish(module.policy.weights, 3)
         update(module, 2e-3)
         server.fault("stale")
-        with pytest.raises(SamplerLost, match=r"still from those of version 3: it answers to the last bit as it did"):
+        with pytest.raises(
+            SamplerLost,
+            match=r"still from those of version 3: it answers to the last bit as it did",
+        ):
             sampler.publish(module.policy.weights, 4)
 
 
-def test_weights_that_another_run_gives_a_server_are_seen_before_anything_is_trained(server, tmp_path):
-    with server.joined(tmp_path / "one") as (module, one), server.joined(tmp_path / "other") as (its_module, other):
+def test_weights_that_another_run_gives_a_server_are_seen_before_anything_is_trained(
+    server, tmp_path
+):
+    with (
+        server.joined(tmp_path / "one") as (module, one),
+        server.joined(tmp_path / "other") as (its_module, other),
+    ):
         one.publish(module.policy.weights, 0)
         assert len(one.complete(REQUESTS)) == 5
         update(its_module)
         other.publish(its_module.policy.weights, 0)
-        with pytest.raises(SamplerLost, match=r"got other weights than those of version 0 .* by \d+\.\d+ on average"):
+        with pytest.raises(
+            SamplerLost,
+            match=r"got other weights than those of version 0 .* by \d+\.\d+ on average",
+        ):
             one.complete(REQUESTS)
         assert len(other.complete(REQUESTS)) == 5
 
 
 def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
     with server.joined(tmp_path) as (module, sampler):
-        sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)  # as on a GPU that it shares
+        # as on a GPU that it shares
+        sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)
         for version in (0, 0, 1):
             sampler.publish(module.policy.weights, version)
             sampler.complete(REQUESTS)
@@ -235,15 +276,27 @@ def test_a_server_wakes_for_its_weights_before_its_cache(server, tmp_path):
 
 STARTS = {
     "does_not_start": r"ended with status 1\. Its last words: .*free memory on device.*vllm\.log",
-    "no_path": r"No module named 'pgtk_vllm_worker'.* pass PYTHONPATH on, or use sampler\.arguments=\[--worker-ext",
-    "model_refused": r"does not yet support: stock torch\.compile .*\. Set VLLM_USE_V2_MODEL_RUNNER=0 in the env",
+    "no_path": (
+        r"No module named 'pgtk_vllm_worker'.* pass PYTHONPATH on, or use "
+        r"sampler\.arguments=\[--worker-ext"
+    ),
+    "model_refused": (
+        r"does not yet support: stock torch\.compile .*\. Set "
+        r"VLLM_USE_V2_MODEL_RUNNER=0 in the env"
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", STARTS)
 def test_a_server_that_does_not_start_is_one_sentence(tmp_path, fault):
-    more = f"sampler.executable={'env -u PYTHONPATH ' if fault == 'no_path' else ''}{COMMAND} --fault {fault}"
-    with closing(tmp_path, more) as (module, sampler), pytest.raises(SamplerLost, match=STARTS[fault]):
+    more = (
+        f"sampler.executable={'env -u PYTHONPATH ' if fault == 'no_path' else ''}{COMMAND} "
+        f"--fault {fault}"
+    )
+    with (
+        closing(tmp_path, more) as (module, sampler),
+        pytest.raises(SamplerLost, match=STARTS[fault]),
+    ):
         sampler.publish(module.policy.weights, 0)
     assert processes_of(tmp_path) == []
 
@@ -257,7 +310,11 @@ def test_a_started_server_loads_in_the_faster_way(tmp_path, own):
             sampler.publish(module.policy.weights, version)
             assert_trained(module, REQUESTS, sampler.complete(REQUESTS))
             update(module)
-    calls = [line for line in (tmp_path / "marks").read_text().splitlines() if line.startswith("/collective_rpc")]
+    calls = [
+        line
+        for line in (tmp_path / "marks").read_text().splitlines()
+        if line.startswith("/collective_rpc")
+    ]
     assert calls == [f"/collective_rpc {'reload_weights' if own else 'load_from_memory'}"] * 3
 
 
@@ -282,18 +339,29 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     command = f"{COMMAND} --marks {tmp_path}/marks"
-    own = ("sampler.gpus=[1,2]", "sampler.tensor_parallel=2", "sampler.arguments=['--enforce-eager']")
+    own = (
+        "sampler.gpus=[1,2]",
+        "sampler.tensor_parallel=2",
+        "sampler.arguments=['--enforce-eager']",
+    )
     more = ("seed=3", "accumulation.max_tokens=20")
     with closing(tmp_path, f"sampler.executable={command}", *own, *more) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         assert len(processes_of(tmp_path)) == 2
         folder, url = sampler._folder.path, sampler._servers[0].url
         assert folder.stat().st_mode & 0o777 == 0o700
-        answers = [requests.post(f"{url}/v1/completions", json={}, headers=headers, timeout=5) for headers in OTHERS]
+        answers = [
+            requests.post(f"{url}/v1/completions", json={}, headers=headers, timeout=5)
+            for headers in OTHERS
+        ]
         assert [answer.status_code for answer in answers] == [401, 401]
     assert processes_of(tmp_path) == []
     assert not folder.exists()
-    starts = [json.loads(line[6:]) for line in (tmp_path / "marks").read_text().splitlines() if line[:5] == "start"]
+    starts = [
+        json.loads(line[6:])
+        for line in (tmp_path / "marks").read_text().splitlines()
+        if line[:5] == "start"
+    ]
     [(variables, arguments, python_path)] = starts
     key = variables.pop("VLLM_API_KEY")
     assert re.fullmatch("[0-9a-f]{32}", key)
@@ -303,17 +371,25 @@ def test_a_server_is_started_as_the_configuration_says(tmp_path, monkeypatch):
     assert variables == own | {"CUDA_VISIBLE_DEVICES": "5,GPU-6", "RANK": None}
     assert python_path == f"/of/the/user:{Vllm.MODULES}"
     assert arguments[arguments.index("serve") + 1] == str(folder)
-    options = "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 20 --generation-config vllm --seed 3"
+    options = (
+        "--dtype float32 --logprobs-mode processed_logprobs --max-model-len 20 "
+        "--generation-config vllm --seed 3"
+    )
     assert {*options.split(), "--skip-tokenizer-init", "--enforce-eager"} <= {*arguments}
     assert "--enable-sleep-mode" not in arguments
 
 
 @pytest.mark.slow
 def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
-    """As vLLM measures what memory it needs by what is taken meanwhile. A variable of the user's own holds."""
+    """As vLLM measures what memory it needs by what is taken meanwhile. A variable of the user's
+    own holds."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own = (f"sampler.executable={COMMAND} --marks {tmp_path}/marks", "sampler.gpus=[1,2]", "sampler.servers_per_gpu=2")
+    own = (
+        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+        "sampler.gpus=[1,2]",
+        "sampler.servers_per_gpu=2",
+    )
     with closing(tmp_path, *own) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
         many = [Request([1, 2, 10], 1, seed=seed) for seed in range(8)]
@@ -323,9 +399,9 @@ def test_servers_of_one_gpu_start_one_after_the_other(tmp_path, monkeypatch):
     kinds = [line.split()[0] for line in lines if line.split()[0] in ("start", "up")]
     assert kinds == ["start", "start", "up", "up"] * 2
     starts = [json.loads(line[6:])[0] for line in lines if line.startswith("start")]
-    assert [sorted(one["CUDA_VISIBLE_DEVICES"] for one in pair) for pair in (starts[:2], starts[2:])] == [
-        ["1", "2"]
-    ] * 2
+    assert [
+        sorted(one["CUDA_VISIBLE_DEVICES"] for one in pair) for pair in (starts[:2], starts[2:])
+    ] == [["1", "2"]] * 2
     assert {one["VLLM_USE_V2_MODEL_RUNNER"] for one in starts} == {"0"}
     assert {f"complete {request.seed}" for request in many} <= {*lines}
 
@@ -340,18 +416,24 @@ def test_the_weights_of_the_folder_are_a_hugging_face_model(tmp_path):
     for _ in range(2):
         loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert loaded.keys() == module.model.state_dict().keys()
-        assert all(torch.equal(loaded[name], weight) for name, weight in module.model.state_dict().items())
+        assert all(
+            torch.equal(loaded[name], weight) for name, weight in module.model.state_dict().items()
+        )
         del loaded
         update(module)
         sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
-    assert AutoTokenizer.from_pretrained(folder)("12=").input_ids == module.policy.tokenizer("12=").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(folder)("12=").input_ids
+        == module.policy.tokenizer("12=").input_ids
+    )
     sampler.close()
     assert list((tmp_path / "weights").iterdir()) == []
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
-    """No adapter is left in it: transformers, like a server, loads a model that computes what is trained."""
+    """No adapter is left in it: transformers, like a server, loads a model that computes what is
+    trained."""
     from transformers import AutoModelForCausalLM
 
     model = save_llama(tmp_path / "model", tie_word_embeddings=tied)
@@ -364,7 +446,9 @@ def test_the_folder_of_a_policy_with_adapters_is_a_whole_model(tmp_path, tied):
         update(module)
         sampler._folder.write(module.policy.weights(), sampler._layout, sampler._write_settings)
         assert not (sampler._folder.path / "adapter_config.json").exists()
-        loaded, report = AutoModelForCausalLM.from_pretrained(sampler._folder.path, output_loading_info=True)
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            sampler._folder.path, output_loading_info=True
+        )
         assert not {*report["missing_keys"], *report["unexpected_keys"]}
         text = torch.tensor([[1, 2, 3, 10]])
         found, expected = (one(text).logits for one in (loaded, module.policy.model))

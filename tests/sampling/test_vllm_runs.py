@@ -1,4 +1,5 @@
-"""Whole runs with sampler=vllm, against a small server of vLLM's protocol: what they learn, and what they leave."""
+"""Whole runs with sampler=vllm, against a small server of vLLM's protocol: what they learn, and
+what they leave."""
 
 from __future__ import annotations
 
@@ -19,13 +20,19 @@ from pgtoolkit.sampling.vllm import Vllm
 
 pytestmark = pytest.mark.slow  # servers are processes
 
-VLLM = ("sampler=vllm", f"sampler.executable={COMMAND}", "trainer.device=cpu", "rollout.stop=['99']")
+VLLM = (
+    "sampler=vllm",
+    f"sampler.executable={COMMAND}",
+    "trainer.device=cpu",
+    "rollout.stop=['99']",
+)
 ENDLESS = ("trainer.max_steps=100000", "trainer.keep_checkpoints=2")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of six steps, with the log-probs that the server has sampled with; beside it what the server noted."""
+    """A run of six steps, with the log-probs that the server has sampled with; beside it what the
+    server noted."""
     folder = tmp_path_factory.mktemp("whole")
     own = f"sampler.executable={COMMAND} --marks {folder}/marks"
     return run(folder / "run", *VLLM, "rollout.old_log_probs=sampling", own)
@@ -34,7 +41,8 @@ def whole(tmp_path_factory):
 def test_the_first_ratio_is_one(whole):
     rows = metrics_of(whole)
     assert len(rows) == 6
-    for row in rows[::2]:  # of the two steps of a batch the first is that of the policy that sampled it
+    # of the two steps of a batch the first is that of the policy that sampled it
+    for row in rows[::2]:
         assert abs(row["ratio_new_old"] - 1) < 1e-4
         assert abs(row["max_ratio_new_old"] - 1) < 1e-4
         assert row["kl_new_old"] < 1e-7
@@ -43,7 +51,12 @@ def test_the_first_ratio_is_one(whole):
 
 def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(tmp_path):
     """Of completions of weights of two updates before, which the correction sees."""
-    chosen = "rollout.lag=2", "rollout.old_log_probs=proximal", "correction=token_truncate", "loss=grpo"
+    chosen = (
+        "rollout.lag=2",
+        "rollout.old_log_probs=proximal",
+        "correction=token_truncate",
+        "loss=grpo",
+    )
     rows = metrics_of(run(tmp_path / "run", *VLLM, *chosen))
     assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 2, 3]
     for row in rows[::2]:
@@ -68,14 +81,23 @@ def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path):
 
 def test_evaluations_by_the_same_servers_leave_the_training_as_it_is(whole, tmp_path):
     """With a length of their own; the servers get the weights of every evaluation."""
-    more = ("evaluation.every=1", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2")
-    more += ("evaluation.sets.a.num_digits=1", f"sampler.executable={COMMAND} --marks {tmp_path}/marks")
+    more = (
+        "evaluation.every=1",
+        "evaluation.prompts_per_set=3",
+        "evaluation.max_completion_length=2",
+    )
+    more += (
+        "evaluation.sets.a.num_digits=1",
+        f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
+    )
     found = run(tmp_path / "run", *VLLM, "rollout.old_log_probs=sampling", *more)
     assert metrics_of(found) == metrics_of(whole)
     rows = read_evaluations(found)
     assert [row["step"] for row in rows] == list(range(7))
     for row in rows:
-        completions = read_completions(found / "completions" / f"evaluation_a_{row['step']:06d}.parquet")
+        completions = read_completions(
+            found / "completions" / f"evaluation_a_{row['step']:06d}.parquet"
+        )
         assert {one.version for one in completions} == {row["step"]}
         assert max(one.tokens for one in completions) <= 2
     seeds = prompts_of((tmp_path / "marks").read_text().splitlines())
@@ -134,7 +156,8 @@ def test_the_guard_itself_may_be_killed(tmp_path):
 
 
 def test_two_ranks_share_two_servers(whole, tmp_path):
-    """They learn what one process learns with one server: each prompt has its seed, whoever asks whom."""
+    """They learn what one process learns with one server: each prompt has its seed, whoever asks
+    whom."""
     own = f"sampler.executable={COMMAND} --marks {tmp_path}/marks-PORT"
     more = ("parallelism=ddp", "rollout.old_log_probs=sampling", "sampler.servers_per_gpu=2")
     command = started(tmp_path, *more, own)
@@ -150,10 +173,14 @@ def test_two_ranks_share_two_servers(whole, tmp_path):
         assert lines.count("complete score") == 3
         variables, _, path = json.loads(lines[0][6:])
         assert variables["RANK"] is None
-        assert path == os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Vllm.MODULES)]))
+        assert path == os.pathsep.join(
+            filter(None, [os.environ.get("PYTHONPATH"), str(Vllm.MODULES)])
+        )
         asked.append(prompts_of(lines))
     assert [len(lines) for lines in asked] == [6, 6]  # of three batches of four prompts
-    assert sorted(asked[0] + asked[1]) == sorted(prompts_of((whole.parent / "marks").read_text().splitlines()))
+    assert sorted(asked[0] + asked[1]) == sorted(
+        prompts_of((whole.parent / "marks").read_text().splitlines())
+    )
     assert processes_of(command.directory) == []
 
 

@@ -1,7 +1,8 @@
 """What vLLM itself and the tests' small server have in common: the same tests against both.
 
-Those of vLLM need a CUDA device and vLLM 0.24, `vllm` on the PATH or how it is called in PGTOOLKIT_VLLM, and take about
-three minutes, half of them for the servers' start. The tests stand in the order in which the servers can bear them.
+Those of vLLM need a CUDA device and vLLM 0.24, `vllm` on the PATH or how it is called in
+PGTOOLKIT_VLLM, and take about three minutes, half of them for the servers' start. The tests stand
+in the order in which the servers can bear them.
 """
 
 from __future__ import annotations
@@ -18,14 +19,24 @@ import pytest
 import torch
 from builders.shared_servers import ENDS, STARTS, TOKENS, SharedServers, save_llama
 from builders.vllm_servers import gone
-from sampling.server_checks import ARRIVING, ASKED, assert_trained, otherwise, share_of_equal, spoil, trained, update
+from sampling.server_checks import (
+    ARRIVING,
+    ASKED,
+    assert_trained,
+    otherwise,
+    share_of_equal,
+    spoil,
+    trained,
+    update,
+)
 
 from pgtoolkit.completion import Request
 from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.servers import ServerSampler
 from pgtoolkit.sampling.vllm import Vllm
 
-PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]  # of several blocks of a cache
+# of several blocks of a cache
+PROMPTS = [[(7 * i + i * j * j) % 10 for j in range(40)] + [10] for i in range(10)]
 REQUESTS = [Request(prompt, 2 + i % 3, seed=1000 + 97 * i) for i, prompt in enumerate(PROMPTS)]
 VLLM = pytest.param("vllm", marks=pytest.mark.gpu)
 
@@ -33,9 +44,15 @@ VLLM = pytest.param("vllm", marks=pytest.mark.gpu)
 @pytest.fixture(scope="module", params=[pytest.param("small", marks=pytest.mark.slow), VLLM])
 def servers(request, tmp_path_factory):
     folder, is_vllm = tmp_path_factory.mktemp(request.param), request.param == "vllm"
-    with contextlib.closing(SharedServers(folder, is_vllm, [*STARTS] if is_vllm else ["first", "raw"])) as found:
+    with contextlib.closing(
+        SharedServers(folder, is_vllm, [*STARTS] if is_vllm else ["first", "raw"])
+    ) as found:
         if is_vllm:
-            endless = ("task.num_digits=4", "trainer.max_steps=1000000", "trainer.checkpoint_every=100000")
+            endless = (
+                "task.num_digits=4",
+                "trainer.max_steps=1000000",
+                "trainer.checkpoint_every=100000",
+            )
             for name in ("interrupted", "killed"):
                 found.begin(name, *endless)
         found.start()
@@ -72,10 +89,15 @@ def test_an_argument_that_it_does_not_know_is_one_sentence(servers):
     assert "unrecognized arguments: --no-such-option" in str(error)
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"temperature": 0.7, "top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 0.6}, {"temperature": 0.7, "top_p": 0.5}], ids=str
+)
 def test_completions_have_the_log_probs_of_the_weights_published_last(servers, tmp_path, how):
     """Of the same prompts before and after, which a server has in its cache."""
-    with servers.joined(tmp_path, *(f"rollout.{key}={value}" for key, value in how.items())) as (module, sampler):
+    with servers.joined(tmp_path, *(f"rollout.{key}={value}" for key, value in how.items())) as (
+        module,
+        sampler,
+    ):
         ends = sampler._ways[0].ends
         assert ends == ENDS
         for version in (0, 3, 4):
@@ -104,7 +126,8 @@ def test_a_model_in_float32_is_proved_too(servers, tmp_path):
 
 
 def test_a_seed_makes_the_same_completions_again(servers, tmp_path):
-    """To vLLM's promise, which is for the same computation alone: another batch rounds otherwise."""
+    """To vLLM's promise, which is for the same computation alone: another batch rounds
+    otherwise."""
     later = [dataclasses.replace(one, seed=one.seed + 5) for one in REQUESTS]
     with servers.joined(tmp_path / "seeds") as (module, sampler):
         sampler.publish(module.policy.weights, 0)
@@ -126,10 +149,14 @@ def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tm
     decode = module.policy.tokenizer.decode
     counts[sampler._ways[0].ends] = 0
     stops = [decode(counts.argmax()), "01"]
-    with servers.joined(tmp_path / "with", f"rollout.stop={json.dumps(stops)}", to=("raw",)) as (module, sampler):
+    with servers.joined(tmp_path / "with", f"rollout.stop={json.dumps(stops)}", to=("raw",)) as (
+        module,
+        sampler,
+    ):
         sampler.publish(module.policy.weights, 0)
         if not servers.is_vllm:
-            servers.fault("late_stop", of="raw")  # some decoders give a token's text only with the next one
+            # some decoders give a token's text only with the next one
+            servers.fault("late_stop", of="raw")
         completions = sampler.complete(REQUESTS)
         if not servers.is_vllm:
             servers.fault(None, of="raw")
@@ -145,10 +172,13 @@ def test_completions_end_with_the_token_that_completes_a_stop_string(servers, tm
 
 def test_an_evaluation_takes_the_likeliest_tokens(servers, tmp_path):
     with servers.joined(tmp_path) as (module, sampler):
-        rollout = dataclasses.replace(module.config.rollout, temperature=0.0, max_completion_length=3)
+        rollout = dataclasses.replace(
+            module.config.rollout, temperature=0.0, max_completion_length=3
+        )
         greedy = sampler.sampling_otherwise(rollout, lambda: None)
         greedy.publish(module.policy.weights, 0)
-        single = [dataclasses.replace(one, completions=1) for one in REQUESTS]  # vLLM makes no more of the likeliest
+        # vLLM makes no more of the likeliest
+        single = [dataclasses.replace(one, completions=1) for one in REQUESTS]
         completions = greedy.complete(single)
         for row, made in zip(trained(module, single, completions), completions, strict=True):
             assert len(made.tokens) == 3 or made.finish_reason == "stop"
@@ -173,7 +203,10 @@ def test_two_servers_share_the_requests_and_get_the_same_weights(servers, tmp_pa
 @quick
 def test_log_probs_from_before_the_temperature_are_an_error(servers, tmp_path):
     source = servers.source(tmp_path, "rollout.temperature=0.7", of="raw")
-    with contextlib.closing(source), pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"):
+    with (
+        contextlib.closing(source),
+        pytest.raises(SamplerLost, match="--logprobs-mode processed_logprobs"),
+    ):
         source.document(0)
 
 
@@ -194,7 +227,9 @@ def test_an_old_prefix_cache_is_an_error(servers, tmp_path, monkeypatch):
         source.sampler.complete([Request(tokens, 1, seed=1) for tokens in prompts])
         update(source.trained, 0.1)
         source.trained.num_updates = 1
-        with pytest.raises(SamplerLost, match=r"an old prefix cache, or .* The batch is not trained"):
+        with pytest.raises(
+            SamplerLost, match=r"an old prefix cache, or .* The batch is not trained"
+        ):
             source.document(0)
 
 
@@ -205,7 +240,9 @@ def test_a_version_that_did_not_arrive_is_an_error(servers, tmp_path, monkeypatc
         sampler.publish(module.policy.weights, 0)
         update(module, 0.1)
         spoil(monkeypatch, fault)
-        with pytest.raises(SamplerLost, match="does not sample from the weights of version 1") as caught:
+        with pytest.raises(
+            SamplerLost, match="does not sample from the weights of version 1"
+        ) as caught:
             sampler.publish(module.policy.weights, 1)
         print(caught.value)
         monkeypatch.undo()
@@ -219,7 +256,10 @@ def test_what_was_not_asked_for_is_one_sentence(servers, tmp_path, fault):
     asked, expected, said = ASKED[fault]
     with servers.joined(tmp_path) as (module, sampler):
         sampler.publish(module.policy.weights, 0)
-        with otherwise(sampler, asked, expected) as way, pytest.raises(SamplerLost, match=said) as caught:
+        with (
+            otherwise(sampler, asked, expected) as way,
+            pytest.raises(SamplerLost, match=said) as caught,
+        ):
             sampler.complete_in(way, REQUESTS, more=False)
         print(caught.value)
         assert len(sampler.complete(REQUESTS)) == sum(one.completions for one in REQUESTS)
@@ -242,13 +282,15 @@ def test_a_server_that_does_not_answer_is_one_sentence(servers, tmp_path, halted
         sampler.publish(module.policy.weights, 0)
         said = r"did not answer /v1/completions within sampler.answer_seconds=3\."
         with halted(servers, "first"), pytest.raises(SamplerLost, match=said):
-            sampler.complete(REQUESTS[:3])  # more connections than that wait for the small server's attention
+            # more connections than that wait for the small server's attention
+            sampler.complete(REQUESTS[:3])
         assert_trained(module, REQUESTS, sampler.complete(REQUESTS))  # it can be asked again
 
 
 def test_a_server_sleeps_between_batches(servers, tmp_path):
     with servers.joined(tmp_path) as (module, sampler):
-        sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)  # as on a GPU that it shares
+        # as on a GPU that it shares
+        sampler._plan = dataclasses.replace(sampler._plan, sleeps=True)
         for version in (0, 0, 1, 2):
             if version:
                 update(module)
@@ -288,7 +330,10 @@ def test_a_server_that_is_killed_while_it_samples_is_one_sentence(servers):
 
 
 def test_nothing_is_left_of_servers_that_are_closed(servers):
-    everything = [*servers.processes("raw"), *(servers.processes("float32") if servers.is_vllm else [])]
+    everything = [
+        *servers.processes("raw"),
+        *(servers.processes("float32") if servers.is_vllm else []),
+    ]
     folders = [sampler._folder.path for _, sampler in servers.samplers.values()]
     servers.close()
     assert gone(everything, 1)
@@ -296,6 +341,9 @@ def test_nothing_is_left_of_servers_that_are_closed(servers):
     if servers.free_memory is not None:
         torch.cuda.empty_cache()
         deadline = time.monotonic() + 10  # the driver takes a moment
-        while torch.cuda.mem_get_info()[0] < servers.free_memory - 2**30 and time.monotonic() < deadline:
+        while (
+            torch.cuda.mem_get_info()[0] < servers.free_memory - 2**30
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.2)
         assert torch.cuda.mem_get_info()[0] > servers.free_memory - 2**30

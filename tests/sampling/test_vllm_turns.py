@@ -1,6 +1,8 @@
-"""Conversations with servers, in runs with a lag and with a teacher: the small server of the tests, or vLLM itself.
+"""Conversations with servers, in runs with a lag and with a teacher: the small server of the tests,
+or vLLM itself.
 
-As tests/sampling/test_vllm_servers.py; with vLLM they take about a minute, half of it for the servers' start.
+As tests/sampling/test_vllm_servers.py; with vLLM they take about a minute, half of it for the
+servers' start.
 """
 
 from __future__ import annotations
@@ -27,18 +29,29 @@ from pgtoolkit.tasks.shuffle import seed_of
 TALK = ("task=guess", "rollout.max_completion_length=40", "optimizer.warmup_steps=0")
 FLOAT32 = ("model.dtype=float32",)
 OWN = "own"
-"""A run of six steps with a server of its own, which on a GPU gives its memory back between batches."""
+"""A run of six steps with a server of its own, which on a GPU gives its memory back between
+batches."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("small", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.gpu)],
+    params=[
+        pytest.param("small", marks=pytest.mark.slow),
+        pytest.param("vllm", marks=pytest.mark.gpu),
+    ],
 )
 def servers(request, tmp_path_factory):
     """One around a model in float32, so that log-probs can be compared closely."""
     folder, is_vllm = tmp_path_factory.mktemp(request.param), request.param == "vllm"
-    with contextlib.closing(SharedServers(folder, is_vllm, ["float32"], save_guesser, TALK)) as found:
-        more = ("evaluation.every=3", "evaluation.prompts_per_set=6", "loss=grpo", "optimizer.learning_rate=0.003")
+    with contextlib.closing(
+        SharedServers(folder, is_vllm, ["float32"], save_guesser, TALK)
+    ) as found:
+        more = (
+            "evaluation.every=3",
+            "evaluation.prompts_per_set=6",
+            "loss=grpo",
+            "optimizer.learning_rate=0.003",
+        )
         found.begin(OWN, *more, f"rollout.save_path={folder}/recorded")
         found.start()
         yield found
@@ -52,19 +65,26 @@ def noise(servers) -> float:
 def turns_of(document: Document) -> list[tuple[list[int], list[int]]]:
     """Of each turn all tokens before it, and its own."""
     tokens = document.tokens.tolist()
-    return [(tokens[:start], tokens[start:end]) for start, end in places_of_turns(document.loss_mask.tolist())]
+    return [
+        (tokens[:start], tokens[start:end])
+        for start, end in places_of_turns(document.loss_mask.tolist())
+    ]
 
 
 def places_of_turns(mask: list[bool]) -> list[tuple[int, int]]:
     """Where each begins and ends."""
     drawn = [*mask, False]
     starts = [i for i, one in enumerate(drawn) if one and not drawn[i - 1]]
-    return [*zip(starts, [i for i, one in enumerate(drawn) if not one and drawn[i - 1]], strict=True)]
+    return [
+        *zip(starts, [i for i, one in enumerate(drawn) if not one and drawn[i - 1]], strict=True)
+    ]
 
 
 def documents_of(folder, step: int) -> list[Document]:
     """The batch in use, of the run's state after a step."""
-    return [Document(**one) for one in checkpoint_of(folder, step)["data"]["source"]["documents"]][:16]
+    return [Document(**one) for one in checkpoint_of(folder, step)["data"]["source"]["documents"]][
+        :16
+    ]
 
 
 def log_probs(module, weights: dict, documents: list[Document]) -> torch.Tensor:
@@ -79,7 +99,8 @@ def distance(some: torch.Tensor, others: torch.Tensor) -> float:
 
 
 def test_each_turn_is_asked_for_with_the_tokens_that_were_sampled(servers, tmp_path, monkeypatch):
-    """By what the server says that it has read and written, of two versions of the weights, asleep between batches."""
+    """By what the server says that it has read and written, of two versions of the weights, asleep
+    between batches."""
     answers, choices = [], Vllm.choices
 
     def noted(self, answer):
@@ -89,19 +110,24 @@ def test_each_turn_is_asked_for_with_the_tokens_that_were_sampled(servers, tmp_p
     source = servers.source(tmp_path, *FLOAT32, "rollout.old_log_probs=sampling", of="float32")
     with contextlib.ExitStack() as opened:
         opened.enter_context(contextlib.closing(source))
-        opened.callback(lambda: source.sampler.publish(source.trained.policy.weights, 99))  # awake for the next test
+        # awake for the next test
+        opened.callback(lambda: source.sampler.publish(source.trained.policy.weights, 99))
         source.sampler._plan = dataclasses.replace(source.sampler._plan, sleeps=True)
         monkeypatch.setattr(Vllm, "choices", noted)
         for version in range(2):
             answers.clear()
             documents = [source.document(16 * version + place) for place in range(16)]
             turns = [turn for document in documents for turn in turns_of(document)]
-            assert sorted(turns) == sorted((one["prompt_token_ids"], one["token_ids"]) for one in answers)
+            assert sorted(turns) == sorted(
+                (one["prompt_token_ids"], one["token_ids"]) for one in answers
+            )
             assert len(turns) > 16  # some have several
             assert {document.model_version for document in documents} == {version}
             batch, decode = pack(documents), source.task.tokenizer.decode
             found = source.trained.log_probs(batch).cpu()[batch.labels >= 0]
-            assert distance(found, torch.cat([document.old_log_probs for document in documents])) < noise(servers)
+            assert distance(
+                found, torch.cat([document.old_log_probs for document in documents])
+            ) < noise(servers)
             for document in documents:
                 (prompt, first), *later = turns_of(document)
                 before = prompt + first
@@ -137,10 +163,14 @@ def test_metrics_of_a_run_are_those_of_its_conversations(servers):
             expected["reward"].append(guess.score([{"content": said[-1]}])[0])
             expected["turns"].append(len(turns))
             expected["completion_length"].append(sum(len(turn) for _, turn in turns))
-            expected["environment_tokens"].append(len(document.tokens) - 4 - expected["completion_length"][-1])
+            expected["environment_tokens"].append(
+                len(document.tokens) - 4 - expected["completion_length"][-1]
+            )
         for name, values in expected.items():
             assert row[name] == pytest.approx(sum(values) / 8), name
-        fractions = [row[f"ended_by_{end}_fraction"] for end in ("environment", "max_turns", "length")]
+        fractions = [
+            row[f"ended_by_{end}_fraction"] for end in ("environment", "max_turns", "length")
+        ]
         assert sum(fractions) == pytest.approx(1)
         assert row["difference_old_sampling"] < (0.05 if servers.is_vllm else 1e-5)
     assert len(rows) == 6
@@ -153,8 +183,11 @@ def test_metrics_of_a_run_are_those_of_its_conversations(servers):
     assert all(1 <= row["turns"] <= 4 for row in evaluations)
 
 
-def test_turns_as_the_documents_of_a_trajectory_teach_what_the_conversation_teaches(servers, tmp_path):
-    """What was sampled, recorded and cut into a document for each turn; the policy is measured by the server."""
+def test_turns_as_the_documents_of_a_trajectory_teach_what_the_conversation_teaches(
+    servers, tmp_path
+):
+    """What was sampled, recorded and cut into a document for each turn; the policy is measured by
+    the server."""
     run = servers.runs[OWN]
     assert run.process.wait(200) == 0, run.log.read_text()[-3000:]
     files = sorted((run.directory.parents[1] / "recorded").rglob("*.parquet"))
@@ -163,9 +196,21 @@ def test_turns_as_the_documents_of_a_trajectory_teach_what_the_conversation_teac
         for start, end in places_of_turns(row["loss_mask"]):
             part = {name: row[name][:end] for name in ("token_ids", "old_log_probs")}
             part |= {name: row[name] for name in ("reward", "group_id")}
-            turns.append(part | {"loss_mask": [start <= i < end for i in range(end)], "trajectory": number})
-    chosen = "rollout=recorded", "rollout.epochs=1", "aggregation=sample_mean", "trainer.max_steps=1", "loss=grpo"
-    chosen += ("accumulation.docs_per_step=1000", "evaluation.every=1", "evaluation.prompts_per_set=6")
+            turns.append(
+                part | {"loss_mask": [start <= i < end for i in range(end)], "trajectory": number}
+            )
+    chosen = (
+        "rollout=recorded",
+        "rollout.epochs=1",
+        "aggregation=sample_mean",
+        "trainer.max_steps=1",
+        "loss=grpo",
+    )
+    chosen += (
+        "accumulation.docs_per_step=1000",
+        "evaluation.every=1",
+        "evaluation.prompts_per_set=6",
+    )
     chosen += ("evaluation.max_completion_length=40", *FLOAT32)
     found = {}
     for name, written in {"whole": rows, "turns": turns}.items():
@@ -181,45 +226,69 @@ def test_turns_as_the_documents_of_a_trajectory_teach_what_the_conversation_teac
 
 @pytest.mark.parametrize("late", ["rollout.lag=2", "rollout.max_staleness=3"])
 def test_proximal_ratios_are_to_the_weights_that_a_batch_begins_with(servers, tmp_path, late):
-    """The third batch was sampled by the weights of two updates before its first step, which the correction sees."""
-    chosen = "rollout.old_log_probs=proximal", "correction=token_truncate", "loss=grpo", "optimizer.learning_rate=0.003"
+    """The third batch was sampled by the weights of two updates before its first step, which the
+    correction sees."""
+    chosen = (
+        "rollout.old_log_probs=proximal",
+        "correction=token_truncate",
+        "loss=grpo",
+        "optimizer.learning_rate=0.003",
+    )
     run = servers.train(tmp_path / "run", *FLOAT32, late, *chosen, of="float32")
     rows, documents = metrics_of(run), documents_of(run, 5)
     assert [row["staleness"] for row in rows] == [0, 1, 2, 3, 2, 3]
     for row in rows[::2]:
         assert abs(row["max_ratio_new_old"] - 1) < noise(servers)
     assert {document.model_version for document in documents} == {2}
-    sampled, old = ([vars(one)[f"{name}_log_probs"] for one in documents] for name in ("sampling", "old"))
+    sampled, old = (
+        [vars(one)[f"{name}_log_probs"] for one in documents] for name in ("sampling", "old")
+    )
     with servers.joined(tmp_path, *FLOAT32, to=("float32",)) as (module, _):
-        first, begun = (log_probs(module, checkpoint_of(run, step)["model"], documents) for step in (2, 4))
+        first, begun = (
+            log_probs(module, checkpoint_of(run, step)["model"], documents) for step in (2, 4)
+        )
     assert distance(first, torch.cat(sampled)) < noise(servers)
     assert distance(begun, torch.cat(old)) < noise(servers)
     assert distance(begun, first) > 5 * noise(servers)
-    factors = [(one - other).exp().clamp(max=2).mean() for one, other in zip(old[:8], sampled[:8], strict=True)]
+    factors = [
+        (one - other).exp().clamp(max=2).mean()
+        for one, other in zip(old[:8], sampled[:8], strict=True)
+    ]
     assert rows[4]["correction_factor"] == pytest.approx(float(sum(factors)) / 8, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["k3_ratio", "full_reverse"])
 def test_a_student_comes_to_say_what_its_teacher_says(servers, tmp_path, kind):
-    """Of each step the distance by the rows of both models, which transformers alone gives; the environment's tokens
-    have no part in it."""
+    """Of each step the distance by the rows of both models, which transformers alone gives; the
+    environment's tokens have no part in it."""
     teacher = save_guesser(tmp_path / "teacher", seed=3)
     chosen = "experiment=distillation", f"kl={kind}", "kl.coefficient=1", f"kl.reference={teacher}"
     chosen += ("aggregation=token_mean", "trainer.max_steps=12", "optimizer.learning_rate=0.003")
     run = servers.train(tmp_path / "run", *FLOAT32, *chosen, of="float32")
     rows, documents = metrics_of(run), documents_of(run, 1)[:8]
     student = AutoModelForCausalLM.from_pretrained(servers.model, dtype=torch.float32)
-    models, total, mean, count = (student, AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)), 0, 0, 0
+    models, total, mean, count = (
+        (student, AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)),
+        0,
+        0,
+        0,
+    )
     for document in documents:
         mask = document.loss_mask[1:]
         with torch.no_grad():
-            new, wanted = (one(document.tokens[None]).logits[0, :-1].log_softmax(-1)[mask] for one in models)
+            new, wanted = (
+                one(document.tokens[None]).logits[0, :-1].log_softmax(-1)[mask] for one in models
+            )
         if kind == "full_reverse":
             values = (new.exp() * (new - wanted)).sum(-1)
         else:
             gap = (wanted - new).gather(-1, document.tokens[1:][mask][:, None])
             values = gap.exp() - gap - 1
-        total, mean, count = total + float(values.sum()), mean + float(values.mean()) / 8, count + len(values)
+        total, mean, count = (
+            total + float(values.sum()),
+            mean + float(values.mean()) / 8,
+            count + len(values),
+        )
     assert rows[0]["kl_ref"] == pytest.approx(mean, rel=0.03 if servers.is_vllm else 1e-4)
     assert rows[0]["loss"] == pytest.approx(total / count, rel=0.03 if servers.is_vllm else 1e-4)
     if kind == "full_reverse":  # k3 of so few tokens is too noisy to tell after twelve steps

@@ -31,7 +31,9 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(StorageError, match=r"weights for the sampling server cannot be written.*weights_folder"):
+        with pytest.raises(
+            StorageError, match=r"weights for the sampling server cannot be written.*weights_folder"
+        ):
             folder.make_room({"weight": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -39,9 +41,15 @@ def test_a_full_disk_is_one_sentence(tmp_path):
 
 
 def test_numbers_that_are_no_weights_are_written_as_they_are(tmp_path):
-    """bfloat16 has 8 bits of a number: 257 and 2^31 + 1 would be others, and a mask would be no mask."""
+    """bfloat16 has 8 bits of a number: 257 and 2^31 + 1 would be others, and a mask would be no
+    mask."""
     steps, mask = torch.tensor([257, 2**31 + 1, -3]), torch.tensor([True, False, True, True, False])
-    others = {"mask": mask, "steps": steps, "index": steps[::2].int(), "bytes": torch.tensor([255, 0, 7]).byte()}
+    others = {
+        "mask": mask,
+        "steps": steps,
+        "index": steps[::2].int(),
+        "bytes": torch.tensor([255, 0, 7]).byte(),
+    }
     weight = torch.tensor([1 / 3, 1.0])
     folder = WeightsFolder(tmp_path, tmp_path, torch.bfloat16)
     path = folder.make(1, lambda _: None)
@@ -57,7 +65,9 @@ def test_numbers_that_are_no_weights_are_written_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(("more", "in_memory"), [(0, False), (1, True)])
-def test_64_mib_of_shared_memory_stay_free_beside_the_weights(tmp_path, monkeypatch, more, in_memory):
+def test_64_mib_of_shared_memory_stay_free_beside_the_weights(
+    tmp_path, monkeypatch, more, in_memory
+):
     """Others of the machine need some. Weights that would not leave so much go to the disk."""
     num_bytes = 3 * 2**30
     free = num_bytes + 64 * 1024 * 1024 + more
@@ -69,7 +79,9 @@ def test_64_mib_of_shared_memory_stay_free_beside_the_weights(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("for_others", "rights"), [(False, 0o700), (True, 0o755)])
-def test_weights_are_their_owners_alone_where_no_other_has_started_the_server(tmp_path, for_others, rights):
+def test_weights_are_their_owners_alone_where_no_other_has_started_the_server(
+    tmp_path, for_others, rights
+):
     folder = WeightsFolder(tmp_path, tmp_path, torch.float32, for_others)
     path = folder.make(1, lambda path: (path / "config.json").touch())
     assert path.stat().st_mode & 0o777 == rights
@@ -87,7 +99,9 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
         print(made, made.exists(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     path, existed = done.stdout.split()
     assert existed == "True"
     deadline = time.monotonic() + 30
@@ -97,7 +111,8 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
 
 
 def written(config, sizes: dict[str, int]) -> str:
-    """Writes two versions of a module's weights on these ranks; the folder, which is left to the test."""
+    """Writes two versions of a module's weights on these ranks; the folder, which is left to the
+    test."""
     layout_here = layout(**sizes)
     module, loader = build(config, layout=layout_here)
     sampler = loader.source.sampler
@@ -127,17 +142,25 @@ def written(config, sizes: dict[str, int]) -> str:
     ],
     ids=["fsdp", "ddp with LoRA", "tensor", "pipeline"],
 )
-def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_process(tmp_path, sizes, more):
+def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_process(
+    tmp_path, sizes, more
+):
     from transformers import AutoModelForCausalLM
 
     model = save_with_tokenizer(small_llama(5, num_hidden_layers=3), tmp_path / "model")
-    own = ["sampler=vllm", f"sampler.executable={COMMAND}", f"sampler.weights_folder={tmp_path}/weights"]
+    own = [
+        "sampler=vllm",
+        f"sampler.executable={COMMAND}",
+        f"sampler.weights_folder={tmp_path}/weights",
+    ]
     settings = with_model(model, "trainer.device=cpu", "model.dtype=bfloat16", *own, *more)
     cut = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
     config = config_of(*settings, *cut)
     folders = [Path(folder) for folder in world(2).run(written, config, sizes)]
     files = sorted(folders[0].glob("*.safetensors"))
-    assert [file.name for file in files] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert [file.name for file in files] == [
+        f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
+    ]
     assert 0.3 < files[0].stat().st_size / files[1].stat().st_size < 3
     index = json.loads((folders[0] / "model.safetensors.index.json").read_text())["weight_map"]
     assert index == {name: file.name for file in files for name in load_file(file)}
@@ -158,7 +181,10 @@ def test_weights_are_in_the_file_once_they_are_written_beside_a_gpu(tmp_path, sh
     """Also those of a run with trainer.device=cpu in a process that knows a GPU."""
     torch.cuda.init()
     folder = WeightsFolder(None if shared else tmp_path, tmp_path, torch.bfloat16)
-    weights = {"large": torch.randn(8000, 5000, device=device), "small": torch.randn(3, device=device)}
+    weights = {
+        "large": torch.randn(8000, 5000, device=device),
+        "small": torch.randn(3, device=device),
+    }
     weights["count"] = torch.arange(7, device=device)
     folder.make(2**27, lambda _: None)
     try:

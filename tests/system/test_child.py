@@ -29,7 +29,8 @@ while True:
 
 LEAVING = """
 import os, signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where these tests run in the background it is ignored
+# Where these tests run in the background it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 shell = "setsid sleep 600 > /dev/null 2>&1 & echo $!"
 left = subprocess.run(["sh", "-c", shell], capture_output=True, text=True).stdout.strip()
@@ -37,7 +38,8 @@ with open(sys.argv[1], "w") as file:
     file.write(f"{os.getpid()} {left}.")
 exec(sys.argv[2])
 """
-"""Leaves a process behind in a session of its own, whose parent has ended; then does what it is told."""
+"""Leaves a process behind in a session of its own, whose parent has ended; then does what it is
+told."""
 
 ORDERLY = """
 import signal, sys, threading, time
@@ -97,17 +99,24 @@ def python(program: str, *arguments: str | Path) -> list[str]:
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 
-@pytest.mark.parametrize("then", ["signal.SIGKILL", "signal.SIGTERM", "pass", "raise SystemExit(1)"])
+@pytest.mark.parametrize(
+    "then", ["signal.SIGKILL", "signal.SIGTERM", "pass", "raise SystemExit(1)"]
+)
 def test_children_end_with_their_parent(tmp_path, then):
-    """However it ends, what ignores SIGTERM and what has children of its own; a program of ours saves first."""
+    """However it ends, what ignores SIGTERM and what has children of its own; a program of ours
+    saves first."""
     log = tmp_path / "log"
     commands = [
         under_guard(python(STUBBORN, tmp_path / "stubborn"), 0.5),
         under_guard(python(LEAVING, tmp_path / "leaving", "time.sleep(600)"), 0),
         [sys.executable, "-c", ORDERLY],
     ]
-    arguments = python(PARENT, json.dumps(commands), log, "pass" if then.startswith("signal") else then)
-    parent = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    arguments = python(
+        PARENT, json.dumps(commands), log, "pass" if then.startswith("signal") else then
+    )
+    parent = subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     forked = [child.pid for child in psutil.Process(parent.pid).children() if child.pid not in pids]
     try:
@@ -134,7 +143,9 @@ def test_a_guarded_process_is_ended_with_all_that_came_of_it(tmp_path):
     """It is asked first, and killed after its time; another one need not be waited for."""
     log = tmp_path / "log"
     stubborn = Child(under_guard(python(STUBBORN, tmp_path / "stubborn"), 0.2), log=log)
-    leaving = Child(under_guard(python(LEAVING, tmp_path / "leaving", "time.sleep(600)"), 0), log=log)
+    leaving = Child(
+        under_guard(python(LEAVING, tmp_path / "leaving", "time.sleep(600)"), 0), log=log
+    )
     pids = pids_in(tmp_path / "stubborn") + pids_in(tmp_path / "leaving")
     assert all(map(lives, pids))
     assert (stubborn.poll(), leaving.wait(0.01)) == (None, None)
@@ -146,7 +157,11 @@ def test_a_guarded_process_is_ended_with_all_that_came_of_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("then", "status"),
-    [("os._exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -9), ("os.kill(os.getpid(), signal.SIGTERM)", -15)],
+    [
+        ("os._exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+    ],
 )
 def test_a_guarded_process_that_ends_leaves_nothing_and_its_status_is_known(tmp_path, then, status):
     child = Child(under_guard(python(LEAVING, tmp_path / "pids", then), 0))
@@ -218,7 +233,8 @@ def test_its_session_its_log_and_its_channel(tmp_path, guarded):
     answers = child.channel.makefile("r")
     assert [answers.readline(), answers.readline()] == ["17 one\n", "17 two\n"]
     status = child.end(10)
-    assert status == 4 or (guarded and status == -signal.SIGKILL)  # who sees the end of the channel first
+    # who sees the end of the channel first
+    assert status == 4 or (guarded and status == -signal.SIGKILL)
     assert sorted(log.read_text().splitlines()) == [
         "before",
         "standard error",
@@ -227,7 +243,12 @@ def test_its_session_its_log_and_its_channel(tmp_path, guarded):
 
 
 def test_what_is_quiet_has_its_errors_in_the_log(tmp_path):
-    child = Child(python("import sys; print('out'); print('error', file=sys.stderr)"), None, tmp_path / "log", True)
+    child = Child(
+        python("import sys; print('out'); print('error', file=sys.stderr)"),
+        None,
+        tmp_path / "log",
+        True,
+    )
     assert child.wait(30) == 0
     assert (tmp_path / "log").read_text() == "error\n"
     child.end()

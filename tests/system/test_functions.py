@@ -1,4 +1,5 @@
-"""Functions of the user's own: imported from the current directory too, checked before they are needed."""
+"""Functions of the user's own: imported from the current directory too, checked before they are
+needed."""
 
 import pytest
 import torch
@@ -48,18 +49,27 @@ def test_a_reducer_beside_the_run_halves_the_token_mean(beside):
     assert "my_reducers.halves" in (beside / "halved" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("path", ["my_reducers.wrong", "my_reducers.missing", "nowhere.f", "os.path.join", "os.name"])
+@pytest.mark.parametrize(
+    "path", ["my_reducers.wrong", "my_reducers.missing", "nowhere.f", "os.path.join", "os.name"]
+)
 def test_a_function_that_cannot_be_called_is_refused(beside, path):
     with pytest.raises(ConfigError, match=f"aggregation.reducer={path} needs a function"):
         build(config_of(*SHORT, f"aggregation.reducer={path}"))
 
 
 @pytest.mark.parametrize(
-    ("name", "got"), [("short", r"got shape \(\d+,\) on cpu"), ("nan", "got NaN or infinity"), ("table", "got dict")]
+    ("name", "got"),
+    [
+        ("short", r"got shape \(\d+,\) on cpu"),
+        ("nan", "got NaN or infinity"),
+        ("table", "got dict"),
+    ],
 )
 def test_weights_that_are_none_end_the_run(beside, name, got):
     path = f"my_reducers.{name}"
-    with pytest.raises(ConfigError, match=rf"^aggregation.reducer={path} needs to return one finite weight .*{got}"):
+    with pytest.raises(
+        ConfigError, match=rf"^aggregation.reducer={path} needs to return one finite weight .*{got}"
+    ):
         run(beside / "run", f"aggregation.reducer={path}")
 
 
@@ -67,7 +77,9 @@ def test_what_a_reducer_raises_comes_with_its_own_traceback(beside):
     with pytest.raises(ConfigError) as error:
         run(beside / "run", "aggregation.reducer=my_reducers.failing")
     first, *lines = str(error.value).splitlines()
-    assert first.startswith("aggregation.reducer=my_reducers.failing raised KeyError on a micro-batch of ")
+    assert first.startswith(
+        "aggregation.reducer=my_reducers.failing raised KeyError on a micro-batch of "
+    )
     assert lines[0] == "Traceback (most recent call last):"
     assert [line.partition("my_reducers.py")[2] for line in lines if "File" in line] == [
         '", line 14, in failing',

@@ -1,4 +1,5 @@
-"""Links and pipes inside a run directory: the commands that open one refuse it; nothing outside is written or sent."""
+"""Links and pipes inside a run directory: the commands that open one refuse it; nothing outside is
+written or sent."""
 
 import os
 import shutil
@@ -12,7 +13,11 @@ from pgtoolkit.system.plain_files import remove, write_atomically
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("links") / "run", "trainer.max_steps=1", "rollout.keep_completions=1")
+    return run(
+        tmp_path_factory.mktemp("links") / "run",
+        "trainer.max_steps=1",
+        "rollout.keep_completions=1",
+    )
 
 
 COMMANDS = {
@@ -28,7 +33,11 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("config.yaml", "link"), ("curves.png", "pipe"), ("checkpoints/step-000001/model.safetensors", "link")],
+    [
+        ("config.yaml", "link"),
+        ("curves.png", "pipe"),
+        ("checkpoints/step-000001/model.safetensors", "link"),
+    ],
 )
 def test_a_run_directory_with_a_link_or_a_pipe_is_refused(trained, tmp_path, capsys, name, kind):
     folder, outside = tmp_path / "run", tmp_path / "outside"
@@ -40,7 +49,9 @@ def test_a_run_directory_with_a_link_or_a_pipe_is_refused(trained, tmp_path, cap
     for command, arguments in COMMANDS.items():
         status = main([command, *(one.format(run=folder, top=tmp_path) for one in arguments)])
         said = capsys.readouterr().err
-        assert f"{folder / name} needs to be a plain file or a folder (got a {kind})" in said, command
+        assert f"{folder / name} needs to be a plain file or a folder (got a {kind})" in said, (
+            command
+        )
         assert status == (2 if command == "compare" else 6)  # which needs one run that can be read
     assert sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 

@@ -1,4 +1,5 @@
-"""Damaged folders of models: one refusal that names the file and the reason; nothing of a folder is run."""
+"""Damaged folders of models: one refusal that names the file and the reason; nothing of a folder is
+run."""
 
 import json
 import os
@@ -33,7 +34,9 @@ def folder(whole, tmp_path):
 
 
 def put(name, data):
-    return lambda folder: (folder / name).write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+    return lambda folder: (folder / name).write_bytes(
+        data if isinstance(data, bytes) else json.dumps(data).encode()
+    )
 
 
 def remove(name):
@@ -66,22 +69,38 @@ def in_pieces(folder):
 
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
-AUTO_MAP = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", "evil.T"]}
+AUTO_MAP = {
+    "AutoConfig": "evil.C",
+    "AutoModelForCausalLM": "evil.M",
+    "AutoTokenizer": ["evil.T", "evil.T"],
+}
 SEEN_BY_CHECK = {
     "no config": (remove(CONFIG), "with its config.json (got Unrecognized model"),
     "half a config": (half(CONFIG), "a config.json that is whole (got "),
-    "config that is a list": (put(CONFIG, []), "a config.json that is whole (got it is no JSON object)"),
+    "config that is a list": (
+        put(CONFIG, []),
+        "a config.json that is whole (got it is no JSON object)",
+    ),
     "code of its own": (
         changed(CONFIG, model_type="x", auto_map=AUTO_MAP),
         "with its config.json (got one that names code of its own)",
     ),
-    "half a tokenizer": (half(TOKENIZER), "a tokenizer that transformers can load, such as tokenizer.json (got"),
-    "half a tokenizer_config": (half("tokenizer_config.json"), "a tokenizer_config.json that is whole (got"),
+    "half a tokenizer": (
+        half(TOKENIZER),
+        "a tokenizer that transformers can load, such as tokenizer.json (got",
+    ),
+    "half a tokenizer_config": (
+        half("tokenizer_config.json"),
+        "a tokenizer_config.json that is whole (got",
+    ),
     "broken generation_config": (
         put("generation_config.json", b'{"eos_token_id": 1'),
         "a generation_config.json that is whole (got Expec",
     ),
-    "adapters": (put("adapter_config.json", {}), "a whole model (got adapters, adapter_config.json)"),
+    "adapters": (
+        put("adapter_config.json", {}),
+        "a whole model (got adapters, adapter_config.json)",
+    ),
 }
 SEEN_BY_LOADING = {
     "half of the weights": (half(WEIGHTS), "incomplete metadata"),
@@ -90,7 +109,10 @@ SEEN_BY_LOADING = {
         "lm_head.weight of shape [12, 16] instead of [12, 32]",
     ),
     "a piece that is missing": (in_pieces, "weights of the model that config.json describes (got "),
-    "no norm": (tensors(lambda weights: weights.pop(NORM)), f"(got no {NORM}). transformers would fill in random"),
+    "no norm": (
+        tensors(lambda weights: weights.pop(NORM)),
+        f"(got no {NORM}). transformers would fill in random",
+    ),
 }
 
 
@@ -113,7 +135,8 @@ def test_a_damaged_folder_is_one_message(folder, monkeypatch, capsys, kind):
 
 
 def test_a_whole_folder_is_loaded(folder, monkeypatch, capsys, caplog):
-    """Also one that brings code for a model that transformers has, which is not run, and weights for more."""
+    """Also one that brings code for a model that transformers has, which is not run, and weights
+    for more."""
     monkeypatch.chdir(folder.parent)
     for name in (CONFIG, "tokenizer_config.json"):
         changed(name, auto_map=AUTO_MAP)(folder)
@@ -121,7 +144,10 @@ def test_a_whole_folder_is_loaded(folder, monkeypatch, capsys, caplog):
     (folder / "evil.py").write_text("open('ran', 'w')\n")
     assert main(["check", *OVERRIDES, "model.path=model"]) == 0
     build_policy(model_config("model"), None, False)
-    assert "note: the weights of model.path=model hold mtp.weight, which its config.json does not use." in caplog.text
+    assert (
+        "note: the weights of model.path=model hold mtp.weight, which its config.json does not use."
+        in caplog.text
+    )
     assert sorted(os.listdir()) == ["model"]
 
 

@@ -1,4 +1,5 @@
-"""Code of the user's that changes this process: what a run depends on is put back, and said once."""
+"""Code of the user's that changes this process: what a run depends on is put back, and said
+once."""
 
 import os
 import signal
@@ -18,10 +19,19 @@ ROOT = Path(__file__).parents[2]
 
 CHANGES = {
     "the working directory": (lambda: os.chdir("/"), os.getcwd),
-    "the handler of SIGINT": (lambda: signal.signal(signal.SIGINT, lambda *_: None), lambda: signal.getsignal(2)),
+    "the handler of SIGINT": (
+        lambda: signal.signal(signal.SIGINT, lambda *_: None),
+        lambda: signal.getsignal(2),
+    ),
     "torch.set_grad_enabled": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
-    "torch.set_default_dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
-    "torch.set_default_device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
+    "torch.set_default_dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        torch.get_default_dtype,
+    ),
+    "torch.set_default_device": (
+        lambda: torch.set_default_device("meta"),
+        torch.get_default_device,
+    ),
     "torch.set_num_threads": (lambda: torch.set_num_threads(3), torch.get_num_threads),
     "torch.set_deterministic_debug_mode": (
         lambda: torch.use_deterministic_algorithms(True, warn_only=True),
@@ -47,7 +57,10 @@ def test_what_a_call_changes_is_put_back_and_said_once(name, caplog):
     with pytest.raises(DataError), blaming(f"verifier of {name}", DataError, "a text"):
         raise ValueError(change())
     assert value() == before
-    said = f"note: verifier of {name} changed {name}, which was put back: the run depends on it. Said once."
+    said = (
+        f"note: verifier of {name} changed {name}, which was put back: the run depends on it. "
+        "Said once."
+    )
     assert caplog.messages == [said]
 
 
@@ -55,7 +68,8 @@ def test_what_an_import_changes_is_put_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "changing.py").write_text(
-        "import os, torch\ntorch.set_grad_enabled(False)\nos.chdir('/')\ndef f(completion, answer):\n    return 1\n"
+        "import os, torch\ntorch.set_grad_enabled(False)\nos.chdir('/')\ndef f(completion, "
+        "answer):\n    return 1\n"
     )
     assert make_verifier("changing.f")("a", "b") == 1
     assert torch.is_grad_enabled()
@@ -69,23 +83,29 @@ def test_an_import_of_torch_leaves_its_own_settings(tmp_path):
         "def f(completion, answer):\n    return 1\n"
     )
     program = (
-        "import sys\nfrom pgtoolkit.tasks.verifiers import make_verifier\nassert 'torch' not in sys.modules\n"
-        "make_verifier('changing.f')\nimport torch\nprint(torch.is_grad_enabled(), torch.get_default_dtype())"
+        "import sys\nfrom pgtoolkit.tasks.verifiers import make_verifier\nassert 'torch' not in "
+        "sys.modules\n"
+        "make_verifier('changing.f')\nimport torch\nprint(torch.is_grad_enabled(), "
+        "torch.get_default_dtype())"
     )
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "True torch.float32"
 
 
 def test_files_beside_a_module_of_ones_own_hide_no_library(tmp_path):
-    """A library's import finds the library's, the named module is the user's, and so is what it imports alone."""
+    """A library's import finds the library's, the named module is the user's, and so is what it
+    imports alone."""
     for name in ("profile", "statistics", "matplotlib", "numpy", "torch"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('the wrong one')\n")
     (tmp_path / "helper.py").write_text("VALUE = 7\n")
     (tmp_path / "mine.py").write_text(
         "import cProfile, statistics, numpy\n"
-        "def f(completion, answer):\n    import helper\n    return helper.VALUE + statistics.fmean([1, 2])\n"
+        "def f(completion, answer):\n    import helper\n    return helper.VALUE + "
+        "statistics.fmean([1, 2])\n"
     )
     program = (
         "import sys\nfrom pgtoolkit.tasks.verifiers import make_verifier\n"
@@ -94,7 +114,9 @@ def test_files_beside_a_module_of_ones_own_hide_no_library(tmp_path):
     )
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-P", "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=where, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split()[0] == "8.5"
     assert int(done.stdout.split()[1]) > 1  # behind those of Python's own
 
@@ -103,7 +125,9 @@ def test_the_named_module_is_that_of_the_current_directory(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "path", [*sys.path])
     for folder, value in (("installed", 1), ("here", 2)):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "my_named_module.py").write_text(f"def f(completion, answer):\n    return {value}\n")
+        (tmp_path / folder / "my_named_module.py").write_text(
+            f"def f(completion, answer):\n    return {value}\n"
+        )
     monkeypatch.syspath_prepend(tmp_path / "installed")
     monkeypatch.chdir(tmp_path / "here")
     assert make_verifier("my_named_module.f")("a", "b") == 2
@@ -113,7 +137,9 @@ def test_a_file_that_a_library_hides_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "statistics.py").write_text("def score(completion, answer):\n    return 1\n")
-    with pytest.raises(ConfigError, match=rf"has a module statistics, which hides {tmp_path}/statistics.py: rename"):
+    with pytest.raises(
+        ConfigError, match=rf"has a module statistics, which hides {tmp_path}/statistics.py: rename"
+    ):
         import_function("task.verifier", "statistics.score")
 
 

@@ -19,20 +19,33 @@ log.addHandler(Terminal())
 
 def spoken(script: str, redirection: str = "", **environment: str) -> tuple[str, str, int]:
     """Standard output, standard error and status of a process that speaks."""
-    command = f"{shlex.join([sys.executable, '-c', SPEAKING + script])} {redirection}; exit ${{PIPESTATUS[0]}}"
+    command = (
+        f"{shlex.join([sys.executable, '-c', SPEAKING + script])} {redirection}; exit "
+        f"${{PIPESTATUS[0]}}"
+    )
     process = subprocess.run(
-        ["bash", "-c", command], env=os.environ | environment, capture_output=True, timeout=60, check=False
+        ["bash", "-c", command],
+        env=os.environ | environment,
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     return process.stdout.decode("latin-1"), process.stderr.decode("latin-1"), process.returncode
 
 
 @pytest.mark.parametrize(
     "environment",
-    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    [
+        {"PYTHONIOENCODING": "latin-1"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
     ids=["latin-1", "C"],
 )
 def test_a_character_that_the_encoding_lacks_is_a_question_mark(environment):
-    script = r"say('a \u2581\u2588 b'); log.warning('c \u2581 d'); print('e \u2581 f'); say('g \u2581 h', error=True)"
+    script = (
+        r"say('a \u2581\u2588 b'); log.warning('c \u2581 d'); print('e \u2581 f'); say('g "
+        r"\u2581 h', error=True)"
+    )
     out, err, status = spoken(script, **environment)
     assert (out, err, status) == ("a ?? b\nc ? d\ne ? f\n", "g ? h\n", 0)
 
@@ -42,13 +55,20 @@ def test_a_character_that_the_encoding_lacks_is_a_question_mark(environment):
     [
         ("| head -n 1", "line 0\n", ""),
         (">&-", "", ""),
-        ("> /dev/full", "", "pgtk: warning: standard output cannot be written: No space left on device\n"),
+        (
+            "> /dev/full",
+            "",
+            "pgtk: warning: standard output cannot be written: No space left on device\n",
+        ),
         (">&- 2>&-", "", ""),
     ],
 )
 def test_a_stream_that_is_gone_stops_nothing(redirection, out, err):
     """No traceback for a line, none at the end of Python, and no other status."""
-    script = "[log.warning('line %d', i) for i in range(20000)]; print('from a library'); flush_streams()"
+    script = (
+        "[log.warning('line %d', i) for i in range(20000)]; print('from a library'); "
+        "flush_streams()"
+    )
     assert spoken(script, redirection) == (out, err, 0)
 
 

@@ -1,4 +1,5 @@
-"""Environments that behave in the ways that environments do; imported by their processes, so nothing large."""
+"""Environments that behave in the ways that environments do; imported by their processes, so
+nothing large."""
 
 import ctypes
 import os
@@ -6,7 +7,8 @@ import time
 
 
 class Counting:
-    """Says "+" and the number of the policy's turns so far, `rounds` times; the reward is that of the last message."""
+    """Says "+" and the number of the policy's turns so far, `rounds` times; the reward is that of
+    the last message."""
 
     def __init__(self, rounds=2, fail="", at=0):
         self.rounds, self.fail, self.at = rounds, fail, at
@@ -20,7 +22,11 @@ class Counting:
         self.seen.append(messages[-1])
         self._maybe("reply")
         messages.clear()  # its own copy
-        return {"role": "user", "content": f"+{len(self.seen)}"} if len(self.seen) <= self.rounds else None
+        return (
+            {"role": "user", "content": f"+{len(self.seen)}"}
+            if len(self.seen) <= self.rounds
+            else None
+        )
 
     def score(self, messages):
         self._maybe("score")

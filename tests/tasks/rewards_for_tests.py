@@ -1,4 +1,5 @@
-"""Reward functions in each form that there is; imported by the processes of verifiers, so nothing large."""
+"""Reward functions in each form that there is; imported by the processes of verifiers, so nothing
+large."""
 
 import asyncio
 import json

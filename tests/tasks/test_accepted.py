@@ -15,8 +15,12 @@ from pgtoolkit.training.machine import DataProblem, check_machine
 
 def checked(tmp_path, answers, *overrides):
     """Problems and notes of what a run with these answers would meet on this machine."""
-    rows = [json.dumps({"prompt": f"{number}?", "answer": answer}) for number, answer in enumerate(answers)]
-    file = Path(tempfile.mkdtemp(dir=tmp_path), "p.jsonl")  # a new place: what was tried is remembered by it
+    rows = [
+        json.dumps({"prompt": f"{number}?", "answer": answer})
+        for number, answer in enumerate(answers)
+    ]
+    # a new place: what was tried is remembered by it
+    file = Path(tempfile.mkdtemp(dir=tmp_path), "p.jsonl")
     file.write_text("\n".join(rows) + "\n")
     task = ["task=prompts", f"task.path={file}", *overrides]
     composed = compose([*task, "rollout.max_completion_length=20", "tracking=none"])
@@ -57,7 +61,8 @@ def test_an_answer_that_the_group_never_gives_is_named(tmp_path):
     problems, notes = checked(tmp_path, ["1,234", 42, "x"], *DIGITS)
     assert problems == []
     assert notes == [
-        r"task.pattern=is (\d+) accepts no completion for 2 of the first 3 answers, whose completions all score 0: "
+        r"task.pattern=is (\d+) accepts no completion for 2 of the first 3 answers, whose "
+        r"completions all score 0: "
         "'1,234' at p.jsonl:1, 'x' at p.jsonl:3. Mend these answers, or use another task.pattern."
     ]
     assert checked(tmp_path, ["1", 42.0, 3], *DIGITS) == ([], [])
@@ -66,27 +71,38 @@ def test_an_answer_that_the_group_never_gives_is_named(tmp_path):
 def test_an_answer_without_a_number_is_named(tmp_path):
     problems, (note,) = checked(tmp_path, ["1,234", "none"], "task.verifier=last_number")
     assert problems == []
-    assert note.startswith("task.verifier=last_number accepts no completion for 1 of the first 2 answers")
+    assert note.startswith(
+        "task.verifier=last_number accepts no completion for 1 of the first 2 answers"
+    )
     assert "'none' at p.jsonl:2" in note
     (problem,), _ = checked(tmp_path, ["none"], "task.verifier=last_number")
-    assert problem.startswith("task.verifier=last_number needs answers that it can read (got none at p.jsonl:1")
+    assert problem.startswith(
+        "task.verifier=last_number needs answers that it can read (got none at p.jsonl:1"
+    )
 
 
 def test_where_no_answer_can_be_captured_the_run_is_refused(tmp_path):
     (problem,), notes = checked(tmp_path, ["x"] * 150, *DIGITS)
     assert problem == (
-        r"task.pattern=is (\d+) needs answers that its group can capture (got x at p.jsonl:1, and no other is one). "
+        r"task.pattern=is (\d+) needs answers that its group can capture (got x at p.jsonl:1, and "
+        r"no other is one). "
         "Every completion would score 0. Use another task.pattern."
     )
     assert isinstance(problem, DataProblem)
     assert notes == []
-    problems, (note,) = checked(tmp_path, ["x"] * 149 + ["1"], *DIGITS)  # one far behind the first hundred
+    # one far behind the first hundred
+    problems, (note,) = checked(tmp_path, ["x"] * 149 + ["1"], *DIGITS)
     assert problems == []
     assert "100 of the first 100 answers" in note
-    several = r"task.verifiers={right: {verifier: exact_match}, form: {verifier: regular_expression, pattern: '(\d+)'}}"
+    several = (
+        r"task.verifiers={right: {verifier: exact_match}, form: {verifier: "
+        r"regular_expression, pattern: '(\d+)'}}"
+    )
     problems, (note,) = checked(tmp_path, ["x"], several)
     assert problems == []
-    assert note.startswith(r"task.verifiers.form.pattern=(\d+) accepts no completion for 1 of the first 1 answers")
+    assert note.startswith(
+        r"task.verifiers.form.pattern=(\d+) accepts no completion for 1 of the first 1 answers"
+    )
 
 
 def test_worked_solutions_that_exact_match_would_want_word_for_word(tmp_path):
@@ -94,16 +110,21 @@ def test_worked_solutions_that_exact_match_would_want_word_for_word(tmp_path):
     problems, notes = checked(tmp_path, ["72\n", solution, solution])
     assert problems == []
     assert notes == [
-        "task.verifier=exact_match asks a completion for the whole answer, word for word, and 2 of the first 3 answers "
-        f"have several lines, first that at p.jsonl:2: {solution!r}. Of worked solutions keep the final answer alone."
+        "task.verifier=exact_match asks a completion for the whole answer, word for word, and 2 of "
+        f"the first 3 answers have several lines, first that at p.jsonl:2: {solution!r}. Of worked "
+        "solutions keep the final answer alone."
     ]
 
 
 def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
     pytest.importorskip("math_verify")
-    problems, (note,) = checked(tmp_path, [r"3\sqrt{2}", "$$", "$x+1$"], "task.verifier=math_verify")
+    problems, (note,) = checked(
+        tmp_path, [r"3\sqrt{2}", "$$", "$x+1$"], "task.verifier=math_verify"
+    )
     assert problems == []
-    assert note.startswith("task.verifier=math_verify accepts no completion for 1 of the first 3 answers")
+    assert note.startswith(
+        "task.verifier=math_verify accepts no completion for 1 of the first 3 answers"
+    )
     assert "'$$' at p.jsonl:2. Mend these answers." in note
     (problem,), _ = checked(tmp_path, ["$$"], "task.verifier=math_verify")
     assert "needs answers that it can read (got $$ at p.jsonl:1, and no other is one)" in problem
@@ -112,10 +133,12 @@ def test_an_answer_that_math_verify_cannot_read_is_named(tmp_path):
 def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, monkeypatch):
     (tmp_path / "tried_rewards.py").write_text(
         "calls = []\n"
-        "def boxed(completion, answer):\n    calls.append(answer)\n    return completion == '<' + answer + '>'\n"
+        "def boxed(completion, answer):\n    calls.append(answer)\n    return completion == '<' + "
+        "answer + '>'\n"
         "def right(completion, answer):\n    return completion == answer\n"
         "def broken(completion, answer):\n    return {}[answer]\n"
-        "def of_a_batch(completions, answer, **others):\n    return [0.0 for one in completions[1:]]\n"
+        "def of_a_batch(completions, answer, **others):\n    return [0.0 for one in "
+        "completions[1:]]\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -123,25 +146,33 @@ def test_a_function_of_the_users_is_tried_and_refused_where_it_fails(tmp_path, m
     problems, (note,) = checked(tmp_path, answers, "task.verifier=tried_rewards.boxed")
     assert problems == []
     assert note == (
-        "task.verifier=tried_rewards.boxed does not count a completion that repeats its answer as right, for 10 of the "
-        "first 10 answers: '0' at p.jsonl:1, '1' at p.jsonl:2, '2' at p.jsonl:3 and 7 more. Only a score of 1 or more "
-        "does. That is as it should be if it expects a form around the answer."
+        "task.verifier=tried_rewards.boxed does not count a completion that repeats its answer as "
+        "right, for 10 of the first 10 answers: '0' at p.jsonl:1, '1' at p.jsonl:2, '2' at "
+        "p.jsonl:3 and 7 more. Only a score of 1 or more does. That is as it should be if it "
+        "expects a form around the answer."
     )
     import tried_rewards
 
     assert tried_rewards.calls == answers[:10]
     assert checked(tmp_path, answers, "task.verifier=tried_rewards.right") == ([], [])
-    for name, failure in (("broken", "KeyError: '0'"), ("of_a_batch", "must return a list of 10 scores")):
+    for name, failure in (
+        ("broken", "KeyError: '0'"),
+        ("of_a_batch", "must return a list of 10 scores"),
+    ):
         (problem,), notes = checked(tmp_path, answers, f"task.verifier=tried_rewards.{name}")
         assert isinstance(problem, DataProblem)
         assert "must score every text, and fails on an answer as the completion. " in problem
         assert failure in problem
         assert notes == []
-        second = f"task.verifiers={{right: {{verifier: exact_match}}, form: {{verifier: tried_rewards.{name}}}}}"
+        second = (
+            f"task.verifiers={{right: {{verifier: exact_match}}, form: {{verifier: "
+            f"tried_rewards.{name}}}}}"
+        )
         (problem,), _ = checked(tmp_path, answers, second)
         assert f"task.verifiers.form.verifier=tried_rewards.{name} must score every text" in problem
     bonus = "task.verifiers={right: {verifier: exact_match}, form: {verifier: tried_rewards.boxed}}"
-    assert checked(tmp_path, answers, bonus) == ([], [])  # what does not say what is right need not accept an answer
+    # what does not say what is right need not accept an answer
+    assert checked(tmp_path, answers, bonus) == ([], [])
 
 
 def test_a_judge_that_is_down_is_one_line_before_the_run(tmp_path, monkeypatch):
@@ -155,8 +186,9 @@ def test_a_judge_that_is_down_is_one_line_before_the_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (problem,), _ = checked(tmp_path, ["7", "8"], "task.verifier=down_judge.judge")
     assert problem == (
-        "task.verifier=down_judge.judge needs the server that it asks (got URLError: <urlopen error [Errno 111] "
-        "Connection refused>). Completions would be without a score. Use it once that answers."
+        "task.verifier=down_judge.judge needs the server that it asks (got URLError: <urlopen "
+        "error [Errno 111] Connection refused>). Completions would be without a score. Use it once "
+        "that answers."
     )
     import down_judge
 
@@ -180,15 +212,26 @@ def test_functions_in_the_form_of_trl_are_tried_as_the_run_calls_them(tmp_path, 
 
 def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):
     truth = {"style": "rule", "ground_truth": "42"}
-    row = {"data_source": "openai/gsm8k", "prompt": "6 * 7?", "ability": "math", "reward_model": truth}
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": "6 * 7?",
+        "ability": "math",
+        "reward_model": truth,
+    }
     (tmp_path / "v.jsonl").write_text(json.dumps(row | {"extra_info": {"index": 0}}))
-    settings = "task=prompts", f"task.path={tmp_path / 'v.jsonl'}", "rollout.max_completion_length=20", "tracking=none"
+    settings = (
+        "task=prompts",
+        f"task.path={tmp_path / 'v.jsonl'}",
+        "rollout.max_completion_length=20",
+        "tracking=none",
+    )
     composed = compose([*settings])
     values, report = validated(composed)
     report.notes.clear()
     check_machine(values, report)
     assert report.problems == []
     assert report.notes == [
-        "v.jsonl has prompts as verl writes them: the answer is reward_model.ground_truth. data_source, by which verl "
-        "chooses how to score, ability and extra_info are not read: task.verifier scores."
+        "v.jsonl has prompts as verl writes them: the answer is reward_model.ground_truth. "
+        "data_source, by which verl chooses how to score, ability and extra_info are not read: "
+        "task.verifier scores."
     ]

@@ -1,4 +1,5 @@
-"""What stands between two turns: the tokens of the template behind an answer, whatever was drawn before."""
+"""What stands between two turns: the tokens of the template behind an answer, whatever was drawn
+before."""
 
 import pytest
 from tasks.test_chat import CHATML, LLAMA, tokenizer_of
@@ -12,8 +13,8 @@ START = ({"role": "user", "content": "6 * 7?"},)
 MORE = {"role": "user", "content": "And 5?"}
 THINKING = (  # as Qwen3's: of earlier answers it leaves out what was thought
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}{{ '<|im_end|>' + '\n' "
+    "}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
 )
 
 
@@ -23,7 +24,9 @@ def between_of(template, system=None, end="<|im_end|>"):
     return tokenizer, Between(tokenizer, [tokenizer.convert_tokens_to_ids(end)], chat)
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA, THINKING], ids=["chatml", "with a beginning", "thinking"])
+@pytest.mark.parametrize(
+    "template", [CHATML, LLAMA, THINKING], ids=["chatml", "with a beginning", "thinking"]
+)
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_a_turn_goes_on_as_the_template_writes_it(template, system):
     tokenizer, between = between_of(template, system)
@@ -45,7 +48,11 @@ def test_another_end_that_was_drawn_is_not_doubled():
     tokenizer, _ = between_of(CHATML)
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<bos>"])
     between = Between(tokenizer, ends, ChatTemplate(tokenizer))
-    assert between.tokens(MORE, ends[1]) == between.tokens(MORE, ends[0]) == between.tokens(MORE, 5)[1:]
+    assert (
+        between.tokens(MORE, ends[1])
+        == between.tokens(MORE, ends[0])
+        == between.tokens(MORE, 5)[1:]
+    )
 
 
 def test_without_a_template_a_message_is_its_content():
@@ -55,20 +62,25 @@ def test_without_a_template_a_message_is_its_content():
 
 
 LAST = (
-    "{% for m in messages %}{{ m['role'] + (' (last)' if loop.last else '') + m['content'] + '<|im_end|>' }}"
-    "{% endfor %}"
+    "{% for m in messages %}{{ m['role'] + (' (last)' if loop.last else '') + m['content'] + "
+    "'<|im_end|>' }}{% endfor %}"
 )
-COUNTED = "{% for m in messages %}{{ loop.index | string + m['content'] + '<|im_end|>' }}{% endfor %}"
+COUNTED = (
+    "{% for m in messages %}{{ loop.index | string + m['content'] + '<|im_end|>' }}{% endfor %}"
+)
 HOISTED = (
     "{% for m in messages if m['role'] != 'system' %}{{ messages[0]['content'] if loop.last }}"
     "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 )
 BARE = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
 STRICT = (
-    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% "
+    "endif %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 )
-NO_ANSWERS = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+NO_ANSWERS = (
+    "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] + '<|im_end|>' "
+    "}}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +96,24 @@ NO_ANSWERS = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content']
 )
 def test_a_template_that_does_not_add_to_its_end_is_refused(template, got):
     _, between = between_of(template, "Be brief.")
-    with pytest.raises(ConfigError, match=rf"{got}.*Use task\.chat=never, with which contents follow each other"):
+    with pytest.raises(
+        ConfigError, match=rf"{got}.*Use task\.chat=never, with which contents follow each other"
+    ):
         between.check(START)
 
 
 def test_a_role_that_the_template_lacks_names_the_message():
     _, between = between_of(STRICT)
     between.check(START)
-    with pytest.raises(DataError, match=r"'role': 'tool'.* .*got one that says: no tools here.\. Use roles"):
+    with pytest.raises(
+        DataError, match=r"'role': 'tool'.* .*got one that says: no tools here.\. Use roles"
+    ):
         between.tokens({"role": "tool", "content": "x"}, 0)
 
 
 def test_a_character_without_a_token_is_named():
     between = Between(character_tokenizer("0123456789=?"), [12], None)
-    with pytest.raises(DataError, match=r"'4\xe9'\} .*got one that says: WordLevel error: .* Use roles and"):
+    with pytest.raises(
+        DataError, match=r"'4\xe9'\} .*got one that says: WordLevel error: .* Use roles and"
+    ):
         between.tokens({"role": "user", "content": "4\xe9"}, 0)

@@ -1,4 +1,5 @@
-"""Prompts through chat templates: the tokens are those of apply_chat_template, and nothing is added or left out."""
+"""Prompts through chat templates: the tokens are those of apply_chat_template, and nothing is added
+or left out."""
 
 import json
 
@@ -23,27 +24,30 @@ from pgtoolkit.training.build import build
 from pgtoolkit.training.train import train
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + "
+    "'\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + (m['content'] | trim) + '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m['role'] + ']' + (m['content'] | trim) + "
+    "'<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
 NO_SYSTEM = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not "
+    "supported') }}{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 )
 DEAF = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<bos>"]
 
 
 def tokenizer_of(template):
-    """A token per character, with those of chats; it adds that of the beginning to every text, as Llama's does."""
+    """A token per character, with those of chats; it adds that of the beginning to every text, as
+    Llama's does."""
     tokenizer = character_tokenizer(None)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[:2], "bos_token": "<bos>"})
     beginning = [("<bos>", tokenizer.bos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=beginning)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<bos> $A", special_tokens=beginning
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -54,7 +58,9 @@ def task_config(path="", **changes):
 
 
 def encoded(tokenizer, prompts, **changes):
-    return TokenizedTask(None, tokenizer, [], chat_of(task_config(**changes), tokenizer)).encode(prompts)
+    return TokenizedTask(None, tokenizer, [], chat_of(task_config(**changes), tokenizer)).encode(
+        prompts
+    )
 
 
 CONVERSATION = (
@@ -76,25 +82,40 @@ def test_tokens_are_those_of_the_template(template):
         (TALK, None, CONVERSATION),
     ):
         (found,) = encoded(tokenizer, [prompt], system_prompt=system)
-        expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=True)["input_ids"]
+        expected = tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=True
+        )["input_ids"]
         assert found == expected
         beginnings = found.count(tokenizer.bos_token_id)
-        assert beginnings == (1 if template == LLAMA else 0)  # the tokenizer would have added one more
-    assert encoded(tokenizer, [TEXT, TALK]) == [*encoded(tokenizer, [TEXT]), *encoded(tokenizer, [TALK])]
+        # the tokenizer would have added one more
+        assert beginnings == (1 if template == LLAMA else 0)
+    assert encoded(tokenizer, [TEXT, TALK]) == [
+        *encoded(tokenizer, [TEXT]),
+        *encoded(tokenizer, [TALK]),
+    ]
 
 
 def test_a_reference_reads_its_own_prompt_through_the_same_template():
-    """In a chat its last message; braces of a prompt are no fields; without an answer there is none to show."""
+    """In a chat its last message; braces of a prompt are no fields; without an answer there is none
+    to show."""
     tokenizer, template = tokenizer_of(CHATML), "{prompt} It is {answer} {{x}}."
-    task = TokenizedTask(None, tokenizer, chat=chat_of(task_config(), tokenizer), reference_prompt=template)
+    task = TokenizedTask(
+        None, tokenizer, chat=chat_of(task_config(), tokenizer), reference_prompt=template
+    )
     last = {"role": "user", "content": "6 * 7? It is 42 {x}."}
     found = task.encode_for_reference([TEXT, TALK])
     for tokens, conversation in zip(found, ([last], [*CONVERSATION[:-1], last]), strict=True):
-        assert tokens == tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+        assert (
+            tokens
+            == tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+        )
     alone = TokenizedTask(None, tokenizer, reference_prompt=template)
     (tokens,) = alone.encode_for_reference([Prompt("{a}", "1", 0, "p:1")])
     assert tokenizer.decode(tokens) == "<bos>{a} It is 1 {x}."
-    with pytest.raises(DataError, match=r"kl.reference_prompt=.* needs the answer of each prompt \(got none at p:9\)"):
+    with pytest.raises(
+        DataError,
+        match=r"kl.reference_prompt=.* needs the answer of each prompt \(got none at p:9\)",
+    ):
         alone.encode_for_reference([Prompt("a", "", 0, "p:9")])
 
 
@@ -103,7 +124,10 @@ def test_a_text_alone_where_there_is_no_template_or_never():
         (found,) = encoded(tokenizer, [TEXT], chat=chosen)
         assert found == tokenizer("6 * 7?").input_ids
         assert found[0] == tokenizer.bos_token_id
-        with pytest.raises(DataError, match=r"'6 \* 7\?' at p:2 .*a list of chat messages, and there is no chat templ"):
+        with pytest.raises(
+            DataError,
+            match=r"'6 \* 7\?' at p:2 .*a list of chat messages, and there is no chat templ",
+        ):
             encoded(tokenizer, [TEXT, TALK], chat=chosen)
 
 
@@ -119,22 +143,31 @@ def test_a_text_alone_where_there_is_no_template_or_never():
 def test_a_system_prompt_that_would_be_ignored_is_refused(template, chosen, got):
     with pytest.raises(ConfigError) as error:
         chat_of(task_config(system_prompt=" Think first. ", chat=chosen), tokenizer_of(template))
-    assert f"needs a chat template that has a place for it (got {got}). It would be ignored." in str(error.value)
+    assert (
+        f"needs a chat template that has a place for it (got {got}). It would be ignored."
+        in str(error.value)
+    )
 
 
 THINKS = (
-    CHATML + "{% if enable_thinking is defined and not enable_thinking %}{{ '(no thoughts)' }}{% endif %}"
-    "{% for tool in tools or range(0) %}{% generation %}{{ tool }}{% endgeneration %}{% break %}{% endfor %}"
+    CHATML
+    + "{% if enable_thinking is defined and not enable_thinking %}{{ '(no thoughts)' }}{% endif %}"
+    "{% for tool in tools or range(0) %}{% generation %}{{ tool }}{% endgeneration %}{% break %}{% "
+    "endfor %}"
 )
 
 
 @pytest.mark.parametrize("task", ["prompts", "reasoning_gym", "conversation", "sums"])
 def test_a_template_gets_its_arguments(task):
     tokenizer = tokenizer_of(THINKS)
-    config = SCHEMAS[f"task/{task}"](**(option_values("task", task) | {"chat_arguments": {"enable_thinking": False}}))
+    config = SCHEMAS[f"task/{task}"](
+        **(option_values("task", task) | {"chat_arguments": {"enable_thinking": False}})
+    )
     chat = chat_of(config, tokenizer)
     (found,) = chat.encode([TEXT])
-    expected = tokenizer.apply_chat_template([USER], add_generation_prompt=True, enable_thinking=False)["input_ids"]
+    expected = tokenizer.apply_chat_template(
+        [USER], add_generation_prompt=True, enable_thinking=False
+    )["input_ids"]
     assert found == expected
     assert tokenizer.decode(found).endswith("assistant\n(no thoughts)")
     assert chat.text([USER], goes_on=True).endswith("assistant\n(no thoughts)")
@@ -165,19 +198,25 @@ def test_a_row_whose_system_message_would_be_ignored_is_refused():
 
 
 def test_two_system_messages_are_refused_with_the_row():
-    with pytest.raises(DataError, match=r"at p:2 .*it has a system message of its own beside task\.system_prompt"):
+    with pytest.raises(
+        DataError, match=r"at p:2 .*it has a system message of its own beside task\.system_prompt"
+    ):
         encoded(tokenizer_of(CHATML), [TEXT, TALK], system_prompt="Think first.")
 
 
 def test_notes_say_what_the_template_does():
     tokenizer = tokenizer_of(CHATML)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    used = "task.chat=auto: prompts go through the chat template of the model's tokenizer; never leaves it out."
+    used = (
+        "task.chat=auto: prompts go through the chat template of the model's tokenizer; never "
+        "leaves it out."
+    )
     assert ChatTemplate(tokenizer).notes([tokenizer.eos_token_id, end]) == [used]
     first, second = ChatTemplate(tokenizer).notes([tokenizer.eos_token_id])
     assert first == used
     assert second.startswith(
-        "the chat template ends an answer with '<|im_end|>\\n', which holds no end-of-sequence token"
+        "the chat template ends an answer with '<|im_end|>\\n', which holds no end-of-sequence "
+        "token"
     )
     tokenizer.chat_template = CHATML + "{{ strftime_now('%d') }}"
     assert "writes today's date" in ChatTemplate(tokenizer).notes([end])[-1]
@@ -202,7 +241,12 @@ def folder(tmp_path):
 
 def chosen(folder, *overrides):
     short = [one for one in SHORT if not one.startswith(("model.", "task.", "accumulation.max"))]
-    own = ["model=huggingface", f"model.path={folder / 'model'}", "task=prompts", f"task.path={folder / 'p.jsonl'}"]
+    own = [
+        "model=huggingface",
+        f"model.path={folder / 'model'}",
+        "task=prompts",
+        f"task.path={folder / 'p.jsonl'}",
+    ]
     return [*short, *own, "accumulation.max_tokens=128", *overrides]
 
 
@@ -223,7 +267,10 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     documents = next(iter(loader)).documents
     tokenizer = module.policy.tokenizer
     shown = {tokenizer.decode(document.tokens[~document.loss_mask]) for document in documents}
-    asked = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+    asked = (
+        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     assert shown == {asked % "6 * 7?", asked % "7 * 7?"}
     train(config, folder / "run")
     assert "note: task.chat=auto: prompts go through the chat template" in capsys.readouterr().out
@@ -231,17 +278,22 @@ def test_a_run_trains_on_the_tokens_of_the_template(folder, capsys):
     (place, tokens), notes = preview(values)
     assert notes[0].startswith("task.chat=auto: prompts go through the chat template")
     assert place.startswith("p.jsonl:")
-    assert tokens.startswith(f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st")
+    assert tokens.startswith(
+        f"{len(tokenizer(asked % '6 * 7?', add_special_tokens=False).input_ids)} tokens: '<|im_st"
+    )
 
 
 def test_a_conversation_goes_through_the_template(folder):
-    """Turn by turn: the drawn tokens as they are, and what stands between them as the template writes it."""
+    """Turn by turn: the drawn tokens as they are, and what stands between them as the template
+    writes it."""
     talk = [
         "task=conversation",
         "task.environment=tasks.environments_for_tests.Counting",
         "accumulation.max_tokens=128",
     ]
-    own = [one for one in chosen(folder, *talk) if not one.startswith(("task=prompts", "task.path"))]
+    own = [
+        one for one in chosen(folder, *talk) if not one.startswith(("task=prompts", "task.path"))
+    ]
     own = [*dict.fromkeys([*own, "rollout.max_completion_length=60", "task.system_prompt=Brief."])]
     own.remove("rollout.max_completion_length=4")
     module, loader = build(config_of(*own))
@@ -250,7 +302,9 @@ def test_a_conversation_goes_through_the_template(folder):
     assert len(several) > 1
     for document in several:
         prompt, *turns = tokenizer.decode(document.tokens).split("<|im_start|>user\n")[1:]
-        assert prompt.startswith(f"{seed_of(0, document.group) % 10}=<|im_end|>\n<|im_start|>assistant\n")
+        assert prompt.startswith(
+            f"{seed_of(0, document.group) % 10}=<|im_end|>\n<|im_start|>assistant\n"
+        )
         for number, turn in enumerate(turns, 1):
             assert turn.startswith(f"+{number}<|im_end|>\n<|im_start|>assistant\n")
         said = tokenizer.decode(document.tokens[~document.loss_mask]).split("<|im_start|>system\n")
@@ -259,13 +313,17 @@ def test_a_conversation_goes_through_the_template(folder):
         first = document.loss_mask.int().argmax()
         last = first + (~document.loss_mask[first:]).int().argmax() - 1
         assert int(document.tokens[last]) in loader.source.task.ends
-        assert tokenizer.decode(document.tokens[last + 1 :]).startswith("\n<|im_start|>user\n+1<|im_end|>\n")
+        assert tokenizer.decode(document.tokens[last + 1 :]).startswith(
+            "\n<|im_start|>user\n+1<|im_end|>\n"
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder / "model")
     (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
     own.remove("task.system_prompt=Brief.")
-    with pytest.raises(ConfigError, match=r"task\.chat=auto needs a chat template .*Use task\.chat=never"):
+    with pytest.raises(
+        ConfigError, match=r"task\.chat=auto needs a chat template .*Use task\.chat=never"
+    ):
         build(config_of(*own))
     _, loader = build(config_of(*own, "task.chat=never"))
     (text,) = loader.source.task.encode([loader.source.task.prompt(0)])

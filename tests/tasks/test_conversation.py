@@ -24,7 +24,8 @@ def task_of(*overrides, environment=COUNTING, seed=0):
 
 
 def talk(task, texts, index=0):
-    """A conversation in which the policy says these, as long as it goes on; two tokens each, and their log-prob."""
+    """A conversation in which the policy says these, as long as it goes on; two tokens each, and
+    their log-prob."""
     (one,) = task.begin([task.prompt(index)])
     for number, text in enumerate(texts):
         written = Completion(torch.tensor([number, 9]), torch.tensor([-0.5, -1.0]), "stop", 7)
@@ -45,12 +46,20 @@ def test_a_conversation_is_what_was_drawn_and_said():
     found = whole(one)
     assert found.tokens.tolist() == [0, 9, 5, 5, 5, 1, 9]
     assert found.drawn.tolist() == [True, True, False, False, False, True, True]
-    assert (found.log_probs.tolist(), found.finish_reason, found.model_version) == ([-0.5, -1] * 2, "stop", 7)
+    assert (found.log_probs.tolist(), found.finish_reason, found.model_version) == (
+        [-0.5, -1] * 2,
+        "stop",
+        7,
+    )
     said = ("user", prompt.text), ("assistant", "a"), ("user", "+1"), ("assistant", "bc")
     assert [(message["role"], message["content"]) for message in one.messages] == [*said]
     (score,) = task.judged([one])
     assert (score.reward, score.exact_match) == (2, True)
-    ends = {"ended_by_environment_fraction": 1, "ended_by_max_turns_fraction": 0, "ended_by_length_fraction": 0}
+    ends = {
+        "ended_by_environment_fraction": 1,
+        "ended_by_max_turns_fraction": 0,
+        "ended_by_length_fraction": 0,
+    }
     counted = {"turns": 2, "environment_tokens": 3, "environment/answers": 2, "environment/seen": 2}
     assert score.measures == ends | counted
 
@@ -58,7 +67,12 @@ def test_a_conversation_is_what_was_drawn_and_said():
 def test_the_last_turn_is_answered_by_nobody():
     """The environment is asked all the same: it may say that the conversation was over."""
     one = talk(task_of("task.max_turns=2"), ["a", "b", "c"])
-    assert (one.turns, one.end, len(one.environment.seen), len(one.messages)) == (2, "max_turns", 2, 4)
+    assert (one.turns, one.end, len(one.environment.seen), len(one.messages)) == (
+        2,
+        "max_turns",
+        2,
+        4,
+    )
     one = talk(task_of("task.max_turns=2", "task.options={rounds: 1}"), ["a", "b", "c"])
     assert (one.turns, one.end) == (2, "environment")
 
@@ -69,10 +83,16 @@ def test_prompts_of_files_begin_alike_whenever_they_come(tmp_path):
     task = task_of(f"task.path={tmp_path / 'prompts.jsonl'}", seed=4)
     assert task.num_prompts == 5
     rows = {prompt.place: prompt for prompt in task.rows()}
-    assert [prompt.text for prompt in rows.values()] == [f"{i}:{seed_of(4, i) % 10}=" for i in range(5)]
+    assert [prompt.text for prompt in rows.values()] == [
+        f"{i}:{seed_of(4, i) % 10}=" for i in range(5)
+    ]
     for index in range(12):
         found = task.prompt(index)
-        assert (found.index, found.text, found.seed) == (index, rows[found.place].text, rows[found.place].seed)
+        assert (found.index, found.text, found.seed) == (
+            index,
+            rows[found.place].text,
+            rows[found.place].seed,
+        )
         assert talk(task, [], index).environment.prompt.answer == found.answer
     assert {task.prompt(index).place for index in range(5, 10)} == {*rows}
     task.drop({1})
@@ -83,23 +103,44 @@ SEED = seed_of(0, 0) % 10
 
 
 @pytest.mark.parametrize("method", ["start", "reply", "score"])
-@pytest.mark.parametrize("more", [[], ["task.environment_processes=1", "task.environment_seconds=30"]], ids=["", "own"])
+@pytest.mark.parametrize(
+    "more", [[], ["task.environment_processes=1", "task.environment_seconds=30"]], ids=["", "own"]
+)
 def test_an_error_says_which_prompt_and_which_method(method, more):
     task = task_of(f"task.options={{fail: raise {method}, at: {SEED}, rounds: 1}}", *more)
-    last = {"start": "", "reply": ", whose last message is 'x'", "score": ", whose last message is 'ab'"}[method]
-    expected = rf"{method} of task.environment={COUNTING} raised ValueError on the conversation on prompt 0 .seed \d+."
-    with contextlib.closing(task), pytest.raises(DataError, match=expected + last + ":(?s:.)*ValueError: broken"):
+    last = {
+        "start": "",
+        "reply": ", whose last message is 'x'",
+        "score": ", whose last message is 'ab'",
+    }[method]
+    expected = (
+        rf"{method} of task.environment={COUNTING} raised ValueError on the conversation on "
+        r"prompt 0 .seed \d+."
+    )
+    with (
+        contextlib.closing(task),
+        pytest.raises(DataError, match=expected + last + ":(?s:.)*ValueError: broken"),
+    ):
         task.judged([talk(task, ["x", "ab"])])
 
 
 @pytest.mark.parametrize(
     ("values", "needs"),
     [
-        ("start: []", r"start .* must return a list of .* \(got \[\]\), in the conversation on prompt 0"),
+        (
+            "start: []",
+            r"start .* must return a list of .* \(got \[\]\), in the conversation on prompt 0",
+        ),
         ("start: [{role: user}]", r"start .* a list of \{'role': TEXT, 'content': TEXT\}"),
         ("start: [{role: assistant, content: x}]", "start .* of which the policy answers the last"),
-        ("reply: [1]", r"reply .* \{'role': TEXT, 'content': TEXT\}, which no assistant says, or None"),
-        ("reply: {role: assistant, content: x}", r"which no assistant says, or None \(got \{'role': 'assistant'"),
+        (
+            "reply: [1]",
+            r"reply .* \{'role': TEXT, 'content': TEXT\}, which no assistant says, or None",
+        ),
+        (
+            "reply: {role: assistant, content: x}",
+            r"which no assistant says, or None \(got \{'role': 'assistant'",
+        ),
         ("score: 1", r"score .* \(reward, \{NAME: NUMBER\}\)"),
         ("score: [.nan, {}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
         ("score: [0, {a: none}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
@@ -108,7 +149,9 @@ def test_an_error_says_which_prompt_and_which_method(method, more):
     ],
 )
 def test_what_is_returned_has_its_form(values, needs):
-    task = task_of(f"task.options={{values: {{{values}}}}}", environment="tasks.environments_for_tests.Odd")
+    task = task_of(
+        f"task.options={{values: {{{values}}}}}", environment="tasks.environments_for_tests.Odd"
+    )
     with pytest.raises(DataError, match=needs):
         task.judged([talk(task, ["a"])])
 
@@ -119,7 +162,9 @@ def test_measures_have_the_same_names_each_time():
     one.environment.values["score"] = (np.float32(0.5), {"a": np.int64(1)})
     score = task.judged([one])[0]
     assert (score.reward, score.measures["environment/a"]) == (0.5, 1)
-    with pytest.raises(DataError, match=r"score .* the same names each time, here \['a'\] \(got \(1, \{\}\)\)"):
+    with pytest.raises(
+        DataError, match=r"score .* the same names each time, here \['a'\] \(got \(1, \{\}\)\)"
+    ):
         task.judged([talk(task, ["a"])])
     other = task_of(environment="tasks.environments_for_tests.Odd")
     other.judged([talk(other, ["a"])])
@@ -128,16 +173,33 @@ def test_measures_have_the_same_names_each_time():
 
 
 def test_a_group_answers_one_prompt():
-    with pytest.raises(DataError, match=r"as before, since a group answers one prompt: draw by prompt\.seed"):
-        talk(task_of("task.options={moody: true}", environment="tasks.environments_for_tests.Odd"), ["a"])
+    with pytest.raises(
+        DataError, match=r"as before, since a group answers one prompt: draw by prompt\.seed"
+    ):
+        talk(
+            task_of("task.options={moody: true}", environment="tasks.environments_for_tests.Odd"),
+            ["a"],
+        )
 
 
 @pytest.mark.parametrize(
     ("environment", "options", "needs"),
     [
-        ("tasks.environments_for_tests.Mute", "{}", "methods start, reply, score .got none named reply, score."),
-        ("tasks.environments_for_tests.Nothing", "{}", "a class in the module tasks.environments_for_tests"),
-        ("tasks.environments_for_tests.INSTANCE", "{}", r"Unpicklable, Mute\. Use task.environment=.*\.class\."),
+        (
+            "tasks.environments_for_tests.Mute",
+            "{}",
+            "methods start, reply, score .got none named reply, score.",
+        ),
+        (
+            "tasks.environments_for_tests.Nothing",
+            "{}",
+            "a class in the module tasks.environments_for_tests",
+        ),
+        (
+            "tasks.environments_for_tests.INSTANCE",
+            "{}",
+            r"Unpicklable, Mute\. Use task.environment=.*\.class\.",
+        ),
         (COUNTING, "{turns: 3}", r"Use task\.options that fit Counting\(rounds=2"),
     ],
 )
@@ -165,12 +227,16 @@ def test_an_environment_that_processes_cannot_keep():
     task = task_of(*own, environment="tasks.environments_for_tests.Unpicklable")
     with (
         contextlib.closing(task),
-        pytest.raises(DataError, match=r"pickling .*not with task\.environment_processes=0.*raised"),
+        pytest.raises(
+            DataError, match=r"pickling .*not with task\.environment_processes=0.*raised"
+        ),
     ):
         task.prompt(0)
 
 
-@pytest.mark.parametrize(("verb", "kind"), [("sleep", "timeout"), ("crash", "crash"), ("exit", "crash")])
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("sleep", "timeout"), ("crash", "crash"), ("exit", "crash")]
+)
 @pytest.mark.parametrize("method", ["reply", "score"])
 def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, method, caplog):
     own = ["task.environment_processes=1", "task.environment_seconds=1"]
@@ -182,10 +248,15 @@ def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, 
         task.close()
     assert (lost.reward, lost.exact_match, lost.failed) == (None, False, True)
     assert (kept.reward, kept.failed) == (1, False)
-    assert (lost.measures[f"environment_{kind}_fraction"], kept.measures[f"environment_{kind}_fraction"]) == (1, 0)
+    assert (
+        lost.measures[f"environment_{kind}_fraction"],
+        kept.measures[f"environment_{kind}_fraction"],
+    ) == (1, 0)
     assert lost.measures["ended_by_environment_fraction"] == 0
     assert f"note: {method} of task.environment={COUNTING} " in caplog.text
-    left_out = "1 of 2 completions is out of training and of mean rewards (task.verifier_failure=exclude)"
+    left_out = (
+        "1 of 2 completions is out of training and of mean rewards (task.verifier_failure=exclude)"
+    )
     assert f"For this reason {left_out}" in caplog.text
 
 
@@ -193,7 +264,9 @@ def test_a_start_without_an_answer_ends_the_run(monkeypatch):
     monkeypatch.setattr(process_pool, "START_SECONDS", 5)  # which the first call of a process has
     own = ["task.environment_processes=1", "task.environment_seconds=0.5"]
     task = task_of(f"task.options={{fail: sleep start, at: {SEED}}}", *own)
-    expected = r"start of .* must return in time: .* \(got 'timeout'\), in the conversation on prompt 0"
+    expected = (
+        r"start of .* must return in time: .* \(got 'timeout'\), in the conversation on prompt 0"
+    )
     with contextlib.closing(task), pytest.raises(DataError, match=expected):
         task.prompt(0)
 
@@ -205,11 +278,15 @@ def test_a_number_is_found_by_halves():
         (one,), low, high = task.begin([task.prompt(index)]), 0, 99
         while one.end is None:
             middle = (low + high) // 2
-            one.add_turn(Completion(torch.tensor([0]), torch.tensor([0.0]), "stop", 0), f"is it {middle}?")
+            one.add_turn(
+                Completion(torch.tensor([0]), torch.tensor([0.0]), "stop", 0), f"is it {middle}?"
+            )
             (message,) = task.reply([one])
             if message is not None:
                 one.add([0], False, message)
-                low, high = (middle + 1, high) if message["content"] == "higher" else (low, middle - 1)
+                low, high = (
+                    (middle + 1, high) if message["content"] == "higher" else (low, middle - 1)
+                )
         (score,) = task.judged([one])
         assert (score.reward, one.end, middle) == (1, "environment", one.environment._number)
 

@@ -1,4 +1,5 @@
-"""Prompts from folders of Hugging Face data sets, written here as datasets does (format_of_datasets compares)."""
+"""Prompts from folders of Hugging Face data sets, written here as datasets does (format_of_datasets
+compares)."""
 
 import json
 
@@ -14,7 +15,9 @@ CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "
 
 def table(numbers):
     messages = [[{"role": "user", "content": f"{i}!"}] for i in numbers]
-    return pa.table({"prompt": [f"{i}?" for i in numbers], "messages": messages, "answer": [*numbers]})
+    return pa.table(
+        {"prompt": [f"{i}?" for i in numbers], "messages": messages, "answer": [*numbers]}
+    )
 
 
 def save_to_disk(folder, *shards, split=None):
@@ -22,9 +25,16 @@ def save_to_disk(folder, *shards, split=None):
     folder.mkdir(parents=True)
     names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
     for name, numbers in zip(names, shards, strict=True):
-        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table([0]).schema) as stream:
+        with (
+            pa.OSFile(str(folder / name), "wb") as file,
+            pa.ipc.new_stream(file, table([0]).schema) as stream,
+        ):
             stream.write_table(table(numbers), 2)
-    state = {"_data_files": [{"filename": name} for name in names], "_split": split, "_format_type": None}
+    state = {
+        "_data_files": [{"filename": name} for name in names],
+        "_split": split,
+        "_format_type": None,
+    }
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text("{}")
     return folder
@@ -39,7 +49,10 @@ def test_a_saved_data_set_is_read_in_the_order_of_its_files(tmp_path):
     rows = read_prompts(str(folder), None, "prompt", "answer")
     assert [row.text for row in rows] == ["5?", "3?", "9?", "1?", "2?"]
     assert [row.answer for row in rows] == ["5", "3", "9", "1", "2"]
-    assert [row.place for row in rows[2:4]] == ["data-00000-of-00002.arrow:3", "data-00001-of-00002.arrow:1"]
+    assert [row.place for row in rows[2:4]] == [
+        "data-00000-of-00002.arrow:3",
+        "data-00001-of-00002.arrow:1",
+    ]
     assert {row.messages for row in rows} == {None}
     (folder / "cache-123.arrow").write_bytes(b"what datasets leaves there")
     assert texts(folder) == ["5?", "3?", "9?", "1?", "2?"]
@@ -56,13 +69,17 @@ def test_a_saved_data_set_with_splits_needs_one(tmp_path):
         with pytest.raises(ConfigError) as error:
             texts(tmp_path / "both", split)
         assert str(error.value) == (
-            f"task.split={split or 'null'} with task.path={tmp_path / 'both'} needs one of train, test (got "
-            f"{split or 'null'}). These are the splits that it has. Use task.split=train or task.split=test."
+            f"task.split={split or 'null'} with task.path={tmp_path / 'both'} needs one of train, "
+            f"test (got {split or 'null'}). These are the splits that it has. Use "
+            "task.split=train or task.split=test."
         )
 
 
 def test_a_split_that_would_be_ignored_is_refused(tmp_path):
-    own, none = save_to_disk(tmp_path / "own", [1], split="train"), save_to_disk(tmp_path / "none", [1])
+    own, none = (
+        save_to_disk(tmp_path / "own", [1], split="train"),
+        save_to_disk(tmp_path / "none", [1]),
+    )
     assert texts(own, "train") == texts(own) == ["1?"]
     with pytest.raises(ConfigError, match=r"needs train \(got test\)"):
         texts(own, "test")
@@ -78,15 +95,22 @@ def test_a_saved_data_set_that_is_not_whole(tmp_path):
     folder = save_to_disk(tmp_path / "saved", [1, 2, 3, 4], [5])
     file = folder / "data-00000-of-00002.arrow"
     whole = file.read_bytes()
-    for damaged in (whole[:-8], whole[: len(whole) // 2], b""):  # without its end, the first would lose no row
+    # without its end, the first would lose no row
+    for damaged in (whole[:-8], whole[: len(whole) // 2], b""):
         file.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"data-00000-of-00002\.arrow is not a whole Arrow stream"):
+        with pytest.raises(
+            DataError, match=r"data-00000-of-00002\.arrow is not a whole Arrow stream"
+        ):
             texts(folder)
     file.unlink()
-    with pytest.raises(DataError, match=r"lacks data-00000-of-00002\.arrow, which its state\.json names"):
+    with pytest.raises(
+        DataError, match=r"lacks data-00000-of-00002\.arrow, which its state\.json names"
+    ):
         texts(folder)
     state = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
+    (folder / "state.json").write_text(
+        json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]})
+    )
     with pytest.raises(DataError, match="An old version of datasets kept an order beside the rows"):
         texts(folder)
     (folder / "state.json").write_text("{")
@@ -110,13 +134,29 @@ def hub(folder, *names):
     ("names", "split", "expected"),
     [
         (
-            ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002-1a2b.parquet", "data/test.parquet"],
+            [
+                "data/train-00000-of-00002.parquet",
+                "data/train-00001-of-00002-1a2b.parquet",
+                "data/test.parquet",
+            ],
             "train",
             2,
         ),
         (["train.jsonl", "test.jsonl"], "train", 1),
-        (["default/train/0000.parquet", "default/train/0001.parquet", "default/test/0000.parquet"], "train", 2),
-        (["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"], "train_sft", 1),
+        (
+            [
+                "default/train/0000.parquet",
+                "default/train/0001.parquet",
+                "default/test/0000.parquet",
+            ],
+            "train",
+            2,
+        ),
+        (
+            ["data/train_sft-00000-of-00001.parquet", "data/train_gen-00000-of-00001.parquet"],
+            "train_sft",
+            1,
+        ),
     ],
 )
 def test_the_split_of_a_data_set_of_the_hub_is_known_by_its_names(tmp_path, names, split, expected):
@@ -135,34 +175,55 @@ def test_a_folder_of_several_splits_is_not_read_as_a_whole(tmp_path):
 
 
 def test_several_data_sets_in_one_folder_are_not_mixed(tmp_path):
-    folder = hub(tmp_path / "gsm", "main/train-00000-of-00001.parquet", "socratic/train-00000-of-00001.parquet")
+    folder = hub(
+        tmp_path / "gsm",
+        "main/train-00000-of-00001.parquet",
+        "socratic/train-00000-of-00001.parquet",
+    )
     with pytest.raises(ConfigError) as error:
         texts(folder, "train")
     assert str(error.value) == (
-        f"task.path={folder} needs one data set (got 2). The split is in main, socratic. Use task.path={folder}/main."
+        f"task.path={folder} needs one data set (got 2). The split is in main, socratic. Use "
+        f"task.path={folder}/main."
     )
     assert texts(folder / "socratic", "train") == ["1?"]
 
 
 def test_chats_are_read_from_every_kind_of_file(tmp_path):
     folder = save_to_disk(tmp_path / "saved", [7])
-    assert read_prompts(str(folder), None, "messages", "answer")[0].messages == ({"role": "user", "content": "7!"},)
-    extra = pa.table({"prompt": [[*CHAT, {"role": "user", "content": "?", "name": "me"}]], "answer": [42]})
+    assert read_prompts(str(folder), None, "messages", "answer")[0].messages == (
+        {"role": "user", "content": "7!"},
+    )
+    extra = pa.table(
+        {"prompt": [[*CHAT, {"role": "user", "content": "?", "name": "me"}]], "answer": [42]}
+    )
     pq.write_table(extra, tmp_path / "p.parquet")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": CHAT, "answer": 42}) + "\n")
     (row,) = read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
     assert (row.text, row.messages) == ("6 * 7?", tuple(CHAT))
     (row,) = read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")
-    assert (row.text, row.messages) == ("?", (*CHAT, {"role": "user", "content": "?", "name": "me"}))
+    assert (row.text, row.messages) == (
+        "?",
+        (*CHAT, {"role": "user", "content": "?", "name": "me"}),
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
         (["hi"], "needs a text or a list of chat messages (got ['hi'])"),
-        ([{"role": "user"}], "needs chat messages whose role and content are texts (got {'role': 'user'})"),
-        ([{"role": "user", "content": ["a"]}], "needs chat messages whose role and content are texts"),
-        ([*CHAT, {"role": "assistant", "content": "42"}], "needs a last message that the model is to answer"),
+        (
+            [{"role": "user"}],
+            "needs chat messages whose role and content are texts (got {'role': 'user'})",
+        ),
+        (
+            [{"role": "user", "content": ["a"]}],
+            "needs chat messages whose role and content are texts",
+        ),
+        (
+            [*CHAT, {"role": "assistant", "content": "42"}],
+            "needs a last message that the model is to answer",
+        ),
         ([{"role": "user", "content": ""}], "needs a last message that the model is to answer"),
     ],
     ids=["texts", "no content", "parts", "answered", "empty"],
@@ -180,24 +241,38 @@ def test_format_of_datasets(tmp_path):
     whole = datasets.Dataset(table([*range(7)]))
     whole.save_to_disk(tmp_path / "sharded", num_shards=3)
     assert texts(tmp_path / "sharded") == [f"{i}?" for i in range(7)]
-    chosen = whole.shuffle(seed=1).filter(lambda row: row["answer"] != 3)  # an order that is not that of the rows
+    # an order that is not that of the rows
+    chosen = whole.shuffle(seed=1).filter(lambda row: row["answer"] != 3)
     chosen.save_to_disk(tmp_path / "chosen")
     assert texts(tmp_path / "chosen") == list(chosen["prompt"])
     datasets.DatasetDict({"train": whole, "test": chosen}).save_to_disk(tmp_path / "both")
-    assert texts(tmp_path / "both", "test", "messages") == [one[0]["content"] for one in chosen["messages"]]
+    assert texts(tmp_path / "both", "test", "messages") == [
+        one[0]["content"] for one in chosen["messages"]
+    ]
     with pytest.raises(ConfigError, match="needs one of train, test"):
         texts(tmp_path / "both")
 
 
 def test_numbers_are_answers_as_a_model_writes_them(tmp_path):
-    """Whole numbers of a column of floats, as pandas makes of integers with a gap, have no point."""
+    """Whole numbers of a column of floats, as pandas makes of integers with a gap, have no
+    point."""
     numbers = [42.0, -3.0, 0.5, 1e15, 1e22, 0.1]
     expected = ["42", "-3", "0.5", "1000000000000000", "1e+22", "0.1"]
     for kind in (pa.float64(), pa.float32()):
-        pq.write_table(pa.table({"prompt": ["?"] * 6, "answer": pa.array(numbers, kind)}), tmp_path / "p.parquet")
-        found = [row.answer for row in read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")]
-        assert found == (expected if kind == pa.float64() else [*expected[:3], "999999986991104", "1e+22", "0.1"])
-    lines = [json.dumps({"prompt": "?", "answer": number}) for number in (42.0, 42, 3.140000104904174)]
+        pq.write_table(
+            pa.table({"prompt": ["?"] * 6, "answer": pa.array(numbers, kind)}),
+            tmp_path / "p.parquet",
+        )
+        found = [
+            row.answer
+            for row in read_prompts(str(tmp_path / "p.parquet"), None, "prompt", "answer")
+        ]
+        assert found == (
+            expected if kind == pa.float64() else [*expected[:3], "999999986991104", "1e+22", "0.1"]
+        )
+    lines = [
+        json.dumps({"prompt": "?", "answer": number}) for number in (42.0, 42, 3.140000104904174)
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     rows = read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")
     assert [row.answer for row in rows] == ["42", "42", "3.140000104904174"]
@@ -206,7 +281,12 @@ def test_numbers_are_answers_as_a_model_writes_them(tmp_path):
 def test_the_columns_of_verl(tmp_path):
     """The prompt is a list of messages, the answer a field of `reward_model`."""
     truths = [{"style": "rule", "ground_truth": text} for text in ("42", "7")]
-    columns = {"data_source": ["a/b"] * 2, "prompt": [CHAT] * 2, "ability": ["math"] * 2, "reward_model": truths}
+    columns = {
+        "data_source": ["a/b"] * 2,
+        "prompt": [CHAT] * 2,
+        "ability": ["math"] * 2,
+        "reward_model": truths,
+    }
     pq.write_table(pa.table(columns | {"extra_info": [{"index": 0}] * 2}), tmp_path / "v.parquet")
     rows = read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "answer")
     assert [(row.text, row.messages, row.answer) for row in rows] == [
@@ -216,7 +296,8 @@ def test_the_columns_of_verl(tmp_path):
     pq.write_table(pa.table(columns | {"answer": ["1", "2"]}), tmp_path / "v.parquet")
     rows = read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "answer")
     assert [row.answer for row in rows] == ["1", "2"]
-    with pytest.raises(DataError, match=r"v.parquet:1:solution: is missing"):  # another column was asked for
+    # another column was asked for
+    with pytest.raises(DataError, match=r"v.parquet:1:solution: is missing"):
         read_prompts(str(tmp_path / "v.parquet"), None, "prompt", "solution")
 
 
@@ -225,5 +306,7 @@ def test_tools_that_the_model_would_not_see_are_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(row | {"tools": []}))
     assert len(read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")) == 1
     (tmp_path / "p.jsonl").write_text(json.dumps(row | {"tools": [{"name": "calculator"}]}))
-    with pytest.raises(DataError, match=r"p.jsonl:1:tools: has tools, which are not handed to the chat template"):
+    with pytest.raises(
+        DataError, match=r"p.jsonl:1:tools: has tools, which are not handed to the chat template"
+    ):
         read_prompts(str(tmp_path / "p.jsonl"), None, "prompt", "answer")

@@ -1,4 +1,5 @@
-"""Tasks divided by a hash of the problem: what is asked, what is right, and what training never asks."""
+"""Tasks divided by a hash of the problem: what is asked, what is right, and what training never
+asks."""
 
 import itertools
 import re
@@ -30,7 +31,8 @@ def sums(seed=0, held_out=False, num_terms=2, num_digits=2):
 
 
 def distances(prompt):
-    """By plain search, in how many edges each node is reached from the start of a prompt; and the two that it names."""
+    """By plain search, in how many edges each node is reached from the start of a prompt; and the
+    two that it names."""
     edges, question = prompt.text.removesuffix("=").split(":")
     reached, after = {question[0]: 0}, [question[0]]
     for node in after:
@@ -43,10 +45,13 @@ def distances(prompt):
 
 @pytest.mark.parametrize("make", [chain_sum, shortest_path])
 def test_training_never_asks_what_is_held_out(make):
-    """Whatever the seeds, so that a problem of few terms comes up on both sides if it may; an eighth is held out."""
+    """Whatever the seeds, so that a problem of few terms comes up on both sides if it may; an
+    eighth is held out."""
     sizes = {"max_terms": 3} if make is chain_sum else {}
     problems = {
-        held_out: {make(seed, held_out, **sizes).prompt(i).text for seed in range(3) for i in range(400)}
+        held_out: {
+            make(seed, held_out, **sizes).prompt(i).text for seed in range(3) for i in range(400)
+        }
         for held_out in (False, True)
     }
     assert not problems[False] & problems[True]
@@ -87,14 +92,21 @@ def test_training_never_asks_a_held_out_sum():
 def test_an_eighth_is_held_out_and_another_order_is_the_same_problem():
     pairs = [f"{a}+{b}=" for a in range(10, 100) for b in range(10, 100)]
     assert sum(map(is_held_out, pairs)) / len(pairs) == pytest.approx(1 / 8, abs=0.015)
-    assert all(is_held_out(f"{a}+{b}=") == is_held_out(f"{b}+{a}=") for a in range(10, 50) for b in range(50, 90))
+    assert all(
+        is_held_out(f"{a}+{b}=") == is_held_out(f"{b}+{a}=")
+        for a in range(10, 50)
+        for b in range(50, 90)
+    )
     assert is_held_out("ab bd ac cd:ad=") == is_held_out("cd ac ab bd:ad=")
 
 
 def test_the_same_numbers_on_every_machine_and_in_every_version():
-    assert chain_sum().prompt(0) == Prompt("71+81+14+93=", "71+81=52;52+14=66;66+93=59;59", 0, "prompt 0")
+    assert chain_sum().prompt(0) == Prompt(
+        "71+81+14+93=", "71+81=52;52+14=66;66+93=59;59", 0, "prompt 0"
+    )
     expected = (
-        "rn ce od dp gr gj kh eg ai qm nb js ks ba fi bf ah ol ed jn mp rk hi ln dl nk pn cq sa pl si qd hf md lj:db="
+        "rn ce od dp gr gj kh eg ai qm nb js ks ba fi bf ah ol ed jn mp rk hi ln dl nk pn "
+        "cq sa pl si qd hf md lj:db="
     )
     assert shortest_path().prompt(0) == Prompt(expected, "dpnb", 0, "prompt 0")
     assert chain_sum(1).prompt(0).text != chain_sum().prompt(0).text != chain_sum().prompt(1).text
@@ -107,8 +119,11 @@ def test_a_worked_sum_is_right(seed, index, held_out):
     terms = [int(term) for term in prompt.text.removesuffix("=").split("+")]
     *steps, last = prompt.answer.split(";")
     sums = list(itertools.accumulate(terms))
-    assert [(int(a), int(b), int(c)) for a, b, c in (re.split(r"[+=]", step) for step in steps)] == [
-        (before % 100, term, total % 100) for before, term, total in zip(sums, terms[1:], sums[1:], strict=False)
+    assert [
+        (int(a), int(b), int(c)) for a, b, c in (re.split(r"[+=]", step) for step in steps)
+    ] == [
+        (before % 100, term, total % 100)
+        for before, term, total in zip(sums, terms[1:], sums[1:], strict=False)
     ]
     assert last == f"{sum(terms) % 100:02}"
     assert 20 <= len(prompt.answer) <= 90
@@ -140,7 +155,8 @@ def test_a_worked_path_is_a_shortest_one(seed, index, held_out):
     task = shortest_path(seed, held_out)
     prompt = task.prompt(index)
     reached, (start, end) = distances(prompt)
-    assert [reached[node] for node in prompt.answer] == list(range(len(prompt.answer)))  # each node is one edge on
+    # each node is one edge on
+    assert [reached[node] for node in prompt.answer] == list(range(len(prompt.answer)))
     assert (prompt.answer[0], prompt.answer[-1]) == (start, end)
     assert reached[end] >= 3
     assert set(prompt.text + prompt.answer) <= set(task.alphabet)
@@ -149,7 +165,12 @@ def test_a_worked_path_is_a_shortest_one(seed, index, held_out):
 
 def test_every_shortest_path_is_right_and_nothing_else():
     prompt = Prompt("ab bd ac cd de da af fg gd:ae=", "abde", 0, "prompt 0")
-    right = {"".join(path) for n in range(6) for path in itertools.product("abcdefg", repeat=n) if scored(prompt, path)}
+    right = {
+        "".join(path)
+        for n in range(6)
+        for path in itertools.product("abcdefg", repeat=n)
+        if scored(prompt, path)
+    }
     assert right == {"abde", "acde"}
     assert not shortest_path().score(prompt, "abde", False).exact_match
 
@@ -161,7 +182,8 @@ def scored(prompt, path):
 
 
 def test_paths_by_chance_and_several_right_answers():
-    """Most questions have several, so that pass@k and diversity mean something; no edge goes back."""
+    """Most questions have several, so that pass@k and diversity mean something; no edge goes
+    back."""
     task, several = shortest_path(), 0
     for index in range(60):
         prompt = task.prompt(index)

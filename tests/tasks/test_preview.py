@@ -1,4 +1,5 @@
-"""What is said of prompts and answers before a run: those that the tokenizer changes, repeats, or has no room for."""
+"""What is said of prompts and answers before a run: those that the tokenizer changes, repeats, or
+has no room for."""
 
 from builders.models import save_with_tokenizer, small_llama
 from builders.runs import SHORT, config_of, with_model
@@ -22,7 +23,9 @@ class Rows:
 
 def notes(tokenizer, rows, stop=(), longest=9, **changes):
     config = task_config(**changes)
-    task = TokenizedTask(Rows(*rows), tokenizer, [], chat_of(config, tokenizer), stop, longest=longest)
+    task = TokenizedTask(
+        Rows(*rows), tokenizer, [], chat_of(config, tokenizer), stop, longest=longest
+    )
     return notes_on_rows(task, config)
 
 
@@ -30,14 +33,17 @@ def test_prompts_that_are_written_with_the_template_already():
     asked = "<|im_start|>user\n6 * 7?<|im_end|>\n<|im_start|>assistant\n"
     rows = [("6 * 7?", "42"), (asked, "42"), (asked, "42"), ("6?", "6", CONVERSATION)]
     assert notes(tokenizer_of(CHATML), rows) == [
-        "2 of the first 4 prompts hold '<|im_start|>', which the chat template writes itself, first that at p:2: they "
-        "go through the template a second time. Use task.chat=never, or prompts without it."
+        "2 of the first 4 prompts hold '<|im_start|>', which the chat template writes itself, "
+        "first that at p:2: they go through the template a second time. Use task.chat=never, or "
+        "prompts without it."
     ]
     assert notes(tokenizer_of(CHATML), rows[:3], chat="never") == []
     # Of a template whose marks are no special tokens.
     words = "{% for m in messages %}{{ 'Question: ' + m['content'] + '\nAnswer:' }}{% endfor %}"
     (note,) = notes(tokenizer_of(words), [("6?", "6"), ("Question: 6?\nAnswer:", "6")])
-    assert note.startswith("1 of the first 2 prompts hold 'Question:', which the chat template writes itself")
+    assert note.startswith(
+        "1 of the first 2 prompts hold 'Question:', which the chat template writes itself"
+    )
     inside = [{"role": "user", "content": asked}, {"role": "user", "content": "?"}]
     (note,) = notes(tokenizer_of(LLAMA), [("?", "6", inside)])
     assert note.startswith("1 of the first 1 prompts hold '<|im_end|>'")
@@ -47,8 +53,8 @@ def test_prompts_with_a_beginning_of_their_own():
     """The tokenizer adds <bos> to every text."""
     tokenizer = tokenizer_of(None)
     assert notes(tokenizer, [("6?", "6"), ("<bos>6?", "6")]) == [
-        "1 of the first 2 prompts begin with <bos> twice, first that at p:2: the tokenizer adds one to that of the "
-        "text. Leave <bos> out of the prompts."
+        "1 of the first 2 prompts begin with <bos> twice, first that at p:2: the tokenizer adds "
+        "one to that of the text. Leave <bos> out of the prompts."
     ]
 
 
@@ -56,14 +62,15 @@ def test_answers_that_no_completion_can_have_as_its_text():
     tokenizer = tokenizer_of(None)
     rows = [("?", "1234567890"), ("?", " 123456789\n"), ("?", "12 ; 34"), ("?", "<|im_start|>")]
     assert notes(tokenizer, rows) == [
-        "1 of the first 4 answers are longer than a completion may be (rollout.max_completion_length=9), first that at "
-        "p:1, of 10 tokens: '1234567890'. No completion can equal them. Use final answers alone, or longer completions."
+        "1 of the first 4 answers are longer than a completion may be "
+        "(rollout.max_completion_length=9), first that at p:1, of 10 tokens: '1234567890'. No "
+        "completion can equal them. Use final answers alone, or longer completions."
     ]
     assert notes(tokenizer, rows, longest=10, verifier="regular_expression") == []
     assert notes(tokenizer, rows[1:], stop=[";"]) == [
-        "1 of the first 3 answers are texts that the model's tokens cannot write, first '12 ; 34' at p:2, which "
-        "becomes '12': no completion can equal them. Write them as the tokenizer does, and without texts of "
-        "rollout.stop."
+        "1 of the first 3 answers are texts that the model's tokens cannot write, first '12 ; 34' "
+        "at p:2, which becomes '12': no completion can equal them. Write them as the tokenizer "
+        "does, and without texts of rollout.stop."
     ]
     assert len(notes(tokenizer, rows, verifier="regular_expression")) == 1
     for verifier in ("math_verify", "mine.score"):  # to which other forms may be right as well

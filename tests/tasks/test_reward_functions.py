@@ -1,4 +1,5 @@
-"""Reward functions of the user's own, called as their parameters ask: those of TRL unchanged, and those of servers."""
+"""Reward functions of the user's own, called as their parameters ask: those of TRL unchanged, and
+those of servers."""
 
 import contextlib
 import http.server
@@ -25,20 +26,28 @@ from pgtoolkit.tasks.verifiers import Response
 MINE = "tasks.rewards_for_tests."
 ROWS = [
     {"prompt": "ab?", "answer": 1, "level": 3, "tags": ["x"]},
-    {"prompt": [{"role": "user", "content": "abcd?"}], "answer": 22, "level": 4, "tags": ["x", "y"]},
+    {
+        "prompt": [{"role": "user", "content": "abcd?"}],
+        "answer": 22,
+        "level": 4,
+        "tags": ["x", "y"],
+    },
 ]
 
 
 @pytest.fixture
 def task_of(tmp_path):
-    """Make the task of a file with these rows, scored by these verifiers; all are closed in the end."""
+    """Make the task of a file with these rows, scored by these verifiers; all are closed in the
+    end."""
     with contextlib.ExitStack() as stack:
 
         def make(*names, rows=ROWS, **changes):
             path = tmp_path / "rows.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             values = option_values("task", "prompts") | {"path": str(path)}
-            values["verifiers"] = {f"v{number}": {"verifier": name} for number, name in enumerate(names)}
+            values["verifiers"] = {
+                f"v{number}": {"verifier": name} for number, name in enumerate(names)
+            }
             if len(names) == 1:
                 values |= {"verifier": names[0], "verifiers": {}}
             task = make_task(PromptsTaskConfig(**(values | changes)), 0)
@@ -51,7 +60,9 @@ def task_of(tmp_path):
 def scores_of(task, texts):
     """Score a text for each row, in the order of the file."""
     prompts = list(task.rows())
-    return task.scores([Response(prompt, text, True) for prompt, text in zip(prompts, texts, strict=True)])
+    return task.scores(
+        [Response(prompt, text, True) for prompt, text in zip(prompts, texts, strict=True)]
+    )
 
 
 def rewards_of(task, texts):
@@ -77,7 +88,8 @@ def test_parameters_say_by_name_what_a_function_gets(task_of, name, expected, pr
     prompts = list(task.rows())
     state = reward_functions.TrainerState(global_step=0, max_steps=7)
     responses = [
-        Response(prompt, text, True, trainer_state=state) for prompt, text in zip(prompts, ["xyz", "wxyz"], strict=True)
+        Response(prompt, text, True, trainer_state=state)
+        for prompt, text in zip(prompts, ["xyz", "wxyz"], strict=True)
     ]
     assert [score.reward for score in task.scores(responses)] == pytest.approx(expected)
 
@@ -91,15 +103,22 @@ def test_progress_is_that_of_the_weights_that_wrote_the_completions(task_of):
 
 
 def test_what_a_function_cannot_ask_for_is_refused(task_of):
-    with pytest.raises(ConfigError, match=r"parameters among completion, answer, prompt, row.*got confused\(prompt"):
+    with pytest.raises(
+        ConfigError, match=r"parameters among completion, answer, prompt, row.*got confused\(prompt"
+    ):
         task_of(MINE + "confused")
     rows = [ROWS[0], {"prompt": "?", "answer": 1}]
-    with pytest.raises(DataError, match=r"needs a column level in every row.*\(got prompt, answer at rows\.jsonl:2\)"):
+    with pytest.raises(
+        DataError,
+        match=r"needs a column level in every row.*\(got prompt, answer at rows\.jsonl:2\)",
+    ):
         task_of(MINE + "only_even", rows=rows)
 
 
 def test_a_list_has_a_score_for_each_completion(task_of):
-    with pytest.raises(DataError, match=r"too_few must return a list of 2 scores.*\(got 1 of them\)"):
+    with pytest.raises(
+        DataError, match=r"too_few must return a list of 2 scores.*\(got 1 of them\)"
+    ):
         scores_of(task_of(MINE + "too_few"), ["", ""])
 
 
@@ -112,7 +131,10 @@ def test_what_is_logged(task_of):
 
 
 def test_a_logged_column_has_a_value_for_each_completion(task_of):
-    with pytest.raises(DataError, match=r"log_extra of .* needs 2 values of length, one for each .*\(got 1 of them\)"):
+    with pytest.raises(
+        DataError,
+        match=r"log_extra of .* needs 2 values of length, one for each .*\(got 1 of them\)",
+    ):
         scores_of(task_of(MINE + "logs_too_few"), ["", ""])
 
 
@@ -120,14 +142,31 @@ def test_none_is_not_scored_and_the_others_count(task_of):
     """TRL adds up what is not None; a completion that nobody scores is left out."""
     rows = [{"prompt": f"{level}?", "answer": 1, "level": level} for level in range(3)]
     found = scores_of(task_of(MINE + "only_odd", MINE + "only_even", rows=rows), ["a", "b", "c"])
-    assert [(score.reward, score.exact_match) for score in found] == [(1.0, True), (0.5, False), (1.0, True)]
-    assert [sorted(score.measures) for score in found] == [["reward/v1"], ["reward/v0"], ["reward/v1"]]
+    assert [(score.reward, score.exact_match) for score in found] == [
+        (1.0, True),
+        (0.5, False),
+        (1.0, True),
+    ]
+    assert [sorted(score.measures) for score in found] == [
+        ["reward/v1"],
+        ["reward/v0"],
+        ["reward/v1"],
+    ]
     alone = scores_of(task_of(MINE + "only_even", rows=rows), ["a", "b", "c"])
-    assert [(score.reward, score.failed) for score in alone] == [(1.0, False), (None, True), (1.0, False)]
+    assert [(score.reward, score.failed) for score in alone] == [
+        (1.0, False),
+        (None, True),
+        (1.0, False),
+    ]
 
 
 def test_columns_of_parquet_are_plain_lists(task_of, tmp_path):
-    columns = {"prompt": ["a?", "bc?"], "answer": [1, 2], "level": [5, 6], "tags": [["x"], ["y", "z"]]}
+    columns = {
+        "prompt": ["a?", "bc?"],
+        "answer": [1, 2],
+        "level": [5, 6],
+        "tags": [["x"], ["y", "z"]],
+    }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     task = task_of(MINE + "takes_anything", path=str(tmp_path / "rows.parquet"))
     assert [prompt.row for prompt in task.rows()] == [
@@ -137,11 +176,15 @@ def test_columns_of_parquet_are_plain_lists(task_of, tmp_path):
     assert rewards_of(task, ["", ""]) == [1 + 10, 2 + 10]
 
 
-CHAT = "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}{{ '[assistant]' }}"
+CHAT = (
+    "{% for m in messages %}{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}{{ "
+    "'[assistant]' }}"
+)
 
 
 def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
-    """Under a chat template, on completions as a sampler writes them; compared with calls as TRL's trainer makes."""
+    """Under a chat template, on completions as a sampler writes them; compared with calls as TRL's
+    trainer makes."""
     pytest.importorskip("math_verify")
     rewards = pytest.importorskip("trl.rewards")
     (tmp_path / "trl_rewards.py").write_text(
@@ -152,7 +195,11 @@ def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
         "overlong = get_soft_overlong_punishment(max_completion_len=40, soft_punish_cache=20)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    names = ["trl.rewards.accuracy_reward", "trl.rewards.reasoning_accuracy_reward", "trl.rewards.think_format_reward"]
+    names = [
+        "trl.rewards.accuracy_reward",
+        "trl.rewards.reasoning_accuracy_reward",
+        "trl.rewards.think_format_reward",
+    ]
     names += [f"trl_rewards.{name}" for name in ("cosine", "repetition", "overlong")]
     rows = [
         {"prompt": "Half of one?", "answer": "x", "solution": r"$\frac{1}{2}$"},
@@ -164,14 +211,21 @@ def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
     (end,) = [tokenizer.eos_token_id]
     task = task_of(*names, rows=rows)
     tokenized = TokenizedTask(task, tokenizer, [end], ChatTemplate(tokenizer, "Be brief."))
-    texts = [r"<think>a half</think> \boxed{\frac{1}{2}}", "so so so so so $3$", "<think>what?</think>"]
+    texts = [
+        r"<think>a half</think> \boxed{\frac{1}{2}}",
+        "so so so so so $3$",
+        "<think>what?</think>",
+    ]
     tokens = [[*tokenizer(text, add_special_tokens=False).input_ids, end] for text in texts]
-    completions = [Completion(torch.tensor(ids), torch.zeros(len(ids)), "stop", 0) for ids in tokens]
+    completions = [
+        Completion(torch.tensor(ids), torch.zeros(len(ids)), "stop", 0) for ids in tokens
+    ]
     found = tokenized.scores(list(task.rows()), completions)
 
     as_in_trl = {
         "prompts": [
-            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["prompt"]}] for row in rows
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["prompt"]}]
+            for row in rows
         ],
         "completions": [[{"role": "assistant", "content": text}] for text in texts],
         "completion_ids": tokens,
@@ -188,8 +242,11 @@ def test_reward_functions_of_trl_run_unchanged(task_of, tmp_path, monkeypatch):
     ]
     for number, function in enumerate(functions):
         expected = function(**as_in_trl)
-        assert [score.measures.get(f"reward/v{number}") for score in found] == expected, names[number]
-    assert [score.measures.get("reward/v0") for score in found] == [1.0, 0.0, None]  # they do tell texts apart
+        assert [score.measures.get(f"reward/v{number}") for score in found] == expected, names[
+            number
+        ]
+    # they do tell texts apart
+    assert [score.measures.get("reward/v0") for score in found] == [1.0, 0.0, None]
     totals = [sum(value for value in score.measures.values()) for score in found]
     assert [score.reward for score in found] == pytest.approx(totals)
 
@@ -265,7 +322,10 @@ def test_a_server_that_refuses_is_asked_once_and_named_in_one_line(task_of, serv
     with pytest.raises(DataError) as caught:
         scores_of(task_of(MINE + name, rows=ROWS[:1]), [f"{server.server_port}/score"])
     problem = str(caught.value)
-    assert f"task.verifier={MINE}{name} is refused by the server that it asks: HTTPError: HTTP Error 401" in problem
+    assert (
+        f"task.verifier={MINE}{name} is refused by the server that it asks: HTTPError: HTTP "
+        "Error 401"
+    ) in problem
     assert "\n" not in problem
     assert server.calls == 1
 
@@ -282,6 +342,9 @@ def test_of_a_server_that_is_down_there_is_one_line(task_of, server, name, monke
         found = scores_of(task, texts)
     assert all(score.failed for score in found)
     (note,) = [record.message for record in caplog.records]
-    assert "could not reach the server that it asks: URLError: <urlopen error [Errno 111] Connection refused>" in note
+    assert (
+        "could not reach the server that it asks: URLError: <urlopen error [Errno 111] Connection "
+        "refused>"
+    ) in note
     assert "6 of 6 completions are out of training" in note
     assert "\n" not in note

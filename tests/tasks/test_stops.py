@@ -1,4 +1,5 @@
-"""Stop strings: which tokens a completion has that one of them ends, what of it is scored, with any sampler."""
+"""Stop strings: which tokens a completion has that one of them ends, what of it is scored, with any
+sampler."""
 
 import copy
 
@@ -27,18 +28,26 @@ def byte_level():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, special_tokens=[END], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
+    )
     tokenizer.train_from_iterator(TEXTS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
 
 
 @pytest.fixture(scope="module")
 def metaspace():
-    """Pieces with a space before them, as Llama 2's, whose decoder takes the first space of a text away."""
+    """Pieces with a space before them, as Llama 2's, whose decoder takes the first space of a text
+    away."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<0x00>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     every_byte = [END, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=every_byte, show_progress=False)
@@ -47,7 +56,8 @@ def metaspace():
 
 
 def shortest(tokenizer, tokens, strings):
-    """The definition: the fewest tokens whose text, special tokens aside, has one of the strings."""
+    """The definition: the fewest tokens whose text, special tokens aside, has one of the
+    strings."""
     for count in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:count], skip_special_tokens=True)
         if any(string in text for string in strings):
@@ -64,12 +74,18 @@ def test_a_completion_ends_with_the_first_token_that_completes_a_string(kind, st
     tokenizer = request.getfixturevalue(kind)
     stops, found = StopStrings(strings, tokenizer), 0
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(1, len(tokenizer), (60,), generator=generator).tolist() for _ in range(20)]
-    for tokens in [*(tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS[:4]), *drawn]:
+    drawn = [
+        torch.randint(1, len(tokenizer), (60,), generator=generator).tolist() for _ in range(20)
+    ]
+    for tokens in [
+        *(tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS[:4]),
+        *drawn,
+    ]:
         end = shortest(tokenizer, tokens, strings)
         assert stops.end(tokens) == end
         found += end is not None
-        if end is not None:  # a sampler sees it when it is there, and not before, by the last tokens alone
+        # a sampler sees it when it is there, and not before, by the last tokens alone
+        if end is not None:
             assert stops.seem_to_end([tokens[:end][-stops.window :]]) == [True]
             before = tokens[: end - 1]
             assert stops.seem_to_end([before[-stops.window :]]) == [False]
@@ -89,9 +105,9 @@ def test_a_special_token_is_no_text(byte_level):
     with pytest.raises(ConfigError) as error:
         StopStrings(["ok", f"x{END}"], byte_level)
     assert str(error.value) == (
-        "rollout.stop=['ok', 'x<|im_end|>'] needs texts without special tokens (got <|im_end|>). A completion ends "
-        "by its text without special tokens. Use the text alone, and ids of special tokens in eos_token_id of the "
-        "model's generation_config.json."
+        "rollout.stop=['ok', 'x<|im_end|>'] needs texts without special tokens (got <|im_end|>). A "
+        "completion ends by its text without special tokens. Use the text alone, and ids of "
+        "special tokens in eos_token_id of the model's generation_config.json."
     )
 
 
@@ -123,10 +139,14 @@ def test_tokens_hold_the_string_and_the_scored_text_does_not(byte_level):
 
 
 def test_special_tokens_but_the_end_are_part_of_the_scored_text(byte_level):
-    """Where a string of rollout.stop ends the text, it is cut there, as the text without special tokens says."""
+    """Where a string of rollout.stop ends the text, it is cut there, as the text without special
+    tokens says."""
     byte_level = copy.deepcopy(byte_level)
     byte_level.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    end, (think, done) = byte_level.eos_token_id, byte_level.convert_tokens_to_ids(["<think>", "</think>"])
+    end, (think, done) = (
+        byte_level.eos_token_id,
+        byte_level.convert_tokens_to_ids(["<think>", "</think>"]),
+    )
 
     def ids(text):
         return byte_level(text, add_special_tokens=False).input_ids
@@ -136,7 +156,8 @@ def test_special_tokens_but_the_end_are_part_of_the_scored_text(byte_level):
         ([*ids("1"), think, *ids("2"), end], "stop", "1<think>2"),
         ([*ids("1"), think, *ids("2")], "length", "1<think>2"),
         ([think, *ids("a think.STOP")], "stop", "<think>a think."),
-        ([think, *ids("aSTO"), done, *ids("P")], "stop", "a"),  # the string is there only without the token in it
+        # the string is there only without the token in it
+        ([think, *ids("aSTO"), done, *ids("P")], "stop", "a"),
         ([*ids("no special token"), end], "stop", "no special token"),
     ]
     for stop in ([], ["STOP"]):
@@ -149,13 +170,20 @@ def test_special_tokens_but_the_end_are_part_of_the_scored_text(byte_level):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A Llama whose tokens are the digits, `=` and the end, with equal chances, so that strings are met."""
+    """A Llama whose tokens are the digits, `=` and the end, with equal chances, so that strings are
+    met."""
     return save_with_tokenizer(small_llama(), tmp_path / "model")
 
 
 def sampler_and_policy(folder, *overrides):
     own = [one for one in SHORT if not one.startswith(("model.", "rollout.max"))]
-    chosen = [*own, "model=huggingface", f"model.path={folder}", "rollout.max_completion_length=20", *overrides]
+    chosen = [
+        *own,
+        "model=huggingface",
+        f"model.path={folder}",
+        "rollout.max_completion_length=20",
+        *overrides,
+    ]
     chosen = list({one.partition("=")[0]: one for one in chosen}.values())
     module, loader = build(config_of(*chosen))
     return sampler_of(loader), module.policy
@@ -170,7 +198,8 @@ def sampled(sampler):
 
 @pytest.mark.parametrize("static_cache", ["null", "true"])
 def test_the_sampler_ends_at_a_string_and_keeps_its_log_probs(folder, static_cache):
-    """Up to its end each completion is the one without stop strings: the same draws, the same log-probs."""
+    """Up to its end each completion is the one without stop strings: the same draws, the same
+    log-probs."""
     own = f"sampler.static_cache={static_cache}"
     plain, policy = sampler_and_policy(folder, own)
     stopping, _ = sampler_and_policy(folder, "rollout.stop=['12','7=','333']", own)
@@ -185,13 +214,16 @@ def test_the_sampler_ends_at_a_string_and_keeps_its_log_probs(folder, static_cac
 
 
 def test_a_string_that_the_prompt_begins_ends_nothing(folder):
-    """Two of the prompts end in `=`, and some of their completions begin with one of these digits."""
+    """Two of the prompts end in `=`, and some of their completions begin with one of these
+    digits."""
     strings = ["=1", "=2", "=3"]
     plain, policy = sampler_and_policy(folder)
     stopping, _ = sampler_and_policy(folder, f"rollout.stop={strings}")
     begun = 0
     for place, (whole, cut) in enumerate(zip(sampled(plain), sampled(stopping), strict=True)):
-        assert torch.equal(cut.tokens, whole.tokens[: shortest(policy.tokenizer, whole.tokens.tolist(), strings)])
+        assert torch.equal(
+            cut.tokens, whole.tokens[: shortest(policy.tokenizer, whole.tokens.tolist(), strings)]
+        )
         begun += place < 32 and int(whole.tokens[0]) in (1, 2, 3)
     assert begun > 4
 
@@ -199,7 +231,11 @@ def test_a_string_that_the_prompt_begins_ends_nothing(folder):
 def test_a_static_cache_looks_for_strings_every_32_tokens(folder):
     """And at all that was written since it looked last."""
     small_llama(max_position_embeddings=256).save_pretrained(folder)
-    own = ["sampler.static_cache=true", "rollout.max_completion_length=100", "accumulation.max_tokens=128"]
+    own = [
+        "sampler.static_cache=true",
+        "rollout.max_completion_length=100",
+        "accumulation.max_tokens=128",
+    ]
     strings = ",".join(f"'{character}'" for character in ALPHABET)
     sampler, policy = sampler_and_policy(folder, *own, f"rollout.stop=[{strings}]")
     passes = []
@@ -208,7 +244,9 @@ def test_a_static_cache_looks_for_strings_every_32_tokens(folder):
     assert len(passes) == 33  # not 100
     sampler, _ = sampler_and_policy(folder, *own, "rollout.stop=['98765432101234']")
     asked, look = [], sampler._stopped
-    sampler._stopped = lambda written, new: asked.append((written.shape[1], new)) or look(written, new)
+    sampler._stopped = lambda written, new: (
+        asked.append((written.shape[1], new)) or look(written, new)
+    )
     sampled(sampler)
     assert asked[:2] == [(33, 33), (65, 32)]
     written = torch.tensor([[3, 3, 3, 3, *[4] * 60], [4] * 64])

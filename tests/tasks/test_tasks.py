@@ -72,7 +72,12 @@ def test_prompts_come_in_another_order_every_pass(tmp_path):
     assert task.alphabet == "".join(sorted("0123456789+=éx"))
     passes = [[task.prompt(21 * p + i) for i in range(21)] for p in range(3)]
     texts = [[prompt.text for prompt in one] for one in passes]
-    assert sorted(texts[0]) == sorted(texts[1]) == sorted(texts[2]) == sorted([f"{i}+1=" for i in range(20)] + ["é="])
+    assert (
+        sorted(texts[0])
+        == sorted(texts[1])
+        == sorted(texts[2])
+        == sorted([f"{i}+1=" for i in range(20)] + ["é="])
+    )
     assert texts[0] != texts[1] != texts[2]
     assert make_task(config, seed=3).prompt(30) == task.prompt(30)
     assert [make_task(config, seed=4).prompt(i).text for i in range(21)] != texts[0]
@@ -83,8 +88,17 @@ def test_prompts_come_in_another_order_every_pass(tmp_path):
 
 
 def test_bad_prompts_are_listed_together(tmp_path):
-    lines = ['{"prompt": "a", "answer": "b"}', '{"prompt": "a"}', '{"prompt": ["a"], "answer": "b"}', "{"]
-    lines += ['{"prompt": "", "answer": NaN}', '{"prompt": "a", "prompt": "b", "answer": "c"}', '{"answer": "b"']
+    lines = [
+        '{"prompt": "a", "answer": "b"}',
+        '{"prompt": "a"}',
+        '{"prompt": ["a"], "answer": "b"}',
+        "{",
+    ]
+    lines += [
+        '{"prompt": "", "answer": NaN}',
+        '{"prompt": "a", "prompt": "b", "answer": "c"}',
+        '{"answer": "b"',
+    ]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as error:
         make_task(prompts_config(tmp_path / "p.jsonl"), 0)
@@ -122,24 +136,33 @@ def test_reasoning_gym():
     assert task.num_prompts == 50
     prompt = task.prompt(7)
     assert prompt == make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5).prompt(7)
-    assert prompt.text != make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=6).prompt(7).text
+    assert (
+        prompt.text
+        != make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=6).prompt(7).text
+    )
     assert task.prompt(57).text == prompt.text
     assert task.score(prompt, f" {prompt.answer}\n", finished=True).exact_match
     wrong = task.score(prompt, "no idea", finished=True)
     assert (wrong.reward, wrong.exact_match) == (0.0, False)
     for wrong in (gym_config("chain_sun"), gym_config(no_such_option=1), gym_config(seed=1)):
-        with pytest.raises(ConfigError, match="needs a data set of reasoning-gym, and options that it has"):
+        with pytest.raises(
+            ConfigError, match="needs a data set of reasoning-gym, and options that it has"
+        ):
             make_task(wrong, 0)
 
 
 def check_lengths(task, *lengths, skip):
     """By a tokenizer with a token per character, and one for the beginning."""
-    tokenized = TokenizedTask(task, lambda texts: {"input_ids": [[99, *map(ord, text)] for text in texts]}, ends=[])
+    tokenized = TokenizedTask(
+        task, lambda texts: {"input_ids": [[99, *map(ord, text)] for text in texts]}, ends=[]
+    )
     tokenized.check_lengths(*lengths, skip)
 
 
 def write_prompts(path, lengths):
-    rows = [{"prompt": chr(97 + i % 26) * length, "answer": "x"} for i, length in enumerate(lengths)]
+    rows = [
+        {"prompt": chr(97 + i % 26) * length, "answer": "x"} for i, length in enumerate(lengths)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return make_task(prompts_config(path), seed=0)
 
@@ -150,10 +173,11 @@ def test_all_prompts_are_measured_before_one_is_sampled_from(tmp_path):
     with pytest.raises(DataError) as error:
         check_lengths(task, 17, 8, skip=False)
     assert str(error.value) == (
-        "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A document of at most "
-        "17 tokens holds a prompt and a completion of up to rollout.max_completion_length=8. Use task.too_long=skip, "
-        "or rollout.max_completion_length=4, or a model of 21 positions, in training with accumulation.max_tokens=21, "
-        "or other prompts."
+        "2 of 1505 prompts do not have 1 to 9 tokens: p.jsonl:1501 has 10, p.jsonl:1503 has 13. A "
+        "document of at most 17 tokens holds a prompt and a completion of up to "
+        "rollout.max_completion_length=8. Use task.too_long=skip, or "
+        "rollout.max_completion_length=4, or a model of 21 positions, in training with "
+        "accumulation.max_tokens=21, or other prompts."
     )
     assert task.num_prompts == 1505
 
@@ -163,8 +187,9 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
     task = write_prompts(tmp_path / "p.jsonl", lengths)
     check_lengths(task, 17, 8, skip=True)
     assert caplog.messages == [
-        "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: p.jsonl:2 has 10, "
-        "p.jsonl:4 has 10, p.jsonl:6 has 10, p.jsonl:7 has 10, p.jsonl:8 has 10 and 1 more."
+        "note: task.too_long=skip leaves out 6 of 10 prompts, which do not have 1 to 9 tokens: "
+        "p.jsonl:2 has 10, p.jsonl:4 has 10, p.jsonl:6 has 10, p.jsonl:7 has 10, p.jsonl:8 has 10 "
+        "and 1 more."
     ]
     assert task.num_prompts == 4
     for number in range(3):
@@ -175,7 +200,10 @@ def test_prompts_that_are_too_long_are_skipped_with_their_count(tmp_path, caplog
             (5, "p.jsonl:5"),
             (6, "p.jsonl:10"),
         ]
-    room = r"4 of 4 prompts do not have 1 to 1 tokens.* Use rollout.max_completion_length=2, or a model of 15 positions"
+    room = (
+        r"4 of 4 prompts do not have 1 to 1 tokens.* Use rollout.max_completion_length=2, or a "
+        r"model of 15 positions"
+    )
     with pytest.raises(DataError, match=room):
         check_lengths(task, 9, 8, skip=True)
 
@@ -190,7 +218,9 @@ def test_the_endless_task_is_measured_by_its_digits():
 
 
 def encoded(prompts, encode, ends=()):
-    return TokenizedTask(None, lambda texts: {"input_ids": [*map(encode, texts)]}, ends).encode(prompts)
+    return TokenizedTask(None, lambda texts: {"input_ids": [*map(encode, texts)]}, ends).encode(
+        prompts
+    )
 
 
 def test_prompts_do_not_end_in_an_end_of_sequence():
@@ -201,20 +231,28 @@ def test_prompts_do_not_end_in_an_end_of_sequence():
 
 def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path):
     prompts = [Prompt("a", "", 0, "p.jsonl:1"), Prompt("é", "", 1, "p.jsonl:2")]
-    with pytest.raises(DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"):
+    with pytest.raises(
+        DataError, match=r"the prompt 'é' at p\.jsonl:2 cannot be encoded .*: 'ascii' codec"
+    ):
         encoded(prompts, lambda text: list(text.encode("ascii")))
 
 
 def test_the_tiny_model_says_which_characters_it_has_no_token_for():
     tokenized = TokenizedTask(None, character_tokenizer("0123="))
     assert tokenized.encode([Prompt("123=", "", 0, "p.jsonl:1")]) != []
-    with pytest.raises(DataError, match=r"'194=' at p\.jsonl:2 .*: it has no token for '4', '9', which prompts"):
+    with pytest.raises(
+        DataError, match=r"'194=' at p\.jsonl:2 .*: it has no token for '4', '9', which prompts"
+    ):
         tokenized.encode([Prompt("123=", "", 0, "p.jsonl:1"), Prompt("194=", "", 1, "p.jsonl:2")])
 
 
 def test_a_prompt_with_a_token_that_the_model_has_no_weights_of_is_named():
     prompts = [Prompt("ab", "", 0, "p.jsonl:1"), Prompt("ac", "", 1, "p.jsonl:2")]
-    tokenized = TokenizedTask(None, lambda texts: {"input_ids": [[*map(ord, x)] for x in texts]}, vocabulary=ord("c"))
+    tokenized = TokenizedTask(
+        None, lambda texts: {"input_ids": [[*map(ord, x)] for x in texts]}, vocabulary=ord("c")
+    )
     assert tokenized.encode(prompts[:1]) == [[97, 98]]
-    with pytest.raises(DataError, match=r"'ac' at p\.jsonl:2 .*: it gives token 99, .* has weights of 99 tokens"):
+    with pytest.raises(
+        DataError, match=r"'ac' at p\.jsonl:2 .*: it gives token 99, .* has weights of 99 tokens"
+    ):
         tokenized.encode(prompts)

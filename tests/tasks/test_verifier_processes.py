@@ -1,4 +1,5 @@
-"""Verifiers in processes of their own: whatever one of them does, its time is bounded and the rest goes on."""
+"""Verifiers in processes of their own: whatever one of them does, its time is bounded and the rest
+goes on."""
 
 import contextlib
 import json
@@ -59,7 +60,9 @@ def gone(pids, seconds=20):
 def test_scores_are_those_of_one_process_in_their_order(processes):
     texts = [f"{'x' * (i % 7)}{i}" for i in range(50)]
     names = ["exact_match", "tasks.verifiers_for_tests.length"]
-    asked = [one for text in texts for i in range(2) for one in questions(text, answer="xx2", number=i)]
+    asked = [
+        one for text in texts for i in range(2) for one in questions(text, answer="xx2", number=i)
+    ]
     here = verifiers_of([Named("task.verifier", name) for name in names]).answers(asked)
     assert here == [score for text in texts for score in (float(text == "xx2"), float(len(text)))]
     for number in (1, 3):
@@ -89,7 +92,10 @@ def test_a_question_ends_no_process_that_is_at_work(processes):
 
 
 def test_a_verifier_that_hangs_scores_nothing_and_the_rest_goes_on(processes):
-    start, late = time.monotonic(), Failure(TIMEOUT, "gave no answer within task.verifier_seconds=2")
+    start, late = (
+        time.monotonic(),
+        Failure(TIMEOUT, "gave no answer within task.verifier_seconds=2"),
+    )
     found = processes(1, 2.0).answers(questions("a", "spin", "b", "spin", "c"))
     assert found == [1.0, late, 1.0, late, 1.0]
     assert time.monotonic() - start < 60
@@ -113,12 +119,23 @@ def test_the_first_call_of_a_process_has_the_time_of_a_start(processes, monkeypa
     ]
     monkeypatch.setattr(process_pool, "START_SECONDS", 10)
     assert processes(1, 0.5).answers(questions("spin")) == [
-        Failure(TIMEOUT, "gave no answer within the 10 seconds that the first call of a process has")
+        Failure(
+            TIMEOUT, "gave no answer within the 10 seconds that the first call of a process has"
+        )
     ]
 
 
 def test_a_verifier_that_comes_back_twice_answers_once(processes):
-    assert processes(1).answers(questions(*(f"fork {i}" for i in range(8)))) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert processes(1).answers(questions(*(f"fork {i}" for i in range(8)))) == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_an_exception_is_an_error_as_in_one_process(processes):
@@ -129,7 +146,9 @@ def test_an_exception_is_an_error_as_in_one_process(processes):
     with pytest.raises(DataError) as there:
         found.answers(asked)
     assert str(there.value) == str(here.value)
-    assert str(here.value).startswith(f"task.verifier={SCRIPTED} raised ValueError on the completion 'raise second':")
+    assert str(here.value).startswith(
+        f"task.verifier={SCRIPTED} raised ValueError on the completion 'raise second':"
+    )
     assert str(here.value).endswith("ValueError: second")
     assert found.answers(questions("a")) == [1.0]
     with pytest.raises(DataError, match="raised SystemExit on the completion 'quit fourth'"):
@@ -149,7 +168,9 @@ def test_a_verifier_that_cannot_be_imported(processes, tmp_path, monkeypatch):
 
 def test_a_module_that_imports_slowly_has_its_time(processes, tmp_path, monkeypatch):
     """The limit is that of an answer."""
-    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(3)\ndef f(completion, answer):\n    return 1\n")
+    (tmp_path / "slow_module.py").write_text(
+        "import time\ntime.sleep(3)\ndef f(completion, answer):\n    return 1\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert processes(1, 2.0, "slow_module.f").answers(questions("a")) == [1.0]
 
@@ -169,13 +190,16 @@ def test_what_a_verifier_started_ends_with_it(processes, tmp_path):
 
 PARENT = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
+# A shell ignores it for what it starts in the background.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pgtoolkit.tasks.verifiers import Named, Question, verifiers_of
 found = verifiers_of([Named("task.verifier", "tasks.verifiers_for_tests.scripted")], 3, 600)
-found.answers([Question(0, text, "", "it") for text in (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")])
+texts = (f"leave {sys.argv[3]}", "sleep 0.3", "sleep 0.3")
+found.answers([Question(0, text, "", "it") for text in texts])
 print(*(worker.process.pid for worker in found._workers), flush=True)
 if sys.argv[1].startswith("busy"):
-    found.answers([Question(0, text, "", "it") for text in ("spin", f"child {sys.argv[2]}", "sleep 600")])
+    texts = ("spin", f"child {sys.argv[2]}", "sleep 600")
+    found.answers([Question(0, text, "", "it") for text in texts])
 """
 
 
@@ -184,16 +208,29 @@ if sys.argv[1].startswith("busy"):
     [("busy", 9), ("busy", 2), ("idle", None)],  # None: it comes to its end
 )
 def test_no_process_outlives_the_one_that_trains(tmp_path, state, number):
-    """Also where it is killed while verifiers spin in C, with the processes that they have started."""
-    arguments = [sys.executable, "-c", PARENT, f"{state} {number}", str(tmp_path / "pids"), str(tmp_path / "left")]
+    """Also where it is killed while verifiers spin in C, with the processes that they have
+    started."""
+    arguments = [
+        sys.executable,
+        "-c",
+        PARENT,
+        f"{state} {number}",
+        str(tmp_path / "pids"),
+        str(tmp_path / "left"),
+    ]
     where = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=where) as parent:
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=where
+    ) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3
         pids.append(int((tmp_path / "left").read_text()))
         if state == "busy":
             end = time.monotonic() + 60
-            while len((tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []) < 2:
+            while (
+                len((tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else [])
+                < 2
+            ):
                 assert time.monotonic() < end
                 time.sleep(0.05)
             pids += map(int, (tmp_path / "pids").read_text().split())
@@ -215,21 +252,34 @@ def scored_twice(tmp_path):
     rows = [{"prompt": f"{i}{i}=", "answer": str(i)} for i in range(4)]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     length = "{verifier: tasks.verifiers_for_tests.length, weight: 0.25}"
-    several = f"task.verifiers={{right: {{verifier: tasks.verifiers_for_tests.right}}, length: {length}}}"
+    several = (
+        f"task.verifiers={{right: {{verifier: tasks.verifiers_for_tests.right}}, length: {length}}}"
+    )
     short = [one for one in SHORT if not one.startswith("task.")]
-    return [*short, "task=prompts", f"task.path={tmp_path / 'p.jsonl'}", "task.verifier=null", several]
+    return [
+        *short,
+        "task=prompts",
+        f"task.path={tmp_path / 'p.jsonl'}",
+        "task.verifier=null",
+        several,
+    ]
 
 
 def test_a_run_with_processes_is_the_run_without(scored_twice, tmp_path):
-    """The same metrics, and those of the verifiers beside them; also where it was killed within a batch."""
+    """The same metrics, and those of the verifiers beside them; also where it was killed within a
+    batch."""
     train(config_of(*scored_twice), tmp_path / "plain")
-    train(config_of(*scored_twice), copy_as_of(tmp_path / "plain", 1, tmp_path / "cut"), resume=True)
+    train(
+        config_of(*scored_twice), copy_as_of(tmp_path / "plain", 1, tmp_path / "cut"), resume=True
+    )
     several = config_of(*scored_twice, "task.verifier_processes=2", "task.verifier_seconds=30")
     train(several, tmp_path / "processes")
     plain = metrics_of(tmp_path / "plain")
     assert metrics_of(tmp_path / "cut") == plain
     for here, there in zip(plain, metrics_of(tmp_path / "processes"), strict=True):
         assert there == here | {"verifier_timeout_fraction": 0, "verifier_crash_fraction": 0}
-        assert here["reward"] == pytest.approx(here["reward/right"] + 0.25 * here["reward/length"], abs=1e-12)
+        assert here["reward"] == pytest.approx(
+            here["reward/right"] + 0.25 * here["reward/length"], abs=1e-12
+        )
         assert here["reward/length"] > 0.5
         assert here["exact_match"] == here["reward/right"]

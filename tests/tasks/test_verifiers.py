@@ -74,7 +74,9 @@ def test_a_function_of_yours(tmp_path, monkeypatch):
     assert make_verifier("my_rewards.silent")("a", "b") == Failure(NOTHING, "returned None")
     with pytest.raises(DataError, match="returned 1000"):
         make_verifier("my_rewards.broken")("", "b")
-    with pytest.raises(DataError, match=r"returned '1.0'; a verifier returns a bool or a finite number"):
+    with pytest.raises(
+        DataError, match=r"returned '1.0'; a verifier returns a bool or a finite number"
+    ):
         make_verifier("my_rewards.text")("a", "b")
 
 
@@ -86,7 +88,8 @@ def test_math_verify():
     assert math.isfinite(verify("no number at all", "0.5"))
 
 
-# Answers as data sets of mathematics have them, of each kind that occurs there, with one that is wrong.
+# Answers as data sets of mathematics have them, of each kind that occurs there, with one that is
+# wrong.
 BARE = [
     (r"\frac{14}{3}", r"\frac{3}{14}"),
     (r"-\frac{35}{9}", r"\frac{35}{9}"),
@@ -167,7 +170,9 @@ BARE = [
 def test_math_verify_reads_answers_without_delimiters(answer, wrong):
     pytest.importorskip("math_verify")
     verify = make_verifier("math_verify")
-    assert verify(f"First I tried 17, then 23. So the answer is $\\boxed{{{answer}}}$.", answer) == 1.0
+    assert (
+        verify(f"First I tried 17, then 23. So the answer is $\\boxed{{{answer}}}$.", answer) == 1.0
+    )
     assert verify(f"As 2 and 3 are known, the answer is \\boxed{{{answer}}}", answer) == 1.0
     assert verify(f"The answer is $\\boxed{{{wrong}}}$.", answer) == 0.0
     assert verify("The answer is $\\boxed{123457}$.", answer) == 0.0

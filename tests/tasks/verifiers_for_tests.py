@@ -1,4 +1,5 @@
-"""Verifiers that behave in the ways that verifiers do; imported by their processes, so nothing large."""
+"""Verifiers that behave in the ways that verifiers do; imported by their processes, so nothing
+large."""
 
 import ctypes
 import os
@@ -39,7 +40,9 @@ def scripted(completion, answer):
         return None
     elif verb == "nan":
         return float("nan")
-    elif verb == "spin":  # in C, holding the interpreter's lock: no signal handler and no thread of Python's runs
+    elif (
+        verb == "spin"
+    ):  # in C, holding the interpreter's lock: no signal handler and no thread of Python's runs
         sum(range(10**12))
     elif verb == "crash":
         ctypes.string_at(0)
@@ -62,7 +65,10 @@ def scripted(completion, answer):
         with open(rest, "w") as file:
             file.write(subprocess.run(["sh", "-c", started], capture_output=True, text=True).stdout)
     elif verb == "modules":
-        return sum(name in sys.modules for name in ("torch", "numpy", "pyarrow", "omegaconf", "transformers"))
+        return sum(
+            name in sys.modules
+            for name in ("torch", "numpy", "pyarrow", "omegaconf", "transformers")
+        )
     elif verb == "pid":
         return os.getpid()
     is_warm = True

@@ -1,4 +1,5 @@
-"""Evaluations in MLflow: each row once, also where a resume has made it again; and in the terminal."""
+"""Evaluations in MLflow: each row once, also where a resume has made it again; and in the
+terminal."""
 
 from builders.stores import history, start, train
 
@@ -6,7 +7,13 @@ from pgtoolkit.tracking.progress import evaluation_line
 
 
 def rows(*steps, began=1e9):
-    numbers = {"prompts": 3, "completions_per_prompt": 2, "pass@1": 0.25, "pass@1_error": 0.1, "pass@2": 0.5}
+    numbers = {
+        "prompts": 3,
+        "completions_per_prompt": 2,
+        "pass@1": 0.25,
+        "pass@1_error": 0.1,
+        "pass@2": 0.5,
+    }
     return [
         {
             "step": s,
@@ -37,12 +44,23 @@ def test_evaluations_are_delivered_once(uri, run):
     assert tracker.finish("done") == []
     run_id = tracker.info["run_id"]
     for name in ("held_out", "test"):
-        assert history(uri, run_id, f"evaluation/{name}/avg") == [(step, step / 8) for step in (0, 2, 4, 6)]
-    for name, value in (("pass_at_1", 0.25), ("pass_at_1_error", 0.1), ("pass_at_2", 0.5), ("length", 7.0)):
-        assert history(uri, run_id, f"evaluation/test/{name}") == [(step, value) for step in (0, 2, 4, 6)]
+        assert history(uri, run_id, f"evaluation/{name}/avg") == [
+            (step, step / 8) for step in (0, 2, 4, 6)
+        ]
+    for name, value in (
+        ("pass_at_1", 0.25),
+        ("pass_at_1_error", 0.1),
+        ("pass_at_2", 0.5),
+        ("length", 7.0),
+    ):
+        assert history(uri, run_id, f"evaluation/test/{name}") == [
+            (step, value) for step in (0, 2, 4, 6)
+        ]
     assert history(uri, run_id, "evaluation/test/documents") == []
 
 
 def test_the_line_of_an_evaluation():
     line = evaluation_line(rows(4)[0], 300, is_best=True)
-    assert line == "step   4/300 held_out (best): pass@1 0.250±0.100 pass@2 0.500 avg 0.500 length 7.0 2.0 s"
+    assert line == (
+        "step   4/300 held_out (best): pass@1 0.250±0.100 pass@2 0.500 avg 0.500 length 7.0 2.0 s"
+    )

@@ -1,4 +1,5 @@
-"""Weights & Biases, offline, and TensorBoard with the real libraries: what their own files say of a run."""
+"""Weights & Biases, offline, and TensorBoard with the real libraries: what their own files say of a
+run."""
 
 import json
 import os
@@ -53,7 +54,8 @@ def record_of(kind):
 
 
 def python(code, *arguments):
-    """A process of its own, which does not take the service of wandb's that this one has started."""
+    """A process of its own, which does not take the service of wandb's that this one has
+    started."""
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
@@ -68,7 +70,14 @@ def begin(kind, run, **keywords):
 
 
 def evaluated(step, share):
-    return {"step": step, "time": 5.0, "documents": 64 * step, "set": "held_out", "prompts": 8, "pass@1": share}
+    return {
+        "step": step,
+        "time": 5.0,
+        "documents": 64 * step,
+        "set": "held_out",
+        "prompts": 8,
+        "pass@1": share,
+    }
 
 
 def history(kind, run, name):
@@ -76,7 +85,10 @@ def history(kind, run, name):
     if kind == "tensorboard":
         return [(event.step, event.value) for event in events(run).Scalars(name)]
     rows = [
-        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        {
+            ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+            for item in record.history.item
+        }
         for record in wandb_records(run)
         if record.HasField("history")
     ]
@@ -92,7 +104,8 @@ def events(run):
 
 
 def wandb_records(run):
-    """The records of the one file of wandb's in a run directory, once its process has written the last of them."""
+    """The records of the one file of wandb's in a run directory, once its process has written the
+    last of them."""
     (path,) = run.path.glob("wandb/*/*.wandb")
     for _ in range(300):
         records = read_wandb_file(path.read_bytes())
@@ -134,14 +147,20 @@ def test_a_run_arrives_complete(kind, run):
     assert history(kind, run, "evaluation/held_out/pass_at_1") == [(0, 0.25), (40, 0.75)]
     assert history(kind, run, "final/loss") == [(40, (37 + 38 + 39 + 40) / 4 / 8)]
     if kind == "tensorboard":
-        assert history(kind, run, "loss_by_documents") == [(64 * step, step / 8) for step in range(1, 41)]
+        assert history(kind, run, "loss_by_documents") == [
+            (64 * step, step / 8) for step in range(1, 41)
+        ]
         assert record.where == f"tensorboard --logdir {run.path}/tensorboard"
         assert hyperparameters_of_tensorboard(run) == FLAT
     else:
         assert history(kind, run, "documents_seen") == [(step, 64 * step) for step in range(1, 41)]
         kept = wandb_records(run)
         (opened,) = [record.run for record in kept if record.HasField("run")]
-        assert (opened.project, opened.run_group, opened.display_name) == ("a project", "a sweep", "a name")
+        assert (opened.project, opened.run_group, opened.display_name) == (
+            "a project",
+            "a sweep",
+            "a name",
+        )
         assert opened.run_id == read_status(run.path)["id"]
         config = {
             update.key: json.loads(update.value_json)
@@ -183,7 +202,8 @@ def test_no_secret_and_no_link_is_left_in_the_run_directory(kind, run):
 def test_steps_that_are_trained_again_after_a_kill_are_there_once(kind, run):
     begin_and_die = (
         "import os, sys, time; sys.path.insert(0, 'tests'); from builders.stores import train\n"
-        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import RunDirectory\n"
+        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import "
+        "RunDirectory\n"
         "run = RunDirectory(sys.argv[2]); begin(sys.argv[1], run)\n"
         "train(run, 1, 9); time.sleep(2.5); os.kill(os.getpid(), 9)"
     )
@@ -200,14 +220,18 @@ def test_steps_that_are_trained_again_after_a_kill_are_there_once(kind, run):
     assert history(kind, run, "loss") == first_six + [(step, 100.0 + step) for step in range(7, 13)]
     if kind == "wandb":
         kept = wandb_records(run)
-        assert {record.run.run_id for record in kept if record.HasField("run")} == {read_status(run.path)["id"]}
+        assert {record.run.run_id for record in kept if record.HasField("run")} == {
+            read_status(run.path)["id"]
+        }
         assert [record.exit.exit_code for record in kept if record.HasField("exit")] == [255]
 
 
 def test_a_record_that_cannot_be_opened_is_refused_before_the_first_step(run):
     pytest.importorskip("tensorboard")
     (run.path / "tensorboard").write_text("no folder")
-    with pytest.raises(StorageError, match=r"^TensorBoard failed: .*\. Training has not started\.$"):
+    with pytest.raises(
+        StorageError, match=r"^TensorBoard failed: .*\. Training has not started\.$"
+    ):
         begin("tensorboard", run)
 
 
@@ -215,12 +239,16 @@ def test_a_record_that_cannot_be_opened_is_refused_before_the_first_step(run):
 def test_a_tracker_that_breaks_ends_with_one_note_and_training_goes_on(run):
     pytest.importorskip("wandb")
     break_it = (
-        "import logging, sys, time, psutil; sys.path.insert(0, 'tests'); from builders.stores import train\n"
-        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import RunDirectory\n"
+        "import logging, sys, time, psutil; sys.path.insert(0, 'tests'); from builders.stores "
+        "import train\n"
+        "from tracking.test_logger_records import begin; from pgtoolkit.runs.directory import "
+        "RunDirectory\n"
         "logging.basicConfig(format='%(levelname)s %(message)s')\n"
-        "run = RunDirectory(sys.argv[1]); record = begin('wandb', run); train(run, 1, 3); time.sleep(1.5)\n"
+        "run = RunDirectory(sys.argv[1]); record = begin('wandb', run); train(run, 1, 3); "
+        "time.sleep(1.5)\n"
         "for child in psutil.Process().children(recursive=True): child.kill()\n"
-        "time.sleep(0.5); train(run, 4, 9); time.sleep(2.5); train(run, 10, 12); print(record.finish('done'))"
+        "time.sleep(0.5); train(run, 4, 9); time.sleep(2.5); train(run, 10, 12); "
+        "print(record.finish('done'))"
     )
     run.close()
     done = python(break_it, str(run.path))
@@ -232,16 +260,28 @@ def test_a_tracker_that_breaks_ends_with_one_note_and_training_goes_on(run):
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["tracking=wandb"], r'needs the package wandb \(got not installed\). .* Use pip install "pgtk\[wandb\]"'),
+        (
+            ["tracking=wandb"],
+            r'needs the package wandb \(got not installed\). .* Use pip install "pgtk\[wandb\]"',
+        ),
         (
             ["tracking.also=[tensorboard]"],
             r"also=\[tensorboard\] needs the package .* Use pip install",
         ),
         (["tracking.also=[comet]"], r"tracking\.also=\[comet\] needs wandb or tensorboard"),
         (["tracking.also=[mlflow]"], r"tracking\.also=\[mlflow\] needs wandb or tensorboard"),
-        (["tracking=none", "tracking.also=[wandb]"], "tracking.also=.* Use tracking=tensorboard or tracking.also="),
-        (["tracking=tensorboard", "tracking.experiment=x"], "tracking.experiment=x needs .*tracking=wandb"),
-        (["tracking=wandb", "tracking.uri=http://h:1"], "tracking.uri=http://h:1 needs tracking=mlflow"),
+        (
+            ["tracking=none", "tracking.also=[wandb]"],
+            "tracking.also=.* Use tracking=tensorboard or tracking.also=",
+        ),
+        (
+            ["tracking=tensorboard", "tracking.experiment=x"],
+            "tracking.experiment=x needs .*tracking=wandb",
+        ),
+        (
+            ["tracking=wandb", "tracking.uri=http://h:1"],
+            "tracking.uri=http://h:1 needs tracking=mlflow",
+        ),
     ],
 )
 def test_a_tracker_that_cannot_record_is_refused_before_the_run(overrides, problem, monkeypatch):
@@ -263,7 +303,10 @@ def test_a_tracker_is_named_once(monkeypatch):
     [
         ({"WANDB_MODE": "offline"}, None),
         ({"WANDB_MODE": "online", "WANDB_API_KEY": "0123456789" * 4}, None),
-        ({"WANDB_MODE": "online"}, "wandb needs an API key (got none). The run is sent to https://wandb.example.org."),
+        (
+            {"WANDB_MODE": "online"},
+            "wandb needs an API key (got none). The run is sent to https://wandb.example.org.",
+        ),
         ({"WANDB_MODE": "disabled"}, "wandb needs WANDB_MODE online or offline (got disabled)."),
     ],
 )

@@ -36,7 +36,9 @@ def test_a_run_arrives_complete(uri, run):
         "tracking": {"run_name": "name", "uri": None},
         "trainer": {"max_steps": 500, "keep_checkpoints": 2},
     }
-    run.write_provenance({"git": [{"commit": "c" * 40, "diff": ""}, {"commit": "d" * 40, "diff": "+line"}]})
+    run.write_provenance(
+        {"git": [{"commit": "c" * 40, "diff": ""}, {"commit": "d" * 40, "diff": "+line"}]}
+    )
     tracker = start(uri, run, config=config, sweep="a sweep")
     train(run, 1, 500)
     (run.path / "curves.png").write_text("picture")
@@ -57,7 +59,11 @@ def test_a_run_arrives_complete(uri, run):
         "o.a_b": "1",
         "trainer.max_steps": "500",
     }
-    tags = {key: value for key, value in saved.data.tags.items() if key not in ("pgtk.id", "mlflow.runName")}
+    tags = {
+        key: value
+        for key, value in saved.data.tags.items()
+        if key not in ("pgtk.id", "mlflow.runName")
+    }
     assert tags == {
         "family": "gspo",
         "aggregation": "constant",
@@ -71,9 +77,18 @@ def test_a_run_arrives_complete(uri, run):
     by_documents = history(uri, saved.info.run_id, "loss_by_documents")
     assert by_documents == [(64 * step, step / 8) for step in range(1, 501)]
     assert "time" not in saved.data.metrics
-    artifacts = Path(uri.removeprefix("sqlite:///")).parent / "artifacts" / saved.info.run_id / "artifacts"
+    artifacts = (
+        Path(uri.removeprefix("sqlite:///")).parent / "artifacts" / saved.info.run_id / "artifacts"
+    )
     assert (artifacts / "curves.png").read_text() == "picture"
-    names = {"config.yaml", "overrides.yaml", "provenance.json", "status.json", "metrics.jsonl", "curves.png"}
+    names = {
+        "config.yaml",
+        "overrides.yaml",
+        "provenance.json",
+        "status.json",
+        "metrics.jsonl",
+        "curves.png",
+    }
     assert {path.name for path in artifacts.iterdir()} == names
 
 
@@ -97,7 +112,9 @@ def test_resume_doubles_nothing_and_loses_nothing(uri, run):
 
 
 def test_non_finite_values_never_reach_mlflow(uri, run):
-    run.metrics_path.write_text('{"step": 1, "time": 5, "loss": NaN, "reward": Infinity, "kl_new_old": 0.5}\n')
+    run.metrics_path.write_text(
+        '{"step": 1, "time": 5, "loss": NaN, "reward": Infinity, "kl_new_old": 0.5}\n'
+    )
     tracker = start(uri, run)
     tracker.finish("done")
     assert MlflowClient(uri).get_run(tracker.info["run_id"]).data.metrics == {"kl_new_old": 0.5}
@@ -113,7 +130,9 @@ def test_what_a_process_appended_before_it_ended_is_delivered(uri, run):
         "raise SystemExit(3)"
     )
     run.close()
-    done = subprocess.run([sys.executable, "-c", code, uri, str(run.path)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, uri, str(run.path)], stdout=subprocess.PIPE, text=True
+    )
     assert done.returncode == 3
     assert history(uri, done.stdout.strip()) == [(step, step / 8) for step in range(1, 51)]
 
@@ -123,7 +142,9 @@ def test_a_server_that_is_down_is_refused_at_once(run):
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(StorageError, match=r"tracking\.uri=http://\*\*\*@127.*refused\. Training has not"):
+    with pytest.raises(
+        StorageError, match=r"tracking\.uri=http://\*\*\*@127.*refused\. Training has not"
+    ):
         start(f"http://me:hunter2@127.0.0.1:{port}", run)
     assert time.monotonic() - began < 10
 
@@ -150,18 +171,25 @@ def trickling():
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the_end(run, monkeypatch, caplog):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")  # for each byte; four times that for an answer
+def test_a_server_that_does_not_answer_in_time_is_asked_again_and_refused_in_the_end(
+    run, monkeypatch, caplog
+):
+    # for each byte; four times that for an answer
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with trickling() as slow:
         began = time.monotonic()
-        with pytest.raises(StorageError, match=r"no whole answer within 4 s, .* Training has not started"):
+        with pytest.raises(
+            StorageError, match=r"no whole answer within 4 s, .* Training has not started"
+        ):
             start(slow, run)
         assert 12 < time.monotonic() - began < 40
     assert caplog.text.count("no whole answer within 4 s, which is") == 1
     assert "asking again for 12 s" in caplog.text
 
 
-def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(uri, run, monkeypatch, caplog):
+def test_a_store_that_is_busy_for_longer_than_a_call_may_take_is_waited_for(
+    uri, run, monkeypatch, caplog
+):
     client_of(uri).search_experiments()  # makes it
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "0.5")
     busy = sqlite3.connect(uri.removeprefix("sqlite:///"), check_same_thread=False)
@@ -184,8 +212,12 @@ def test_a_server_that_begins_to_trickle_holds_up_neither_steps_nor_the_end(uri,
         began = time.monotonic()
         train(run, 1, 3)
         assert time.monotonic() - began < 1
-        # The files have arrived where the store's folder was known before the server began to trickle.
-        assert set(tracker.finish("interrupted")) - {"artifacts", "completions"} == {"metrics", "the end of the run"}
+        # The files have arrived where the store's folder was known before the server began to
+        # trickle.
+        assert set(tracker.finish("interrupted")) - {"artifacts", "completions"} == {
+            "metrics",
+            "the end of the run",
+        }
         assert time.monotonic() - began < 8
     monkeypatch.undo()
     run.set_status("interrupted", 3, "SIGTERM")
@@ -223,11 +255,19 @@ def test_a_store_that_fails_during_the_run_is_one_warning(tmp_path, run, caplog,
 
 
 def serve(store, port):
-    command = [Path(sys.executable).parent / "mlflow", "server", "--backend-store-uri", store, "--port", str(port)]
+    command = [
+        Path(sys.executable).parent / "mlflow",
+        "server",
+        "--backend-store-uri",
+        store,
+        "--port",
+        str(port),
+    ]
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     server = subprocess.Popen(
         [*command, "--workers", "1"],
-        cwd=Path(store.removeprefix("sqlite:///")).parent,  # where it puts artifacts of experiments it makes itself
+        # where it puts artifacts of experiments it makes itself
+        cwd=Path(store.removeprefix("sqlite:///")).parent,
         env=environment,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
@@ -281,7 +321,16 @@ def test_a_server_outage_neither_stops_training_nor_loses_metrics(uri, run, capl
 
 
 def test_flatten_hides_secrets_and_cuts_long_text():
-    flat = flatten({"a": {"hf_token": "hunter2", "uri": "http://u:hunter2@h/x", "long": "x" * 9000, "list": [1, 2]}})
+    flat = flatten(
+        {
+            "a": {
+                "hf_token": "hunter2",
+                "uri": "http://u:hunter2@h/x",
+                "long": "x" * 9000,
+                "list": [1, 2],
+            }
+        }
+    )
     assert flat["a.hf_token"] == "***"
     assert flat["a.uri"] == "http://***@h/x"
     assert len(flat["a.long"]) == 500

@@ -11,7 +11,9 @@ BLUE, ORANGE = (0x1F, 0x77, 0xB4), (0xD9, 0x5F, 0x02)
 
 def columns(count, names):
     steps = np.arange(1.0, count + 1)
-    return {"step": steps, "documents_seen": 64 * steps} | {name: 1 + np.sin(steps / 9) / 2 for name in names}
+    return {"step": steps, "documents_seen": 64 * steps} | {
+        name: 1 + np.sin(steps / 9) / 2 for name in names
+    }
 
 
 def panels(path, color, rows=2, columns=4):
@@ -19,12 +21,22 @@ def panels(path, color, rows=2, columns=4):
     pixels = np.round(imread(path)[..., :3] * 255)
     near = (np.abs(pixels - color).max(-1) < 12).astype(int)
     height, width = near.shape[0] // rows * rows, near.shape[1] // columns * columns
-    return near[:height, :width].reshape(rows, height // rows, columns, width // columns).sum((1, 3))
+    return (
+        near[:height, :width].reshape(rows, height // rows, columns, width // columns).sum((1, 3))
+    )
 
 
 @pytest.mark.parametrize("count", [1, 300])
 def test_every_metric_has_a_panel_and_nothing_else_has(tmp_path, count):
-    names = ("reward", "exact_match", "loss", "ratio_new_old", "clipped_ratio_fraction", "kl_new_old", "grad_norm")
+    names = (
+        "reward",
+        "exact_match",
+        "loss",
+        "ratio_new_old",
+        "clipped_ratio_fraction",
+        "kl_new_old",
+        "grad_norm",
+    )
     path = tmp_path / "curves.png"
     data = columns(count, names) | {"entropy": np.full(count, np.nan)}
     plot_curves(data, path, "title")
@@ -32,7 +44,10 @@ def test_every_metric_has_a_panel_and_nothing_else_has(tmp_path, count):
     drawn = panels(path, BLUE) + panels(path, ORANGE) > 5
     assert drawn.tolist() == [[True] * 4, [True, True, False, False]]
     assert (panels(path, ORANGE) > 5).tolist() == [[True, False, False, False], [False] * 4]
-    assert (np.round(imread(path)[imread(path).shape[0] // 2 :, imread(path).shape[1] // 2 :, :3], 2) == 1).all()
+    assert (
+        np.round(imread(path)[imread(path).shape[0] // 2 :, imread(path).shape[1] // 2 :, :3], 2)
+        == 1
+    ).all()
     plot_curves(columns(count, ("loss", "grad_norm")), path, "title")
     assert (panels(path, BLUE, 1, 2) > 5).tolist() == [[True, True]]
     plot_curves(columns(count, ()), path, "title")

@@ -35,7 +35,9 @@ def test_what_a_run_prints_runs_as_typed(tmp_path, monkeypatch, capsys):
     assert main(typed) == 0
     printed = [line[13:] for line in capsys.readouterr().out.splitlines()]
     pgtk = [line for line in printed if "pgtk " in line.partition("'")[0]]
-    assert [shlex.split(line)[1] for line in pgtk] == ["resume", "--config-dir=my, options"], printed
+    assert [shlex.split(line)[1] for line in pgtk] == ["resume", "--config-dir=my, options"], (
+        printed
+    )
     for line in pgtk:
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
@@ -53,5 +55,8 @@ def test_compare_takes_all_that_a_shell_finds_in_a_sweep(tmp_path, monkeypatch, 
     assert main(["compare", "sweep/0-seed-1", "sweep/sweep.json"]) == 0
     assert capsys.readouterr().err == "note: passed over, there is no run: sweep/sweep.json\n"
     assert main(["compare", "sweep/sweep.json"]) == 2
-    needs = "pgtk compare sweep/sweep.json needs a run directory, a folder that holds runs, or a sweep's name"
+    needs = (
+        "pgtk compare sweep/sweep.json needs a run directory, a folder that holds runs, or a "
+        "sweep's name"
+    )
     assert needs in capsys.readouterr().err

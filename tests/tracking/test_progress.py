@@ -37,15 +37,30 @@ def progress(max_steps, first=1, seconds=0.0):
 
 def test_a_line_says_everything():
     line = progress(300, seconds=22.0).line(12, METRICS)
-    expected = "step  12/300 loss -1e-03 ratio 1.0002 kl 1e-05 clip  12% reward 0.51 exact   3% 21k tok/s ETA  9:36"
+    expected = (
+        "step  12/300 loss -1e-03 ratio 1.0002 kl 1e-05 clip  12% reward 0.51 exact   3% "
+        "21k tok/s ETA  9:36"
+    )
     assert line == expected
 
 
 def test_the_line_of_a_terminal_begins_with_the_most_important():
     fields = progress(300, seconds=22.0).renewed(12, METRICS)
-    assert fields == ["step  12/300", "9:36 left", "loss -1.23e-03", "reward 0.51", "exact   3%", "21k tok/s"]
+    assert fields == [
+        "step  12/300",
+        "9:36 left",
+        "loss -1.23e-03",
+        "reward 0.51",
+        "exact   3%",
+        "21k tok/s",
+    ]
     metrics = {"loss": 12.3456, "reward": 0.5, "reward/answer": 0.25}
-    assert ProgressLine(9).renewed(2, metrics) == ["step 2/9", "loss  1.23e+01", "reward 0.50", "answer 0.25"]
+    assert ProgressLine(9).renewed(2, metrics) == [
+        "step 2/9",
+        "loss  1.23e+01",
+        "reward 0.50",
+        "answer 0.25",
+    ]
 
 
 def test_a_line_has_the_mean_of_each_verifier():
@@ -92,14 +107,20 @@ def test_summary_shows_the_rise_and_what_to_type(tmp_path, monkeypatch):
     assert lines[0].startswith("reward       0.075 -> 0.975  ▁")
     assert lines[0].endswith("█  (first and last tenth of 20 steps)")
     assert lines[1].startswith("exact match  0.000 -> 0.000")
-    assert lines[2:4] == ["run          'outputs/my run'", "curves       'outputs/my run/curves.png'"]
+    assert lines[2:4] == [
+        "run          'outputs/my run'",
+        "curves       'outputs/my run/curves.png'",
+    ]
     pgtk = program("pgtk")
     assert lines[4:] == [
         f"MLflow       {pgtk} ui",
         "             http://127.0.0.1:5000/#/experiments/1/runs/abc?workflowType=machine_learning",
         f"resume       {pgtk} resume 'outputs/my run' trainer.max_steps=40",
         f"compare      {pgtk} loss=grpo aggregation=constant",
-        "             http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&workflowType=machine_learning",
+        (
+            "             "
+            "http://127.0.0.1:5000/#/experiments/1/runs?compareRunsMode=CHART&workflowType=machine_learning"
+        ),
     ]
 
 
@@ -110,14 +131,17 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
     assert "MLflow" not in text
     assert "curves" not in text
     server = {"uri": "http://h:1", "experiment_id": "2", "run_id": "abc"}
-    with RunDirectory(tmp_path) as run:  # which the other losses could not train on: MLflow's charts alone compare it
+    # which the other losses could not train on: MLflow's charts alone compare it
+    with RunDirectory(tmp_path) as run:
         run.write_config({"loss": {"name": "reinforce"}, "rollout": {"name": "recorded"}}, [])
     text = summary({"step": np.empty(0)}, tmp_path, server)
     assert text.endswith(
-        "\ncompare      http://h:1/#/experiments/2/runs?compareRunsMode=CHART&workflowType=machine_learning"
+        "\ncompare      "
+        "http://h:1/#/experiments/2/runs?compareRunsMode=CHART&workflowType=machine_learning"
     )
-    assert "\nMLflow       http://h:1/#/experiments/2/runs/abc?workflowType=machine_learning\n" in summary(
-        {"step": np.empty(0)}, tmp_path, server
+    assert (
+        "\nMLflow       http://h:1/#/experiments/2/runs/abc?workflowType=machine_learning\n"
+        in summary({"step": np.empty(0)}, tmp_path, server)
     )
 
 
@@ -125,7 +149,11 @@ def test_summary_without_mlflow_without_reward_and_with_a_server(tmp_path):
     ("overrides", "loss", "expected"),
     [
         (["loss=gspo", "aggregation=constant"], "gspo", ["loss=grpo", "aggregation=constant"]),
-        (["loss.epsilon_low=0.1", "rollout.save_path=x", "a='x y'"], "grpo", ["loss=gspo", "a='x y'"]),
+        (
+            ["loss.epsilon_low=0.1", "rollout.save_path=x", "a='x y'"],
+            "grpo",
+            ["loss=gspo", "a='x y'"],
+        ),
     ],
 )
 def test_the_counterpart_differs_in_the_loss_alone(tmp_path, overrides, loss, expected):

@@ -1,4 +1,5 @@
-"""The line that renews itself, on a real terminal: what stands on the screen, and what stands above it."""
+"""The line that renews itself, on a real terminal: what stands on the screen, and what stands above
+it."""
 
 import os
 import re
@@ -18,11 +19,16 @@ print("terminal", is_terminal(sys.stdout))
 line = RenewedLine(8)
 line.show(0, ["step 0/8"])
 """
-FIELDS = '["step 2/8", "0:09 left", "loss -1.23e-03", "reward 0.51", "{odd} 0.50", "exact 3%", "21k tok/s"]'
+FIELDS = (
+    '["step 2/8", "0:09 left", "loss -1.23e-03", "reward 0.51", "{odd} 0.50", "exact 3%", '
+    '"21k tok/s"]'
+)
 
 
 def shown(script, folder, columns=80, **environment):
-    status, written = on_terminal([sys.executable, "-c", SHOW + script], folder, columns, environment)
+    status, written = on_terminal(
+        [sys.executable, "-c", SHOW + script], folder, columns, environment
+    )
     assert status == 0, written
     return screen(written, columns), written
 
@@ -30,7 +36,13 @@ def shown(script, folder, columns=80, **environment):
 @pytest.mark.parametrize(
     ("columns", "line"),
     [
-        (100, "step 2/8 |██▌       | 0:09 left loss -1.23e-03 reward 0.51 {odd} 0.50 exact 3% 21k tok/s"),
+        (
+            100,
+            (
+                "step 2/8 |██▌       | 0:09 left loss -1.23e-03 reward 0.51 {odd} 0.50 exact 3% "
+                "21k tok/s"
+            ),
+        ),
         (61, "step 2/8 |██▌       | 0:09 left loss -1.23e-03 reward 0.51"),
         (40, "step 2/8 0:09 left loss -1.23e-03"),
         (11, "step 2/8"),
@@ -45,7 +57,9 @@ def test_what_has_no_room_is_left_out(tmp_path, columns, line):
 
 def test_a_terminal_without_such_letters_gets_ascii(tmp_path):
     environment = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0", "LC_ALL": "C"}
-    lines, _ = shown(f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()", tmp_path, 61, **environment)
+    lines, _ = shown(
+        f"line._shown_at = 0\nline.show(2, {FIELDS})\nline.close()", tmp_path, 61, **environment
+    )
     assert lines[-2] == "step 2/8 |##5       | 0:09 left loss -1.23e-03 reward 0.51"
 
 
@@ -103,9 +117,17 @@ def test_a_line_that_is_taken_away_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"TERM": ""}])
 def test_nothing_is_renewed_where_no_cursor_moves(tmp_path, environment):
-    script = "import sys\nfrom pgtoolkit.tracking.renewed_line import is_terminal\nprint(is_terminal(sys.stdout))"
-    assert on_terminal([sys.executable, "-c", script], tmp_path, environment=environment)[1].strip() == "False"
-    piped = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=True)
+    script = (
+        "import sys\nfrom pgtoolkit.tracking.renewed_line import "
+        "is_terminal\nprint(is_terminal(sys.stdout))"
+    )
+    assert (
+        on_terminal([sys.executable, "-c", script], tmp_path, environment=environment)[1].strip()
+        == "False"
+    )
+    piped = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=True
+    )
     assert piped.stdout.strip() == "False"
 
 
@@ -121,7 +143,11 @@ def test_a_run_that_is_stopped_on_a_terminal(tmp_path):
     assert len(steps) == 1, steps
     numbers = r"\S+ left loss [ -]\d\.\d\de[-+]\d\d reward 0\.\d\d exact +\d+% "
     assert re.match(rf"step +\d+/900 \|.{{10}}\| {numbers}", steps[0])
-    (stopped,) = [number for number, line in enumerate(lines) if line.startswith("SIGINT: finishing this step")]
+    (stopped,) = [
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("SIGINT: finishing this step")
+    ]
     assert lines[stopped + 1] == steps[0]
     assert lines[stopped + 2].startswith("pgtk: stopped as asked (SIGINT) after step ")
     (log,) = tmp_path.glob("outputs/*/*/run.log")

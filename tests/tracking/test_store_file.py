@@ -1,4 +1,5 @@
-"""Whether a run could deliver to a store, by its file alone; what is said is what MLflow would stop the run for."""
+"""Whether a run could deliver to a store, by its file alone; what is said is what MLflow would stop
+the run for."""
 
 import shlex
 import shutil
@@ -22,7 +23,8 @@ from pgtoolkit.tracking.store_file import problem_of_store
 
 @pytest.fixture(scope="module")
 def made(uri) -> Path:
-    """A store of MLflow's with the experiments `tests` and, deleted, `removed`; making it takes seconds."""
+    """A store of MLflow's with the experiments `tests` and, deleted, `removed`; making it takes
+    seconds."""
     client, _ = open_store(uri, "tests")
     client.delete_experiment(client.create_experiment("removed"))
     return sqlite_path(uri)
@@ -51,12 +53,15 @@ def test_a_store_that_a_run_can_use_has_no_problem(store, tmp_path):
 
 
 def test_a_store_of_an_older_mlflow_is_upgraded_by_the_command_that_is_said(store, run):
-    older = "75868b020152"  # before the newest revision of MLflow 3.17; the command's own run is its proof elsewhere
+    # before the newest revision of MLflow 3.17; the command's own run is its proof elsewhere
+    older = "75868b020152"
     set_revision(store, older)
     problem = problem_of_store(store, "tests")
     assert f"(got the older revision {older})" in problem
     file = shell_path(store)
-    assert f"{file}.{older} && {program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in problem
+    assert (
+        f"{file}.{older} && {program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in problem
+    )
     with pytest.raises(StorageError) as stopped:
         start(uri_of(store), run)
     assert f"{program('mlflow')} db upgrade {shlex.quote(uri_of(store))}`" in str(stopped.value)

@@ -1,4 +1,5 @@
-"""`pgtk sync`, and what else reaches MLflow from a run directory after the fact or beside the steps."""
+"""`pgtk sync`, and what else reaches MLflow from a run directory after the fact or beside the
+steps."""
 
 import time
 
@@ -40,7 +41,10 @@ def test_sync_of_a_run_without_mlflow_needs_a_store_and_makes_one_run_there(uri,
     run.set_status("done", 5)
     run.close()
     assert main(["sync", str(run.path)]) == 2
-    assert "needs a store (got tracking=none). The run was made without MLflow. Use --uri=" in capsys.readouterr().err
+    assert (
+        "needs a store (got tracking=none). The run was made without MLflow. Use --uri="
+        in capsys.readouterr().err
+    )
     for said in ("5 rows delivered", "nothing was missing"):
         assert main(["sync", str(run.path), "--uri", uri, "--experiment", "afterwards"]) == 0
         assert said in capsys.readouterr().out
@@ -61,10 +65,16 @@ def test_sync_delivers_the_others_when_a_run_is_damaged(uri, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert "2-damaged/status.json is damaged (" in said.err
-    assert [name in said.out for name in ("1-first: 2 rows", "2-damaged", "3-last: 2 rows")] == [True, False, True]
+    assert [name in said.out for name in ("1-first: 2 rows", "2-damaged", "3-last: 2 rows")] == [
+        True,
+        False,
+        True,
+    ]
 
 
-def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(uri, run, monkeypatch):
+def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(
+    uri, run, monkeypatch
+):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     run.write_config(CONFIG, [])
     measured = 0
@@ -82,7 +92,8 @@ def test_the_load_of_the_machine_is_measured_and_a_resumed_run_goes_on_with_it(u
 
 
 def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path):
-    """A directory whose status names the MLflow run of another run, as one that was trained in twice has it."""
+    """A directory whose status names the MLflow run of another run, as one that was trained in
+    twice has it."""
     first = start(uri, run, experiment="mixed")
     train(run, 1, 8)
     first.finish("done")
@@ -94,4 +105,7 @@ def test_an_mlflow_run_takes_rows_of_its_own_run_only(uri, run, tmp_path):
     assert second.info["run_id"] != first.info["run_id"]
     assert len(history(uri, first.info["run_id"])) == 8
     assert history(uri, second.info["run_id"]) == [(step, step / 8) for step in range(1, 11)]
-    assert MlflowClient(uri).get_run(first.info["run_id"]).data.tags["pgtk.id"] != read_status(other.path)["id"]
+    assert (
+        MlflowClient(uri).get_run(first.info["run_id"]).data.tags["pgtk.id"]
+        != read_status(other.path)["id"]
+    )

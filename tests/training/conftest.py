@@ -24,4 +24,9 @@ def recorded(tmp_path_factory):
     """Rollouts of a short run, and overrides to train on them."""
     folder = tmp_path_factory.mktemp("recorded")
     run(folder / "run", f"rollout.save_path={folder / 'rollouts'}", "trainer.max_steps=4")
-    return [*RECORDED, "rollout=recorded", f"rollout.path={folder / 'rollouts'}", "trainer.max_steps=3"]
+    return [
+        *RECORDED,
+        "rollout=recorded",
+        f"rollout.path={folder / 'rollouts'}",
+        "trainer.max_steps=3",
+    ]

@@ -1,4 +1,5 @@
-"""Dynamic accumulation: a module of the user's own, driven through steps that are cut anyhow, against plain float64."""
+"""Dynamic accumulation: a module of the user's own, driven through steps that are cut anyhow,
+against plain float64."""
 
 import copy
 import dataclasses
@@ -54,7 +55,8 @@ def model() -> nn.Module:
 
 
 def plain_training(net: nn.Module) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, by the loops of the reference over the step as one piece; trains `net`."""
+    """(loss, gradient norm) of each step, by the loops of the reference over the step as one piece;
+    trains `net`."""
     found = []
     for first in range(0, len(LENGTHS), DOCS_PER_STEP):
         step = documents()[first : first + DOCS_PER_STEP]
@@ -79,24 +81,39 @@ def documented_code() -> str:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("max_tokens", "counts"), [(1000, [1, 1]), (24, [2, 2]), (14, [3, 4]), (12, [4, 4])])
-def test_the_documented_module_trains_the_same_however_its_steps_are_cut(tmp_path, monkeypatch, max_tokens, counts):
+@pytest.mark.parametrize(
+    ("max_tokens", "counts"), [(1000, [1, 1]), (24, [2, 2]), (14, [3, 4]), (12, [4, 4])]
+)
+def test_the_documented_module_trains_the_same_however_its_steps_are_cut(
+    tmp_path, monkeypatch, max_tokens, counts
+):
     """Loss, gradient norm and weights after two steps, by Lightning's own trainer."""
     monkeypatch.chdir(tmp_path)  # Lightning writes its logs and checkpoint to the current directory
     rows = []
     monkeypatch.setattr(
-        DynamicAccumulation, "on_train_batch_end", lambda self, outputs, batch, index: rows.append(outputs["metrics"])
+        DynamicAccumulation,
+        "on_train_batch_end",
+        lambda self, outputs, batch, index: rows.append(outputs["metrics"]),
     )
     expected_model = model()
     expected = plain_training(expected_model)
-    names = {"documents": documents(), "model": model(), "docs_per_step": DOCS_PER_STEP, "max_tokens": max_tokens}
+    names = {
+        "documents": documents(),
+        "model": model(),
+        "docs_per_step": DOCS_PER_STEP,
+        "max_tokens": max_tokens,
+    }
     exec(compile(documented_code(), "docs/losses.md", "exec"), names)
     assert [row["num_micro_batches"] for row in rows] == counts
     assert [row["loss"] for row in rows] == pytest.approx([loss for loss, _ in expected], rel=1e-12)
-    assert [row["grad_norm"] for row in rows] == pytest.approx([norm for _, norm in expected], rel=1e-9)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(
+        [norm for _, norm in expected], rel=1e-9
+    )
     assert [row["documents_seen"] for row in rows] == [6, 12]
     for name, weight in names["model"].named_parameters():
-        torch.testing.assert_close(weight, expected_model.get_parameter(name), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            weight, expected_model.get_parameter(name), rtol=1e-10, atol=1e-12
+        )
     assert min(abs(loss) for loss, _ in expected) > 1e-3
     assert names["trainer"].global_step == names["module"].num_updates == 2
 
@@ -114,20 +131,46 @@ class Small(DynamicAccumulation):
         self.manual_backward = lambda loss: loss.backward()
 
     def micro_batch_loss(self, micro_batch, totals):
-        vectors = (micro_batch.labels, micro_batch.old_log_probs, micro_batch.advantages, micro_batch.document_index)
-        options = {"num_documents": micro_batch.num_documents, "totals": totals, "check_finite": False}
-        options |= {"group_index": micro_batch.group_index, "aggregation": "prompt_mean", "metrics": "basic"}
-        return pgtoolkit.policy_loss(self.model(micro_batch.tokens), *vectors, loss=self.loss, **options)
+        vectors = (
+            micro_batch.labels,
+            micro_batch.old_log_probs,
+            micro_batch.advantages,
+            micro_batch.document_index,
+        )
+        options = {
+            "num_documents": micro_batch.num_documents,
+            "totals": totals,
+            "check_finite": False,
+        }
+        options |= {
+            "group_index": micro_batch.group_index,
+            "aggregation": "prompt_mean",
+            "metrics": "basic",
+        }
+        return pgtoolkit.policy_loss(
+            self.model(micro_batch.tokens), *vectors, loss=self.loss, **options
+        )
 
 
 class SampleMean(Small):
     """Over trajectories of several documents."""
 
     def micro_batch_loss(self, micro_batch, totals):
-        vectors = (micro_batch.labels, micro_batch.old_log_probs, micro_batch.advantages, micro_batch.document_index)
-        options = {"num_documents": micro_batch.num_documents, "totals": totals, "check_finite": False}
+        vectors = (
+            micro_batch.labels,
+            micro_batch.old_log_probs,
+            micro_batch.advantages,
+            micro_batch.document_index,
+        )
+        options = {
+            "num_documents": micro_batch.num_documents,
+            "totals": totals,
+            "check_finite": False,
+        }
         options |= {"trajectory_index": micro_batch.trajectory_index, "metrics": "basic"}
-        return pgtoolkit.policy_loss(self.model(micro_batch.tokens), *vectors, loss=self.loss, **options)
+        return pgtoolkit.policy_loss(
+            self.model(micro_batch.tokens), *vectors, loss=self.loss, **options
+        )
 
 
 def one_step(ranks, max_tokens: int, trajectories: bool) -> tuple[dict, list, list]:
@@ -148,13 +191,16 @@ def one_step_on_a_rank(number: int, *chosen) -> tuple[dict, list, list]:
 @pytest.mark.parametrize("trajectories", [False, True])
 @pytest.mark.parametrize(("number", "max_tokens"), [(2, 12), (4, 1000)])
 def test_any_module_is_driven_over_data_parallel_ranks(number, max_tokens, trajectories):
-    """Metrics, gradient and weights of one process; with four ranks one holds the masked document alone.
+    """Metrics, gradient and weights of one process; with four ranks one holds the masked document
+    alone.
 
     The parts of a trajectory lie on several ranks.
     """
     expected = one_step(ONE_PROCESS, 1000, trajectories)
     assert expected[0].get("num_trajectories") == (3 if trajectories else None)
-    for metrics, gradient, weights in world(number).run(one_step_on_a_rank, number, max_tokens, trajectories):
+    for metrics, gradient, weights in world(number).run(
+        one_step_on_a_rank, number, max_tokens, trajectories
+    ):
         assert metrics == pytest.approx(expected[0], rel=1e-12, abs=1e-14)
         torch.testing.assert_close(gradient, expected[1], rtol=1e-11, atol=1e-14)
         torch.testing.assert_close(weights, expected[2], rtol=1e-12, atol=1e-15)
@@ -169,8 +215,15 @@ def test_a_step_that_is_not_finite_leaves_the_weights_of_any_module():
     assert (metrics["num_skipped_steps"], module.num_updates) == (1, 0)
     with pytest.raises(NumericalError, match=r"2 steps in a row .* log-probs of: document 2\.$"):
         module.training_step(make_step(bad, 12), 1)
-    assert all(torch.equal(weight, before[name]) for name, weight in module.model.state_dict().items())
-    assert module.training_step(make_step(documents()[:DOCS_PER_STEP], 12), 2)["metrics"]["num_skipped_steps"] == 2
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in module.model.state_dict().items()
+    )
+    assert (
+        module.training_step(make_step(documents()[:DOCS_PER_STEP], 12), 2)["metrics"][
+            "num_skipped_steps"
+        ]
+        == 2
+    )
     assert module.num_updates == 1
     assert not torch.equal(module.model[2].weight, before["2.weight"])
 
@@ -179,7 +232,9 @@ def test_a_step_that_is_not_finite_leaves_the_weights_of_any_module():
 def test_a_trainer_that_would_average_gradients_is_refused():
     module = Small(ONE_PROCESS)
     module.trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
-    with pytest.raises(ValueError, match=r"needs a Trainer of one device in each process \(got 2 devices\)"):
+    with pytest.raises(
+        ValueError, match=r"needs a Trainer of one device in each process \(got 2 devices\)"
+    ):
         module.on_fit_start()
 
 
@@ -187,7 +242,10 @@ def test_a_step_with_and_without_old_log_probs_has_no_metric_that_compares_them(
     """Zeros stand for those that are not known: a ratio of them is no number of the policy."""
     module = Small(ONE_PROCESS)
     module.loss = "reinforce"
-    known, unknown = documents()[:2], [dataclasses.replace(d, old_log_probs=None) for d in documents()[2:4]]
+    known, unknown = (
+        documents()[:2],
+        [dataclasses.replace(d, old_log_probs=None) for d in documents()[2:4]],
+    )
     for step, compared in ((known + unknown, False), (unknown, False), (known, True)):
         metrics = module.training_step(make_step(step, 1000), 0)["metrics"]
         assert ("ratio_new_old" in metrics, "old_logprobs" in metrics) == (compared, compared)

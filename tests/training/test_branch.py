@@ -1,4 +1,5 @@
-"""`pgtk resume RUN --step N hydra.run.dir=NEW`: a run of its own from a checkpoint of another, which stays as it is."""
+"""`pgtk resume RUN --step N hydra.run.dir=NEW`: a run of its own from a checkpoint of another,
+which stays as it is."""
 
 import hashlib
 import json
@@ -43,9 +44,21 @@ def test_it_goes_on_as_the_parent_did_and_leaves_it_alone(copied, tmp_path, caps
 
 def test_what_is_changed_holds_from_that_step_on_and_both_are_compared(copied, tmp_path, capsys):
     new = tmp_path / "new"
-    assert main(["resume", str(copied), "--step=2", f"hydra.run.dir={new}", "optimizer.learning_rate=0.01"]) == 0
+    assert (
+        main(
+            [
+                "resume",
+                str(copied),
+                "--step=2",
+                f"hydra.run.dir={new}",
+                "optimizer.learning_rate=0.01",
+            ]
+        )
+        == 0
+    )
     assert metrics_of(new)[:2] == metrics_of(copied)[:2]
-    assert metrics_of(new)[2]["reward"] == metrics_of(copied)[2]["reward"]  # the batch was sampled by the same weights
+    # the batch was sampled by the same weights
+    assert metrics_of(new)[2]["reward"] == metrics_of(copied)[2]["reward"]
     assert metrics_of(new)[5]["new_logprobs"] != metrics_of(copied)[5]["new_logprobs"]
     ((change,),) = [[*entry["changes"].items()] for entry in read_drift(new)]
     assert (read_drift(new)[0]["step"], change) == (2, ("optimizer.learning_rate", [0.001, 0.01]))
@@ -56,7 +69,8 @@ def test_what_is_changed_holds_from_that_step_on_and_both_are_compared(copied, t
 
 
 def test_changes_of_later_steps_are_made_at_the_step_that_is_continued(copied, tmp_path):
-    """The parent's rate was changed at step 6: its configuration holds, and the new run says from where on."""
+    """The parent's rate was changed at step 6: its configuration holds, and the new run says from
+    where on."""
     assert main(["resume", str(copied), "optimizer.learning_rate=0.02", "trainer.max_steps=8"]) == 0
     assert main(["resume", str(copied), "--step", "4", f"hydra.run.dir={tmp_path / 'new'}"]) == 0
     (entry,) = read_drift(tmp_path / "new")
@@ -79,7 +93,8 @@ def changed(short, tmp_path_factory):
     [(5, 0.001, []), (6, 0.02, [6]), (7, 0.03, [6, 7])],
 )
 def test_a_branch_has_the_configuration_of_its_step(changed, tmp_path, step, rate, steps):
-    """A change at the very step holds for what follows, as in the parent; later ones are taken back, the last first."""
+    """A change at the very step holds for what follows, as in the parent; later ones are taken
+    back, the last first."""
     new = tmp_path / "new"
     branch(changed, step, new)
     assert read_resolved(new)["optimizer"]["learning_rate"] == rate
@@ -119,11 +134,20 @@ def test_a_branch_is_named_as_its_folder_unless_a_name_is_typed(tmp_path):
             ["--step", "3", "hydra.run.dir=there"],
             "hydra.run.dir=there needs a new or empty folder (got one with 1 entry)",
         ),
-        (["--step", "9", "hydra.run.dir=new"], "and the best. Use --step=6 trainer.max_steps=12.\n"),
-        (["--step", "9", "hydra.run.dir=new", "loss=none"], "2 problems in the configuration:\n  pgtk resume"),
+        (
+            ["--step", "9", "hydra.run.dir=new"],
+            "and the best. Use --step=6 trainer.max_steps=12.\n",
+        ),
+        (
+            ["--step", "9", "hydra.run.dir=new", "loss=none"],
+            "2 problems in the configuration:\n  pgtk resume",
+        ),
         (["--step", "3"], "--step=3 needs hydra.run.dir=NEW (got none)"),
         (["--step", "3", "hydra.run.dir=a b("], "hydra.run.dir=a b( needs the form key=value"),
-        (["--step", "3", "hydra.run.dir=${x}"], "hydra.run.dir needs a value that resolves (got Interpolation"),
+        (
+            ["--step", "3", "hydra.run.dir=${x}"],
+            "hydra.run.dir needs a value that resolves (got Interpolation",
+        ),
         (["--step", "x", "hydra.run.dir=new"], "argument --step: invalid int value: 'x'"),
         (["--step", "3", "hydra.run.dir=new", "loss=none"], "loss=none"),
         (
@@ -167,4 +191,6 @@ def test_another_folder_without_a_step_is_refused(copied, tmp_path, capsys):
     assert main(["resume", str(copied), f"hydra.run.dir={tmp_path / 'new'}"]) == 2
     said = capsys.readouterr().err
     assert "needs --step N, which makes a run of its own (got none)" in said
-    assert f"Use pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}." in said
+    assert (
+        f"Use pgtk resume {shell_path(copied)} --step N hydra.run.dir={tmp_path / 'new'}." in said
+    )

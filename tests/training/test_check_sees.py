@@ -1,4 +1,5 @@
-"""What stops a run at its start is a problem of `pgtk check`, in the same words and with status 2."""
+"""What stops a run at its start is a problem of `pgtk check`, in the same words and with status
+2."""
 
 import json
 from pathlib import Path
@@ -25,7 +26,12 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("reducers_of_a_user.py").write_text(REDUCERS)
-    row = {"token_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "old_log_probs": [0.0, -1.0, -1.0], "advantage": 1.0}
+    row = {
+        "token_ids": [1, 2, 3],
+        "loss_mask": [0, 1, 1],
+        "old_log_probs": [0.0, -1.0, -1.0],
+        "advantage": 1.0,
+    }
     rows = [json.dumps(row | {"id": number}) + "\n" for number in range(3)]
     Path("three.jsonl").write_text("".join(rows))
     Path("foreign.jsonl").write_text(json.dumps({"prompt": "1ß=", "answer": "1"}) + "\n")
@@ -43,13 +49,28 @@ RECORDED = ("rollout=recorded", "rollout.path=three.jsonl", "advantage=given", "
         (["rollout.stop=['<end>']"], "rollout.stop=['<end>'] needs texts without special tokens"),
         (["aggregation.reducer=reducers_of_a_user.raising"], "a reducer's own error"),
         (["aggregation.reducer=reducers_of_a_user.undefined"], "(got NaN or infinity)"),
-        (["aggregation.reducer=reducers_of_a_user.too_few"], "needs to return one finite weight per token"),
-        (["kl=k3_ratio", "kl.coefficient=1", "kl.reference_prompt='{prompt}Q'"], "it has no token for 'Q'"),
-        (["evaluation.every=1", f"evaluation.sets={{a: {{{FOREIGN}}}}}"], "it has no token for 'ß'"),
+        (
+            ["aggregation.reducer=reducers_of_a_user.too_few"],
+            "needs to return one finite weight per token",
+        ),
+        (
+            ["kl=k3_ratio", "kl.coefficient=1", "kl.reference_prompt='{prompt}Q'"],
+            "it has no token for 'Q'",
+        ),
+        (
+            ["evaluation.every=1", f"evaluation.sets={{a: {{{FOREIGN}}}}}"],
+            "it has no token for 'ß'",
+        ),
         ([*RECORDED, "accumulation.last_step=drop"], "(got 3 documents in a batch)"),
         (["rollout.lag=1000000"], "rollout.lag=1000000 needs at most 1000"),
-        (["rollout.save_path=dangling"], "rollout.save_path=dangling needs a place where folders can be made"),
-        (["rollout.save_path=/proc/1/x"], "rollout.save_path=/proc/1/x needs a place where folders can be made"),
+        (
+            ["rollout.save_path=dangling"],
+            "rollout.save_path=dangling needs a place where folders can be made",
+        ),
+        (
+            ["rollout.save_path=/proc/1/x"],
+            "rollout.save_path=/proc/1/x needs a place where folders can be made",
+        ),
     ],
 )
 def test_check_says_what_would_stop_the_run(here, capsys, overrides, says):
@@ -58,7 +79,9 @@ def test_check_says_what_would_stop_the_run(here, capsys, overrides, says):
     assert says in page.partition("Problems (1)\n")[2]
 
 
-@pytest.mark.parametrize("overrides", [["aggregation.reducer=reducers_of_a_user.equal"], ["rollout.stop=['9']"]])
+@pytest.mark.parametrize(
+    "overrides", [["aggregation.reducer=reducers_of_a_user.equal"], ["rollout.stop=['9']"]]
+)
 def test_what_would_run_has_no_problem(here, overrides):
     assert problems(check([*overrides, "tracking=none"])) == []
 

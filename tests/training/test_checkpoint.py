@@ -50,7 +50,9 @@ def test_a_damaged_newest_one_takes_no_place_of_those_that_are_kept(tmp_path, ke
     (tmp_path / "step-000011").mkdir()
     assert load_newest(tmp_path)["step"] == 5
     save_state(tmp_path, state(6), keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"][-keep:]
+    assert (
+        sorted(path.name for path in tmp_path.iterdir()) == ["step-000005", "step-000006"][-keep:]
+    )
     assert load_newest(tmp_path)["step"] == 6
 
 
@@ -60,7 +62,8 @@ def trained(tmp_path_factory):
 
 
 def test_transformers_loads_a_checkpoint_as_it_lies(trained):
-    """The names and numbers of the weights, every prompt's tokens, and how completions are sampled."""
+    """The names and numbers of the weights, every prompt's tokens, and how completions are
+    sampled."""
     path = trained / "checkpoints" / "step-000002"
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not any(report.values())
@@ -72,9 +75,16 @@ def test_transformers_loads_a_checkpoint_as_it_lies(trained):
     assert AutoTokenizer.from_pretrained(path)("123=").input_ids == [1, 2, 3, 10]
     found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    training = {"training/optimizer-00001-00001.safetensors", "training/state.json", "training/state.safetensors"}
+    training = {
+        "training/optimizer-00001-00001.safetensors",
+        "training/state.json",
+        "training/state.safetensors",
+    }
     assert (
-        found == {"config.json", "generation_config.json", "manifest.json", "model.safetensors"} | tokenizer | training
+        found
+        == {"config.json", "generation_config.json", "manifest.json", "model.safetensors"}
+        | tokenizer
+        | training
     )
     assert {oct(file.stat().st_mode)[-3:] for file in path.rglob("*") if file.is_file()} == {"644"}
 
@@ -91,7 +101,9 @@ def test_large_models_are_written_in_several_files(trained, tmp_path, monkeypatc
         assert found[kind].keys() == expected[kind].keys()
         assert all(torch.equal(found[kind][name], expected[kind][name]) for name in expected[kind])
     model = AutoModelForCausalLM.from_pretrained(path)
-    assert all(torch.equal(weight, expected["model"][name]) for name, weight in model.state_dict().items())
+    assert all(
+        torch.equal(weight, expected["model"][name]) for name, weight in model.state_dict().items()
+    )
 
 
 def test_a_resumed_run_writes_the_same_files(tmp_path, monkeypatch):
@@ -99,19 +111,27 @@ def test_a_resumed_run_writes_the_same_files(tmp_path, monkeypatch):
     whole = run(tmp_path / "whole", "trainer.max_steps=2")
     resumed = copy_as_of(whole, 1, tmp_path / "resumed")
     run(resumed, "trainer.max_steps=2", resume=True)
-    manifests = [folder / "checkpoints" / "step-000002" / "manifest.json" for folder in (whole, resumed)]
+    manifests = [
+        folder / "checkpoints" / "step-000002" / "manifest.json" for folder in (whole, resumed)
+    ]
     expected, found = (json.loads(manifest.read_text())["files"] for manifest in manifests)
     assert sum(name.startswith("training/optimizer-") for name in expected) > 3
-    assert {n: x for n, x in found.items() if "tensors" in n} == {n: x for n, x in expected.items() if "tensors" in n}
+    assert {n: x for n, x in found.items() if "tensors" in n} == {
+        n: x for n, x in expected.items() if "tensors" in n
+    }
 
 
 @pytest.mark.parametrize("damage", ["empty", "one byte", "missing"])
-@pytest.mark.parametrize("name", ["model.safetensors", "training/state.safetensors", "training/state.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "training/state.safetensors", "training/state.json"]
+)
 def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
     save_state(tmp_path, state(1))
     newest = save_state(tmp_path, state(2, x=torch.arange(1000)), weights={"y": torch.arange(1000)})
     data = bytearray((newest / name).read_bytes())
-    data[data.find(b"1" if name.endswith("json") else torch.arange(500, 510).numpy().tobytes())] ^= 1
+    data[
+        data.find(b"1" if name.endswith("json") else torch.arange(500, 510).numpy().tobytes())
+    ] ^= 1
     (newest / name).write_bytes(b"" if damage == "empty" else bytes(data))
     if damage == "missing":
         (newest / name).unlink()
@@ -135,7 +155,8 @@ class Malicious:
 
 
 def test_code_in_the_place_of_any_file_is_not_run(trained, tmp_path):
-    """As one pickle, and as torch writes it; with a manifest that is as before, and with one that fits."""
+    """As one pickle, and as torch writes it; with a manifest that is as before, and with one that
+    fits."""
     whole = trained / "checkpoints" / "step-000002"
     files = [file.relative_to(whole).as_posix() for file in whole.rglob("*") if file.is_file()]
     assert len(files) == 9
@@ -161,7 +182,9 @@ def test_code_in_the_place_of_any_file_is_not_run(trained, tmp_path):
 
 def test_what_a_manifest_names_lies_in_the_checkpoint(tmp_path, caplog):
     folder = tmp_path / "checkpoints"
-    for step, name in enumerate(("../../outside/x.json", "/etc/hostname", "training/../../x", "a/b/c.json"), start=1):
+    for step, name in enumerate(
+        ("../../outside/x.json", "/etc/hostname", "training/../../x", "a/b/c.json"), start=1
+    ):
         path = save_state(folder, state(step))
         replace_file(path, "x.json", b"{}")
         text = (path / "manifest.json").read_text()
@@ -194,7 +217,8 @@ def save_in_a_process(folder, step, on_the_signal):
 
 
 def test_killed_in_the_middle_of_saving(tmp_path):
-    """The kernel kills the process at byte 100 000 of a checkpoint, once a new one and once the newest again."""
+    """The kernel kills the process at byte 100 000 of a checkpoint, once a new one and once the
+    newest again."""
     whole = save_state(tmp_path, state(1, x=torch.arange(9)))
     before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
     for step in (1, 2):
@@ -225,15 +249,28 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
             {"lm_head.weight": torch.zeros(12, 32).double()},
             "lm_head.weight is of [12, 32, torch.float64], not",
         ),
-        ("optimizer", {"more.step": torch.zeros(())}, "more.step is none of the optimizer's moments"),
-        ("optimizer", {"lm_head.weight.exp_avg": torch.zeros(12)}, "exp_avg is of [12, torch.float32], not of [12, "),
+        (
+            "optimizer",
+            {"more.step": torch.zeros(())},
+            "more.step is none of the optimizer's moments",
+        ),
+        (
+            "optimizer",
+            {"lm_head.weight.exp_avg": torch.zeros(12)},
+            "exp_avg is of [12, torch.float32], not of [12, ",
+        ),
     ],
 )
-def test_weights_and_moments_of_another_model_are_refused(trained, tmp_path, capsys, kind, change, says):
+def test_weights_and_moments_of_another_model_are_refused(
+    trained, tmp_path, capsys, kind, change, says
+):
     folder = copy_as_of(trained, 2, tmp_path / "run")
     path = folder / "checkpoints" / "step-000002"
     tensors = contents_of(path)[kind] | change
-    file = {"model": "model.safetensors", "optimizer": "training/optimizer-00001-00001.safetensors"}[kind]
+    file = {
+        "model": "model.safetensors",
+        "optimizer": "training/optimizer-00001-00001.safetensors",
+    }[kind]
     replace_file(path, file, save({name: x for name, x in tensors.items() if x is not None}))
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 2
     said = capsys.readouterr().err
@@ -291,4 +328,7 @@ def test_moments_that_cannot_be_are_refused(trained, tmp_path, capsys, field, nu
     moments[name].view(-1)[-1] = number
     replace_file(path, "training/optimizer-00001-00001.safetensors", save(moments))
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
-    assert f"is damaged: {name} of the optimizer holds negative numbers or NaN. Remove" in capsys.readouterr().err
+    assert (
+        f"is damaged: {name} of the optimizer holds negative numbers or NaN. Remove"
+        in capsys.readouterr().err
+    )

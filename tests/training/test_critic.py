@@ -1,4 +1,5 @@
-"""The critic of advantage=gae: its values, its loss and gradient, when it trains, and what is refused."""
+"""The critic of advantage=gae: its values, its loss and gradient, when it trains, and what is
+refused."""
 
 import itertools
 import math
@@ -8,7 +9,17 @@ import torch
 from builders.losses import AGGREGATIONS
 from builders.models import save_with_tokenizer, small_llama
 from builders.parallel_runs import assert_close, run_on_ranks
-from builders.runs import SHORT, assert_equal, built, checkpoint_of, config_of, metrics_of, once, run, with_model
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    built,
+    checkpoint_of,
+    config_of,
+    metrics_of,
+    once,
+    run,
+    with_model,
+)
 
 from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
@@ -17,7 +28,12 @@ from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.training.critic import value_losses
 
 GAE = ("advantage=gae", "loss=grpo")
-LEARNING = (*GAE, "optimizer.learning_rate=0.02", "critic.learning_rate=0.05", "trainer.max_steps=8")
+LEARNING = (
+    *GAE,
+    "optimizer.learning_rate=0.02",
+    "critic.learning_rate=0.05",
+    "trainer.max_steps=8",
+)
 
 
 def of_settings(*overrides):
@@ -41,8 +57,12 @@ def test_the_value_loss_and_its_slope_are_those_of_the_specification():
         slopes = slope_of(losses, values)
         rows = zip(values.tolist(), old.tolist(), returns.tolist(), strict=True)
         expected = [reference_terms.value_loss(*row, clip) for row in rows]
-        torch.testing.assert_close(losses.detach(), torch.tensor([loss for loss, _ in expected], dtype=torch.float64))
-        torch.testing.assert_close(slopes, torch.tensor([slope for _, slope in expected], dtype=torch.float64))
+        torch.testing.assert_close(
+            losses.detach(), torch.tensor([loss for loss, _ in expected], dtype=torch.float64)
+        )
+        torch.testing.assert_close(
+            slopes, torch.tensor([slope for _, slope in expected], dtype=torch.float64)
+        )
     narrow = slope_of(value_losses(values, old, returns, 0.2), values)
     assert 0 < int((slopes != narrow).sum()) < 400
 
@@ -70,7 +90,9 @@ def test_the_value_loss_and_its_gradient_are_verls():
     ours = (value_losses(values, old, returns, 0.5) * mask / mask.sum()).sum()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
     (expected,) = torch.autograd.grad(theirs, values)
-    torch.testing.assert_close(torch.autograd.grad(ours, values)[0], expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, values)[0], expected, rtol=1e-12, atol=1e-15
+    )
 
 
 def test_every_value_is_0_at_the_start():
@@ -86,15 +108,24 @@ def test_every_value_is_0_at_the_start():
 
 
 @pytest.mark.parametrize(
-    "late", [(), ("rollout.lag=3",), ("rollout.lag=3", "rollout.old_log_probs=proximal"), ("rollout.max_staleness=5",)]
+    "late",
+    [
+        (),
+        ("rollout.lag=3",),
+        ("rollout.lag=3", "rollout.old_log_probs=proximal"),
+        ("rollout.max_staleness=5",),
+    ],
 )
 def test_values_are_the_critics_as_training_on_a_batch_begins(late):
-    """Under lag too; the whitened advantages are of the whole batch, also where its steps are several."""
+    """Under lag too; the whitened advantages are of the whole batch, also where its steps are
+    several."""
     module, loader = of_settings(*late)
     spread = []
     for number, step in enumerate(itertools.islice(loader, 8)):
         if number % 2 == 0:
-            batch = [Document(**document) for document in loader.source.state_dict()["documents"]][:16]
+            batch = [Document(**document) for document in loader.source.state_dict()["documents"]][
+                :16
+            ]
             advantages = []
             for document in batch:
                 with torch.no_grad():
@@ -104,12 +135,17 @@ def test_values_are_the_critics_as_training_on_a_batch_begins(late):
                 rewards[-1] = document.reward
                 trained = [True] * document.num_trained
                 found = reference_terms.gae(rewards, expected.tolist(), trained, 1.0, 0.95)
-                assert document.returns.tolist() == pytest.approx([x[1] for x in found.values()], abs=1e-5)
+                assert document.returns.tolist() == pytest.approx(
+                    [x[1] for x in found.values()], abs=1e-5
+                )
                 advantages += [x[0] for x in found.values()]
             numbers = torch.tensor(advantages, dtype=torch.float64)
             white = (numbers - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
             torch.testing.assert_close(
-                torch.cat([document.advantages for document in batch]).double(), white, rtol=0, atol=1e-4
+                torch.cat([document.advantages for document in batch]).double(),
+                white,
+                rtol=0,
+                atol=1e-4,
             )
             spread.append(float(torch.cat([document.values for document in batch]).abs().max()))
         module.training_step(step, number)
@@ -119,7 +155,8 @@ def test_values_are_the_critics_as_training_on_a_batch_begins(late):
 
 
 def known_documents(module, seed=0):
-    """Documents of two groups with values that the critic's have moved away from, one without a trained token."""
+    """Documents of two groups with values that the critic's have moved away from, one without a
+    trained token."""
     random = torch.Generator().manual_seed(seed)
     documents = []
     for number, (length, digits) in enumerate([(6, 3), (9, 5), (4, 2), (7, 4), (5, 0)]):
@@ -147,7 +184,8 @@ def weight_of(aggregation, document, documents):
     group = [d for d in documents if d.group == document.group]
     return {
         "sample_mean": 1 / (len(documents) * max(1, document.num_trained)),
-        "prompt_mean": 1 / (len({d.group for d in documents}) * max(1, sum(d.num_trained for d in group))),
+        "prompt_mean": 1
+        / (len({d.group for d in documents}) * max(1, sum(d.num_trained for d in group))),
         "token_mean": 1 / tokens,
         "constant": 1 / (len(documents) * 4),
     }[aggregation]
@@ -156,7 +194,9 @@ def weight_of(aggregation, document, documents):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_the_gradient_is_the_specifications_however_the_step_is_cut(aggregation):
     divisor = "aggregation.divisor=4" if aggregation == "constant" else "aggregation.divisor=null"
-    module, _ = of_settings(f"aggregation={aggregation}", divisor, "critic.clip=0.1", "optimizer.max_grad_norm=null")
+    module, _ = of_settings(
+        f"aggregation={aggregation}", divisor, "critic.clip=0.1", "optimizer.max_grad_norm=null"
+    )
     critic = module.critic
     head = critic.body.model.get_output_embeddings()
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(2))
@@ -167,7 +207,9 @@ def test_the_gradient_is_the_specifications_however_the_step_is_cut(aggregation)
     for document in documents:
         values = critics_values(module, document)
         weight = weight_of(aggregation, document, documents)
-        rows = zip(values.tolist(), document.values.tolist(), document.returns.tolist(), strict=True)
+        rows = zip(
+            values.tolist(), document.values.tolist(), document.returns.tolist(), strict=True
+        )
         expected = [reference_terms.value_loss(*row, 0.1) for row in rows]
         total += weight * math.fsum(value for value, _ in expected)
         slopes = torch.tensor([slope for _, slope in expected], dtype=torch.float64)
@@ -190,13 +232,16 @@ def test_the_gradient_is_the_specifications_however_the_step_is_cut(aggregation)
 
 
 def test_what_has_no_weight_in_the_policys_loss_has_none_in_the_critics():
-    """Completions that were cut off, under rollout.truncated=mask, and those that nobody could score."""
+    """Completions that were cut off, under rollout.truncated=mask, and those that nobody could
+    score."""
     module, _ = of_settings("rollout.truncated=mask")
     documents = known_documents(module)
     kept = module.critic.gradient(*parts(documents[:1], of=documents), None)
     marked = [documents[0], *[Document(**vars(d) | {"truncated": True}) for d in documents[1:3]]]
     marked += [Document(**vars(d) | {"score_failed": True, "reward": None}) for d in documents[3:]]
-    assert module.critic.gradient(*parts(marked), None)["value_loss"] == pytest.approx(kept["value_loss"], rel=1e-9)
+    assert module.critic.gradient(*parts(marked), None)["value_loss"] == pytest.approx(
+        kept["value_loss"], rel=1e-9
+    )
 
 
 def parts(documents, of=None):
@@ -249,7 +294,8 @@ def test_the_policys_step_is_that_of_the_same_advantages_without_a_critic():
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("parallelism.shard=true",)], ids=str)
 def test_over_ranks_it_is_the_same_run(tmp_path, more):
-    """And a resumed one continues to the same numbers; nothing of the critic is lost where it is divided."""
+    """And a resumed one continues to the same numbers; nothing of the critic is lost where it is
+    divided."""
     path = save_with_tokenizer(small_llama(0), tmp_path / "model")
     settings = once(*with_model(path, *GAE, "trainer.max_steps=4", "critic.learning_rate=0.01"))
     found = run_on_ranks(tmp_path / "ranks", [*settings, *more], data_parallel=2)
@@ -281,8 +327,17 @@ def test_the_critic_of_another_folder(tmp_path):
 
 def test_a_conversations_turns_are_one_completion(tmp_path):
     """Of several turns the last trained token has the reward, and those between are passed over."""
-    turns = ("task=guess", "rollout.max_completion_length=24", "model.max_positions=128", "accumulation.max_tokens=256")
-    kept = [setting for setting in SHORT if not setting.startswith(("task.", "rollout.max", "accumulation.max"))]
+    turns = (
+        "task=guess",
+        "rollout.max_completion_length=24",
+        "model.max_positions=128",
+        "accumulation.max_tokens=256",
+    )
+    kept = [
+        setting
+        for setting in SHORT
+        if not setting.startswith(("task.", "rollout.max", "accumulation.max"))
+    ]
     module, loader = built(*kept, *GAE, *turns, "advantage.whiten=false")
     step = next(iter(loader))
     gaps = 0
@@ -306,11 +361,20 @@ def test_a_run_without_a_critic_has_none_of_it(tmp_path):
     ("typed", "problem"),
     [
         (["rollout=recorded", "rollout.path=nowhere.jsonl"], "advantage=gae needs rollout=policy"),
-        (["model=huggingface", "model.path=a/b", "model.lora_rank=4"], "advantage=gae needs model.lora_rank=null"),
+        (
+            ["model=huggingface", "model.path=a/b", "model.lora_rank=4"],
+            "advantage=gae needs model.lora_rank=null",
+        ),
         (["parallelism=tensor"], "advantage=gae needs parallelism.tensor_parallel=1"),
         (["parallelism=sequence_data"], "advantage=gae needs parallelism.sequence_data_parallel=1"),
-        (["parallelism=pipeline", "metrics=none"], "advantage=gae needs parallelism.pipeline_parallel=1"),
-        (["critic.steps_before_policy=300"], "critic.steps_before_policy=300 needs fewer than trainer.max_steps=300"),
+        (
+            ["parallelism=pipeline", "metrics=none"],
+            "advantage=gae needs parallelism.pipeline_parallel=1",
+        ),
+        (
+            ["critic.steps_before_policy=300"],
+            "critic.steps_before_policy=300 needs fewer than trainer.max_steps=300",
+        ),
         (["critic.path=a/b"], "critic.path=a/b needs model=huggingface"),
         (["advantage=dr_grpo", "critic.clip=1"], "critic.clip=1 needs advantage=gae"),
         (["advantage=dr_grpo", "advantage.gamma=0.9"], "advantage.gamma=0.9 needs advantage=gae"),

@@ -1,4 +1,5 @@
-"""What a run reads from outside of its directory: found from anywhere, and noticed where it changed."""
+"""What a run reads from outside of its directory: found from anywhere, and noticed where it
+changed."""
 
 import hashlib
 import json
@@ -15,22 +16,37 @@ from pgtoolkit.cli import main
 from pgtoolkit.config.paths import absolute_paths
 from pgtoolkit.training.data import WHOLE_BYTES, digests
 
-SMALL = [setting for setting in SHORT if not setting.startswith(("task.", "trainer.max_steps", "rollout."))]
+SMALL = [
+    setting
+    for setting in SHORT
+    if not setting.startswith(("task.", "trainer.max_steps", "rollout."))
+]
 POLICY = [setting for setting in SHORT if setting.startswith("rollout.")]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A directory with prompts, a run on them that recorded its rollouts, and the policy that it left."""
+    """A directory with prompts, a run on them that recorded its rollouts, and the policy that it
+    left."""
     folder = tmp_path_factory.mktemp("home")
     rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        settings = ["task=prompts", "task.path=prompts.jsonl", "rollout.save_path=recorded", "trainer.max_steps=2"]
+        settings = [
+            "task=prompts",
+            "task.path=prompts.jsonl",
+            "rollout.save_path=recorded",
+            "trainer.max_steps=2",
+        ]
         assert main([*SMALL, *POLICY, *settings, "hydra.run.dir=first"]) == 0
         assert main(["export", "first", "policy"]) == 0
-        settings = ["rollout=recorded", "rollout.path=recor*/*0.parquet", "rollout.epochs=9", "aggregation.divisor=4"]
+        settings = [
+            "rollout=recorded",
+            "rollout.path=recor*/*0.parquet",
+            "rollout.epochs=9",
+            "aggregation.divisor=4",
+        ]
         settings += ["model=huggingface", "model.path=policy", "trainer.max_steps=2"]
         small = [setting for setting in SMALL if not setting.startswith("model.")]
         assert main([*small, *settings, "hydra.run.dir=second"]) == 0
@@ -48,7 +64,9 @@ def copy(home, tmp_path):
 
 def resume(run, *overrides):
     """Of the first run the folder of its rollouts is typed again: it lies outside of the run."""
-    saved = [f"rollout.save_path={Path(run).parent / 'recorded'}"] if Path(run).name == "first" else []
+    saved = (
+        [f"rollout.save_path={Path(run).parent / 'recorded'}"] if Path(run).name == "first" else []
+    )
     return main(["resume", str(run), *overrides, *saved])
 
 
@@ -72,33 +90,52 @@ def other_rewards(file):
     table = pq.read_table(file)
     column = table.schema.get_field_index("reward")
     changed = pa.array([reward + 1 for reward in table["reward"].to_pylist()], pa.float64())
-    pq.write_table(pa.table(table).set_column(column, "reward", changed).replace_schema_metadata(None), file)
+    pq.write_table(
+        pa.table(table).set_column(column, "reward", changed).replace_schema_metadata(None), file
+    )
 
 
 CHANGES = {
-    "task.path": ("first", "prompts.jsonl", lambda file: file.open("a").write('{"prompt": "1+1=", "answer": 2}\n')),
+    "task.path": (
+        "first",
+        "prompts.jsonl",
+        lambda file: file.open("a").write('{"prompt": "1+1=", "answer": 2}\n'),
+    ),
     "rollout.path": ("second", "recorded/batch-000000.parquet", other_rewards),
-    "model.path": ("second", "policy/tokenizer_config.json", lambda file: file.write_text(file.read_text() + "\n")),
+    "model.path": (
+        "second",
+        "policy/tokenizer_config.json",
+        lambda file: file.write_text(file.read_text() + "\n"),
+    ),
 }
 
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_changed_data_are_refused_until_they_are_accepted_once(copy, key, capsys):
     run, name, change = CHANGES[key]
-    before = {name: (copy / run / name).read_text() for name in ("data.json", "config.yaml", "status.json")}
+    before = {
+        name: (copy / run / name).read_text()
+        for name in ("data.json", "config.yaml", "status.json")
+    }
     change(copy / name)
     capsys.readouterr()
     assert resume(str(copy / run), "trainer.max_steps=3") == 2
     path = OmegaConf.select(OmegaConf.load(copy / run / "config.yaml"), key)
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"pgtk: error: {key}={path} needs the contents that the run began with (got {(copy / name).name} changed). Its "
-        "first 2 steps were made with those. Restore them, or use trainer.accept_changed_data=true."
+        f"pgtk: error: {key}={path} needs the contents that the run began with (got "
+        f"{(copy / name).name} changed). Its first 2 steps were made with those. Restore them, or "
+        "use trainer.accept_changed_data=true."
     )
     assert {name: (copy / run / name).read_text() for name in before} == before
     assert resume(str(copy / run), "trainer.max_steps=3", "trainer.accept_changed_data=true") == 0
-    assert f"note: from step 3 on {key} has other contents: {(copy / name).name} changed." in capsys.readouterr().out
+    assert (
+        f"note: from step 3 on {key} has other contents: {(copy / name).name} changed."
+        in capsys.readouterr().out
+    )
     recorded = json.loads((copy / run / "data.json").read_text())
-    assert recorded["accepted"] == [{"step": 2, "before": {key: json.loads(before["data.json"])[key]}}]
+    assert recorded["accepted"] == [
+        {"step": 2, "before": {key: json.loads(before["data.json"])[key]}}
+    ]
     assert metrics_of(copy / run)[-1]["step"] == 3
     change(copy / name)
     assert resume(str(copy / run), "trainer.max_steps=4") == 2  # accepted once, not for ever
@@ -111,7 +148,9 @@ def test_data_may_lie_elsewhere_when_a_run_is_resumed(copy, tmp_path, monkeypatc
     assert resume("home/first") == 2
     assert "needs an existing file" in capsys.readouterr().err
     assert resume("home/first", "task.path=moved/prompts.jsonl", "trainer.max_steps=3") == 0
-    assert OmegaConf.load("home/first/config.yaml").task.path == str(tmp_path / "moved" / "prompts.jsonl")
+    assert OmegaConf.load("home/first/config.yaml").task.path == str(
+        tmp_path / "moved" / "prompts.jsonl"
+    )
     assert resume("home/first", "task.verifier=math_verify") == 2
 
 
@@ -163,12 +202,19 @@ def test_absolute_paths(tmp_path, monkeypatch):
     (folder / "model").mkdir(parents=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", "/home/me")
-    config = config_of("rollout=recorded", "rollout.path=data/*.jsonl", "model=huggingface", "model.path=Qwen/Qwen3")
+    config = config_of(
+        "rollout=recorded",
+        "rollout.path=data/*.jsonl",
+        "model=huggingface",
+        "model.path=Qwen/Qwen3",
+    )
     config = absolute_paths(config)
     assert config.rollout.path == f"{tmp_path}/a[[]1]/data/*.jsonl"
     assert config.model.path == "Qwen/Qwen3"
     assert config.tracking.uri == f"sqlite:///{folder}/outputs/mlflow.db"
-    config = config_of("rollout.save_path=new/${seed}", "model=huggingface", "model.path=model", "tracking=none")
+    config = config_of(
+        "rollout.save_path=new/${seed}", "model=huggingface", "model.path=model", "tracking=none"
+    )
     config = absolute_paths(config)
     assert (config.rollout.save_path, config.model.path) == (f"{folder}/new/0", f"{folder}/model")
     assert config.tracking.uri is None

@@ -1,4 +1,5 @@
-"""Evaluations of a run: the training is as without them, to the last bit; their numbers; best checkpoint; goal."""
+"""Evaluations of a run: the training is as without them, to the last bit; their numbers; best
+checkpoint; goal."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from builders.runs import SHORT, assert_equal, checkpoint_of, config_of, copy_as_of, metrics_of, replace_rows, run
+from builders.runs import (
+    SHORT,
+    assert_equal,
+    checkpoint_of,
+    config_of,
+    copy_as_of,
+    metrics_of,
+    replace_rows,
+    run,
+)
 from omegaconf import OmegaConf
 
 from pgtoolkit.cli import main
@@ -21,7 +31,11 @@ from pgtoolkit.training.train import train
 
 EVALUATED = (
     *("evaluation.every=2", "evaluation.prompts_per_set=6", "evaluation.completions_per_prompt=2"),
-    *("evaluation.sets.held_out.seed=77", "evaluation.sets.shorter.num_digits=1", "evaluation.best=held_out/avg"),
+    *(
+        "evaluation.sets.held_out.seed=77",
+        "evaluation.sets.shorter.num_digits=1",
+        "evaluation.best=held_out/avg",
+    ),
 )
 
 
@@ -32,7 +46,10 @@ def evaluated(tmp_path_factory):
 
 def rows_of(folder):
     """The rows of evaluations.jsonl without what depends on the clock."""
-    return [{k: v for k, v in row.items() if k not in ("time", "seconds")} for row in read_evaluations(folder)]
+    return [
+        {k: v for k, v in row.items() if k not in ("time", "seconds")}
+        for row in read_evaluations(folder)
+    ]
 
 
 def assert_same_training(found, expected, steps):
@@ -42,7 +59,9 @@ def assert_same_training(found, expected, steps):
 
 
 def steps_of(folder):
-    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints")]
+    return [
+        int(path.name.removeprefix("step-")) for path in list_checkpoints(folder / "checkpoints")
+    ]
 
 
 def test_an_evaluation_changes_no_bit_of_the_training(short, evaluated):
@@ -68,24 +87,31 @@ def test_the_numbers_are_those_of_the_completions(evaluated):
             assert len(one.prompt) == digits + 1
             wanted, text = one.prompt[-2::-1], one.completion.removesuffix("<end>")
             ended = one.finish_reason == "stop"
-            same = sum(a == b for a, b in zip(text, wanted, strict=False)) + (ended and len(text) == digits)
+            same = sum(a == b for a, b in zip(text, wanted, strict=False)) + (
+                ended and len(text) == digits
+            )
             assert one.reward == pytest.approx(same / (digits + 1))
             rewards.setdefault(one.name, []).append(one.reward)
             right.setdefault(one.name, []).append(ended and text == wanted)
         assert len(rewards) == 6
         expected = {"avg": [sum(group) / 2 for group in rewards.values()]}
-        expected |= {f"pass@{k}": [pass_at_k(2, sum(group), k) for group in right.values()] for k in (1, 2)}
+        expected |= {
+            f"pass@{k}": [pass_at_k(2, sum(group), k) for group in right.values()] for k in (1, 2)
+        }
         for number, values in expected.items():
             mean, error = mean_and_error(values)
             assert row[number] == pytest.approx(mean, rel=1e-12)
             assert row[f"{number}_error"] == pytest.approx(error, rel=1e-12)
         assert row["length"] == pytest.approx(sum(one.tokens for one in completions) / 12)
-        assert row["truncated"] == pytest.approx(sum(one.finish_reason == "length" for one in completions) / 12)
+        assert row["truncated"] == pytest.approx(
+            sum(one.finish_reason == "length" for one in completions) / 12
+        )
     assert len({row["avg"] for row in rows}) > 3
 
 
 def test_a_resumed_run_goes_on_with_the_same_training_and_evaluations(evaluated, tmp_path):
-    """From step 3; the rows of later steps are there, as after a kill before the next checkpoint."""
+    """From step 3; the rows of later steps are there, as after a kill before the next
+    checkpoint."""
     folder = copy_as_of(evaluated, 3, tmp_path / "run")
     rows = [row | ({"avg": 9.0} if row["step"] > 3 else {}) for row in read_evaluations(folder)]
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -95,11 +121,14 @@ def test_a_resumed_run_goes_on_with_the_same_training_and_evaluations(evaluated,
 
 
 def test_an_evaluation_that_was_not_made_is_made_when_the_run_goes_on(evaluated, tmp_path):
-    """A signal came before it, or the server that was to sample for it was lost: that of the last step."""
+    """A signal came before it, or the server that was to sample for it was lost: that of the last
+    step."""
     step = 6
     folder = copy_as_of(evaluated, step, tmp_path / "run")
     lines = (folder / "evaluations.jsonl").read_text().splitlines()
-    (folder / "evaluations.jsonl").write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < step))
+    (folder / "evaluations.jsonl").write_text(
+        "".join(f"{line}\n" for line in lines if json.loads(line)["step"] < step)
+    )
     run(folder, *EVALUATED, resume=True)
     assert_same_training(folder, evaluated, range(1, 7))
     assert rows_of(folder) == rows_of(evaluated)
@@ -129,14 +158,20 @@ def test_the_best_checkpoint_survives_later_ones_and_a_resume(evaluated, tmp_pat
 
 def test_a_goal_ends_the_run_which_can_be_resumed(evaluated, tmp_path, monkeypatch):
     """By a value that is exactly the goal as well."""
-    goal = max(row["avg"] for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] in (2, 4))
+    goal = max(
+        row["avg"]
+        for row in read_evaluations(evaluated)
+        if row["set"] == "held_out" and row["step"] in (2, 4)
+    )
     first = next(
         row["step"]
         for row in read_evaluations(evaluated)
         if row["set"] == "held_out" and row["step"] > 0 and row["avg"] >= goal
     )
     assert first < 6
-    folder = run(tmp_path / "run", *EVALUATED, f"trainer.stop_at={goal}", "trainer.checkpoint_every=100")
+    folder = run(
+        tmp_path / "run", *EVALUATED, f"trainer.stop_at={goal}", "trainer.checkpoint_every=100"
+    )
     status = read_status(folder)
     assert (status["state"], status["step"]) == ("done", first)
     assert status["reason"].startswith(f"trainer.stop_at={goal:g} was reached: held_out/avg is ")
@@ -149,7 +184,9 @@ def test_a_goal_ends_the_run_which_can_be_resumed(evaluated, tmp_path, monkeypat
     assert rows_of(folder) == rows_of(evaluated)
 
 
-def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(evaluated, tmp_path, monkeypatch, capsys):
+def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(
+    evaluated, tmp_path, monkeypatch, capsys
+):
     """Of a checkpoint, and of the model that the configuration begins with: to the last bit."""
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", str(evaluated), "--step", "4"]) == 0
@@ -157,7 +194,11 @@ def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(evaluated, t
     more = [one for one in EVALUATED if not one.startswith(("evaluation.every", "evaluation.best"))]
     settings = ("task.num_digits=3", "model.hidden_size=32", "rollout.max_completion_length=4")
     assert main(["evaluate", *settings, *more]) == 0
-    found = {row["step"]: folder for folder in Path("outputs/evaluations").iterdir() for row in rows_of(folder)}
+    found = {
+        row["step"]: folder
+        for folder in Path("outputs/evaluations").iterdir()
+        for row in rows_of(folder)
+    }
     assert sorted(found) == [0, 4]
     for step, folder in found.items():
         assert rows_of(folder) == [row for row in rows_of(evaluated) if row["step"] == step]
@@ -168,11 +209,17 @@ def test_pgtk_evaluate_gives_the_numbers_of_the_run_and_writes_them(evaluated, t
     assert f"{row['avg']:.4f} ± {row['avg_error']:.4f}" in said
 
 
-def test_the_best_checkpoint_is_exported_and_evaluated(short, evaluated, tmp_path, monkeypatch, capsys):
+def test_the_best_checkpoint_is_exported_and_evaluated(
+    short, evaluated, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert main(["export", str(short), "folder", "--best"]) == 2
-    assert "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
-    rows = [row for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] > 0]
+    assert (
+        "--best needs a run with evaluations and checkpoints (got none)" in capsys.readouterr().err
+    )
+    rows = [
+        row for row in read_evaluations(evaluated) if row["set"] == "held_out" and row["step"] > 0
+    ]
     best = max(rows, key=lambda row: (row["avg"], row["step"]))["step"]
     assert main(["export", str(evaluated), "folder", "--best"]) == 0
     assert f"step {best} of" in capsys.readouterr().out
@@ -184,7 +231,11 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
     for name, numbers in (("train", range(6)), ("test", (4, 5, 40, 51))):
         text = "".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in numbers)
         (tmp_path / f"{name}.jsonl").write_text(text)
-    more = ["task=prompts", f"task.path={tmp_path}/train.jsonl", f"evaluation.sets.test.path={tmp_path}/test.jsonl"]
+    more = [
+        "task=prompts",
+        f"task.path={tmp_path}/train.jsonl",
+        f"evaluation.sets.test.path={tmp_path}/test.jsonl",
+    ]
     shorter = [one for one in SHORT if not one.startswith("task.")]
     with caplog.at_level("WARNING", logger="pgtoolkit"):
         build(config_of(*shorter, "evaluation.every=1", *more))
@@ -193,7 +244,8 @@ def test_prompts_of_training_in_another_file_are_counted_in_a_note(tmp_path, cap
 
 @pytest.fixture(scope="module")
 def of_files(tmp_path_factory):
-    """A run on prompts of one file with a verifier of its own; evaluated on none, and on another file."""
+    """A run on prompts of one file with a verifier of its own; evaluated on none, and on another
+    file."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "rewards_of_evaluation.py").write_text(
         "def right(completion, answer):\n    return float(completion == answer)\n"
@@ -224,7 +276,10 @@ def sets_of(said):
     folder = Path(words[1]).parent
     config = OmegaConf.load(folder / "evaluation.yaml")
     rows = read_evaluations(folder)
-    return {row["set"]: (row["prompts"], Path(config.evaluation.sets[row["set"]].path).name) for row in rows}
+    return {
+        row["set"]: (row["prompts"], Path(config.evaluation.sets[row["set"]].path).name)
+        for row in rows
+    }
 
 
 VERIFIER = "task.verifier=rewards_of_evaluation.right"
@@ -253,8 +308,12 @@ def test_prompts_of_ones_own_take_the_place_of_all_sets(of_files, capsys, run):
 
 
 def test_a_run_on_other_prompts_is_scored_by_verifiers_of_ones_own(short, of_files, capsys):
-    """A run on numbers backwards, on a file, by two verifiers, here of the task, and there of a set."""
-    several = "{right: {verifier: exact_match}, always: {verifier: rewards_of_evaluation.always, weight: 0.5}}"
+    """A run on numbers backwards, on a file, by two verifiers, here of the task, and there of a
+    set."""
+    several = (
+        "{right: {verifier: exact_match}, always: {verifier: rewards_of_evaluation.always, "
+        "weight: 0.5}}"
+    )
     few = ["evaluation.completions_per_prompt=2", "evaluation.max_completion_length=7"]
     for words, name, key in (
         (
@@ -272,14 +331,19 @@ def test_a_run_on_other_prompts_is_scored_by_verifiers_of_ones_own(short, of_fil
         said = capsys.readouterr()
         assert sets_of(said.out) == {name: (4, "other.jsonl")}
         assert f"imports rewards_of_evaluation.always ({key}.always.verifier)" in said.err
-        shown = {words[0]: words[1] for words in map(str.split, said.out.splitlines()) if len(words) > 1}
+        shown = {
+            words[0]: words[1] for words in map(str.split, said.out.splitlines()) if len(words) > 1
+        }
         assert float(shown["reward/always"]) == 1
         assert float(shown["avg"]) >= 0.5
 
 
 def test_prompts_that_are_typed_twice_are_refused(of_files, capsys):
     assert main(["evaluate", "with", "--on", "other.jsonl", "task.path=test.jsonl"]) == 2
-    assert "--on other.jsonl needs no other prompts (got task.path=test.jsonl)." in capsys.readouterr().err
+    assert (
+        "--on other.jsonl needs no other prompts (got task.path=test.jsonl)."
+        in capsys.readouterr().err
+    )
     assert main(["evaluate", "with", "--on", "train.jsonl"]) == 2
     assert "(got set train: " in capsys.readouterr().err
 
@@ -289,21 +353,29 @@ def test_prompts_that_are_typed_twice_are_refused(of_files, capsys):
     [
         (
             ["with", VERIFIER, "task.path=other.jsonl"],
-            "task.path=other.jsonl needs a set that takes it (got none). It would be ignored: the sets test have "
-            "their own. Use evaluation.sets.NAME.path=VALUE, for one of them or for a new set.",
+            "task.path=other.jsonl needs a set that takes it (got none). It would be ignored: the "
+            "sets test have their own. Use evaluation.sets.NAME.path=VALUE, for one of them or for "
+            "a new set.",
         ),
         (
             ["with", "task=reverse"],
-            "task=reverse needs the task of the run, prompts (got reverse). The run has the sets test, and typing a "
-            "task does not change them. Use 'evaluation.sets.NAME={task: reverse, ...}'.",
+            "task=reverse needs the task of the run, prompts (got reverse). The run has the sets "
+            "test, and typing a task does not change them. Use 'evaluation.sets.NAME={task: "
+            "reverse, ...}'.",
         ),
         (
             ["without", VERIFIER],
             "pgtk evaluate without needs prompts that training did not ask (got set held_out: ",
         ),
         (["with", VERIFIER, "evaluation.sets.test.path=train.jsonl"], "(got set test: "),
-        (["without", VERIFIER], "Use evaluation.sets.NAME.path=FILE with other prompts, or --training-prompts to"),
-        (["model=tiny", "--training-prompts"], "--training-prompts needs a run directory (got null)."),
+        (
+            ["without", VERIFIER],
+            "Use evaluation.sets.NAME.path=FILE with other prompts, or --training-prompts to",
+        ),
+        (
+            ["model=tiny", "--training-prompts"],
+            "--training-prompts needs a run directory (got null).",
+        ),
     ],
 )
 def test_prompts_that_are_no_set_of_the_run_are_refused(of_files, capsys, words, message):
@@ -330,8 +402,11 @@ def test_the_generator_with_the_seed_of_training_is_refused(short, tmp_path, mon
     )
 
 
-def test_a_run_is_evaluated_with_the_vocabulary_that_it_was_trained_with(short, tmp_path, monkeypatch, capsys):
-    """The same prompt from a file, whose characters are fewer: the same completions, to the last one."""
+def test_a_run_is_evaluated_with_the_vocabulary_that_it_was_trained_with(
+    short, tmp_path, monkeypatch, capsys
+):
+    """The same prompt from a file, whose characters are fewer: the same completions, to the last
+    one."""
     monkeypatch.chdir(tmp_path)
     few = ("evaluation.prompts_per_set=1", "evaluation.completions_per_prompt=8")
     assert main(["evaluate", str(short), *few]) == 0
@@ -344,4 +419,6 @@ def test_a_run_is_evaluated_with_the_vocabulary_that_it_was_trained_with(short, 
     assert main(["evaluate", str(short), *few, *of_file]) == 0
     (other,) = [path for path in Path("outputs/evaluations").iterdir() if path != folder]
     found = read_completions(other / "completions" / "evaluation_held_out_000006.parquet")
-    assert [(row.prompt, row.completion) for row in found] == [(row.prompt, row.completion) for row in expected]
+    assert [(row.prompt, row.completion) for row in found] == [
+        (row.prompt, row.completion) for row in expected
+    ]

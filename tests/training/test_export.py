@@ -18,7 +18,9 @@ from pgtoolkit.training.train import train
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("export") / "run", "trainer.max_steps=2", "rollout.temperature=0.5")
+    return run(
+        tmp_path_factory.mktemp("export") / "run", "trainer.max_steps=2", "rollout.temperature=0.5"
+    )
 
 
 @torch.no_grad()
@@ -27,10 +29,13 @@ def logits_in_training(folder, config, step, tokens):
     config = config
     policy = build_policy(config.model, "0123456789=", on_gpu=False)
     weights = checkpoint_of(folder, step)["model"]
-    assert weights.keys() == dict(policy.model.named_parameters()).keys()  # a tied head has one name of two
+    # a tied head has one name of two
+    assert weights.keys() == dict(policy.model.named_parameters()).keys()
     policy.model.load_state_dict(weights, strict=False)
     count = len(tokens)
-    document = Document(tokens, torch.arange(count) > 0, torch.zeros(count - 1), torch.zeros(count - 1), 0, "one")
+    document = Document(
+        tokens, torch.arange(count) > 0, torch.zeros(count - 1), torch.zeros(count - 1), 0, "one"
+    )
     (micro_batch,) = make_step([document], 99, {}).micro_batches
     return policy.head(policy.hidden_states(micro_batch))
 
@@ -55,7 +60,12 @@ def test_the_exported_model_has_the_logits_of_the_newest_checkpoint(trained, tmp
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["model"]
     assert tokenizer.padding_side == "left"
     sampling = GenerationConfig.from_pretrained(folder)  # as the rollouts did
-    assert (sampling.do_sample, sampling.temperature, sampling.top_p, sampling.top_k) == (True, 0.5, 1.0, 0)
+    assert (sampling.do_sample, sampling.temperature, sampling.top_p, sampling.top_k) == (
+        True,
+        0.5,
+        1.0,
+        0,
+    )
     assert (sampling.max_new_tokens, sampling.eos_token_id, sampling.pad_token_id) == (4, 11, 11)
 
 
@@ -63,7 +73,10 @@ def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch
     assert main(["export", str(trained), str(tmp_path / "model")]) == 0
     card = (tmp_path / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
-    assert "loss gspo, aggregation constant, seed 0, task reverse. These are the weights after step 2 of 2." in card
+    assert (
+        "loss gspo, aggregation constant, seed 0, task reverse. These are the weights after step 2 "
+        "of 2."
+    ) in card
     assert "rollout.temperature=0.5" in card
     assert "  hidden_size: 32" in card
     code = card.partition("```python\n")[2].partition("```")[0]
@@ -77,8 +90,12 @@ def test_the_card_tells_the_run_and_its_code_runs(trained, tmp_path, monkeypatch
 
 def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
     """All that an export needs is in the run; what it samples by is the run's own."""
-    save_with_tokenizer(small_llama(num_hidden_layers=2, tie_word_embeddings=True).bfloat16(), tmp_path / "base")
-    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}')
+    save_with_tokenizer(
+        small_llama(num_hidden_layers=2, tie_word_embeddings=True).bfloat16(), tmp_path / "base"
+    )
+    (tmp_path / "base" / "generation_config.json").write_text(
+        '{"eos_token_id": [11, 3, 7], "repetition_penalty": 1.1}'
+    )
     chosen = "model.gradient_checkpointing=true", "trainer.max_steps=1"
     settings = config_of(*with_model(tmp_path / "base", *chosen))
     train(settings, tmp_path / "run")
@@ -93,11 +110,16 @@ def test_a_model_of_a_folder_keeps_all_its_ends_and_its_number_type(tmp_path):
         AutoModelForCausalLM.from_pretrained(step).dtype == torch.bfloat16
     )  # as it is to be used; float32 in the file
     assert torch.equal(
-        AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32)(tokens[None]).logits[0], expected
+        AutoModelForCausalLM.from_pretrained(step, dtype=torch.float32)(tokens[None]).logits[0],
+        expected,
     )
-    weights, trained = load_file(tmp_path / "model" / "model.safetensors"), checkpoint_of(tmp_path / "run", 1)["model"]
+    weights, trained = (
+        load_file(tmp_path / "model" / "model.safetensors"),
+        checkpoint_of(tmp_path / "run", 1)["model"],
+    )
     assert all(torch.equal(weight, trained[name].bfloat16()) for name, weight in weights.items())
-    assert "base_model" not in (tmp_path / "model" / "README.md").read_text()  # a folder of this machine
+    # a folder of this machine
+    assert "base_model" not in (tmp_path / "model" / "README.md").read_text()
 
 
 def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypatch):
@@ -111,7 +133,9 @@ def test_what_cannot_be_exported_is_refused(trained, tmp_path, capsys, monkeypat
     assert "got nowhere: no such folder" in refused("nowhere", "model")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert "needs a new or empty folder (got one with 1 entry). Nothing is overwritten." in refused(trained, "full")
+    assert "needs a new or empty folder (got one with 1 entry). Nothing is overwritten." in refused(
+        trained, "full"
+    )
     assert "(got a file)" in refused(trained, "full/file")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.yaml").write_text((trained / "config.yaml").read_text())

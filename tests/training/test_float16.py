@@ -61,7 +61,8 @@ def relative(found, expected):
 
 @pytest.mark.parametrize("kernel", ["fused_linear", "torch"])
 def test_the_gradient_is_that_of_float32_but_for_rounding(llama, untied, kernel):
-    """Also where head and embedding are one matrix, whose parts of the gradient come on two ways."""
+    """Also where head and embedding are one matrix, whose parts of the gradient come on two
+    ways."""
     for path in (llama, untied):
         exact, expected = gradient_of(module_of(path, "model.dtype=float32", f"kernel={kernel}"))
         metrics, found = gradient_of(module_of(path, HALF, f"kernel={kernel}"))
@@ -74,7 +75,8 @@ def test_the_gradient_is_that_of_float32_but_for_rounding(llama, untied, kernel)
 
 
 def test_small_gradients_are_kept_by_the_scale(untied):
-    """Of advantages of 1e-4: without a scale most of the body's gradient is below float16's smallest number."""
+    """Of advantages of 1e-4: without a scale most of the body's gradient is below float16's
+    smallest number."""
     _, expected = gradient_of(module_of(untied, "model.dtype=float32"), factor=1e-4)
     errors = []
     for value in (1.0, 65536.0):
@@ -102,7 +104,8 @@ def test_a_scale_of_a_power_of_2_changes_no_bit_within_the_range(untied):
         module.load_state_dict(state)
         module.loss_scale.value = value
         gradients.append(gradient_of(module)[1])
-    large = gradients[0].abs() > 1e-4 * gradients[0].abs().max()  # smaller ones were subnormal in float16
+    # smaller ones were subnormal in float16
+    large = gradients[0].abs() > 1e-4 * gradients[0].abs().max()
     torch.testing.assert_close(gradients[0][large], gradients[1][large], rtol=1e-3, atol=0)
 
 
@@ -133,13 +136,23 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_run(untied):
     module.loss_scale.value = 2.0
     documents = [dataclasses.replace(d, advantages=1e30 * d.advantages) for d in some_documents()]
     module.training_step(make_step(documents, 24, {}), 0)
-    assert (module.loss_scale.value, module.loss_scale.num_overflows, module.num_skipped_steps) == (1, 1, 0)
+    assert (module.loss_scale.value, module.loss_scale.num_overflows, module.num_skipped_steps) == (
+        1,
+        1,
+        0,
+    )
     module.training_step(make_step(documents, 24, {}), 0)
-    assert (module.loss_scale.value, module.loss_scale.num_overflows, module.num_skipped_steps) == (1, 1, 1)
+    assert (module.loss_scale.value, module.loss_scale.num_overflows, module.num_skipped_steps) == (
+        1,
+        1,
+        1,
+    )
     with pytest.raises(NumericalError):
         module.training_step(make_step(documents, 24, {}), 0)
     module = module_of(untied, HALF)
-    documents = [dataclasses.replace(d, advantages=math.nan * d.advantages) for d in some_documents()]
+    documents = [
+        dataclasses.replace(d, advantages=math.nan * d.advantages) for d in some_documents()
+    ]
     module.training_step(make_step(documents, 24, {}), 0)
     assert (module.loss_scale.value, module.num_skipped_steps) == (65536, 1)
 
@@ -168,7 +181,9 @@ def test_a_gradient_is_clipped_by_its_own_norm(untied):
 
 
 def test_a_resume_is_bit_equal_after_and_before_overflows(untied, tmp_path, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.training.module.LossScale", functools.partial(LossScale, 2.0**25))
+    monkeypatch.setattr(
+        "pgtoolkit.training.module.LossScale", functools.partial(LossScale, 2.0**25)
+    )
     settings = with_model(untied, HALF)
     whole = tmp_path / "whole"
     train(config_of(*settings), whole)
@@ -184,7 +199,8 @@ def test_a_resume_is_bit_equal_after_and_before_overflows(untied, tmp_path, monk
 
 
 def test_a_sampler_of_another_type_is_further_away(untied, llama):
-    """The mean distance of the sampler's log-probs from the trainer's, by the number types of the two."""
+    """The mean distance of the sampler's log-probs from the trainer's, by the number types of the
+    two."""
 
     def gap(path, dtype, of_sampler):
         settings = with_model(path, f"model.dtype={dtype}", f"sampler.dtype={of_sampler}")

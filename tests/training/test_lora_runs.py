@@ -1,4 +1,5 @@
-"""Runs under LoRA: resumed, spread over ranks, exported; what their checkpoints hold, and who can load them."""
+"""Runs under LoRA: resumed, spread over ranks, exported; what their checkpoints hold, and who can
+load them."""
 
 import shutil
 
@@ -63,7 +64,9 @@ def logits_in_training(base, run):
     "changes",
     [
         (),
-        pytest.param(("model.dtype=bfloat16", "model.gradient_checkpointing=true"), marks=pytest.mark.slow),
+        pytest.param(
+            ("model.dtype=bfloat16", "model.gradient_checkpointing=true"), marks=pytest.mark.slow
+        ),
         pytest.param(("rollout.lag=1",), marks=pytest.mark.slow),
     ],
 )
@@ -85,21 +88,30 @@ def test_resumed_it_is_bit_equal(base, tmp_path, changes):
 def test_a_checkpoint_holds_the_adapters_alone(trained):
     path = newest(trained)
     assert {file.name for file in path.iterdir() if file.is_file()} == {
-        *("adapter_config.json", "adapter_model.safetensors", "generation_config.json", "manifest.json"),
+        *(
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "generation_config.json",
+            "manifest.json",
+        ),
         *("tokenizer.json", "tokenizer_config.json"),
     }
     found, weights = checkpoint_of(trained, 4), load_file(path / "adapter_model.safetensors")
     assert len(weights) == 2 * 2 * 7
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    said = "LoRA: adapters at 14 layers; 1,088 of 6,480 weights are trained"  # 2 x (16 + 16) and 2 x (16 + 32) of them
+    # 2 x (16 + 16) and 2 x (16 + 32) of them
+    said = "LoRA: adapters at 14 layers; 1,088 of 6,480 weights are trained"
     assert (trained / "run.log").read_text().count(said) == 1
     fields = ("exp_avg", "exp_avg_sq", "step")
     assert found["optimizer"].keys() == {f"{name}.{field}" for name in weights for field in fields}
-    assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 4 * (2 * 2 * 272 + 1500)
+    assert sum(file.stat().st_size for file in path.glob("*.safetensors")) < 4 * (
+        2 * 2 * 272 + 1500
+    )
 
 
 def test_the_reference_is_the_model_without_its_adapters(base, tmp_path, capsys):
-    """The numbers of a copy of the base model, without one; also where a run goes on with adapters that have moved."""
+    """The numbers of a copy of the base model, without one; also where a run goes on with adapters
+    that have moved."""
     own = settings(base, "kl=k3", "metrics=with_entropy")
     for name, reference in {"within": "initial", "beside": str(base)}.items():
         train(config_of(*own, f"kl.reference={reference}"), tmp_path / name)
@@ -113,9 +125,18 @@ def test_the_reference_is_the_model_without_its_adapters(base, tmp_path, capsys)
     module, _ = build(config_of(*own))
     assert module.reference is module.policy
     assert sum(weight.numel() for weight in module.parameters()) == 6480
-    chosen = ("model=huggingface", f"model.path={base}", *LORA, "kl=k3", "rollout.max_completion_length=16")
+    chosen = (
+        "model=huggingface",
+        f"model.path={base}",
+        *LORA,
+        "kl=k3",
+        "rollout.max_completion_length=16",
+    )
     assert main(["check", *chosen, "trainer.device=cpu"]) == 0
-    assert "memory: none, since it is the model in training without its adapters" in capsys.readouterr().out
+    assert (
+        "memory: none, since it is the model in training without its adapters"
+        in capsys.readouterr().out
+    )
 
 
 def test_transformers_and_peft_load_a_checkpoint_as_it_lies(base, trained):
@@ -137,12 +158,17 @@ def test_an_export_is_the_whole_model_in_its_own_number_type(base, trained, tmp_
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert "config.json" in names
     assert not any("adapter" in name for name in names)
-    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "model"))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (base, tmp_path / "model")
+    )
     assert after.keys() == before.keys()
     assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
     adapters = checkpoint_of(trained, 4)["model"]
     for name, weight in before.items():
-        a, b = (adapters.get(f"base_model.model.{name.replace('.weight', f'.lora_{part}.weight')}") for part in "AB")
+        a, b = (
+            adapters.get(f"base_model.model.{name.replace('.weight', f'.lora_{part}.weight')}")
+            for part in "AB"
+        )
         expected = weight if a is None else (weight.float() + 6 / 2 * b @ a).bfloat16()
         assert torch.equal(after[name], expected), name
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
@@ -156,9 +182,16 @@ def test_adapters_beside_other_weights_are_refused(base, trained, tmp_path, caps
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.5
     model.save_pretrained(tmp_path / "base")
-    says = "does not fit the configured model: its adapters were trained beside other weights than model.path has now"
-    accepted = ["trainer.max_steps=2", "trainer.accept_changed_data=true"]  # other files may hold the same weights
-    for command in (["resume", tmp_path / "run", *accepted], ["export", tmp_path / "run", tmp_path / "m"]):
+    says = (
+        "does not fit the configured model: its adapters were trained beside other weights than "
+        "model.path has now"
+    )
+    # other files may hold the same weights
+    accepted = ["trainer.max_steps=2", "trainer.accept_changed_data=true"]
+    for command in (
+        ["resume", tmp_path / "run", *accepted],
+        ["export", tmp_path / "run", tmp_path / "m"],
+    ):
         assert main([str(word) for word in command]) == 2
         assert says in capsys.readouterr().err
     shutil.rmtree(tmp_path / "base")
@@ -169,9 +202,14 @@ def test_adapters_beside_other_weights_are_refused(base, trained, tmp_path, caps
 
 def test_the_base_is_known_again_in_another_number_type(base, trained):
     for dtype in (NumberType.float32, NumberType.bfloat16):
-        policy = build_policy(model_config(base, dtype=dtype, lora_rank=2, lora_alpha=6.0), None, False)
+        policy = build_policy(
+            model_config(base, dtype=dtype, lora_rank=2, lora_alpha=6.0), None, False
+        )
         load_weights(policy, load_newest(trained / "checkpoints"))
-        assert {weight.dtype for weight in policy.model.parameters()} == {torch.float32, getattr(torch, dtype)}
+        assert {weight.dtype for weight in policy.model.parameters()} == {
+            torch.float32,
+            getattr(torch, dtype),
+        }
     for rank, says in (
         (None, "it holds LoRA's adapters alone"),
         (3, "lora_A.weight is of .2, 16, torch.float32., not"),
@@ -193,8 +231,11 @@ def test_the_base_is_known_again_in_another_number_type(base, trained):
     ids=["ddp", "fsdp", "fsdp in bfloat16", "sequence data"],
 )
 def test_ranks_train_as_one_process_does_and_continue(base, recorded, tmp_path, sizes, changes):
-    """From recorded rollouts: three steps at once, and the last two from the checkpoint of one process."""
-    given = with_model(base, "aggregation=constant", "aggregation.divisor=4", *LORA, *changes, of=recorded)
+    """From recorded rollouts: three steps at once, and the last two from the checkpoint of one
+    process."""
+    given = with_model(
+        base, "aggregation=constant", "aggregation.divisor=4", *LORA, *changes, of=recorded
+    )
     one = run_on_ranks(tmp_path / "one", [one for one in given if "shard" not in one])
     assert [row["grad_norm"] > 1e-4 for row in metrics_of(one)] == [True] * 3
     tolerance = 0.03 if "model.dtype=bfloat16" in changes else 1e-4

@@ -12,8 +12,14 @@ from pgtoolkit.training.opening import opening
     ("overrides", "sampler"),
     [
         ([], "transformers, in this process"),
-        (["sampler.processes=2"], "transformers, on the CPU in processes with copies of the weights: 2"),
-        (["sampler.gpus=[1,3]"], "transformers, in processes with copies of the weights on GPU 1, 3"),
+        (
+            ["sampler.processes=2"],
+            "transformers, on the CPU in processes with copies of the weights: 2",
+        ),
+        (
+            ["sampler.gpus=[1,3]"],
+            "transformers, in processes with copies of the weights on GPU 1, 3",
+        ),
         (["sampler=vllm"], "vllm, on servers that this run starts"),
         (["sampler=vllm", "sampler.urls=[http://one:8000]"], "vllm at http://one:8000"),
     ],

@@ -24,7 +24,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.training.checkpoint import MOMENTS, WEIGHTS, list_checkpoints, load_newest, save_checkpoint
+from pgtoolkit.training.checkpoint import (
+    MOMENTS,
+    WEIGHTS,
+    list_checkpoints,
+    load_newest,
+    save_checkpoint,
+)
 
 pytestmark = pytest.mark.slow  # ranks are processes
 
@@ -33,14 +39,19 @@ SETTINGS = ["aggregation=constant", "aggregation.divisor=4"]
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, recorded):
-    return run_on_ranks(tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2)
+    return run_on_ranks(
+        tmp_path_factory.mktemp("two") / "run", [*recorded, *SETTINGS], data_parallel=2
+    )
 
 
 @pytest.mark.parametrize(
-    "sizes", [{}, {"data_parallel": 4}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}], ids=["1", "4", "tp", "pp"]
+    "sizes",
+    [{}, {"data_parallel": 4}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}],
+    ids=["1", "4", "tp", "pp"],
 )
 def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes):
-    """Weights, moments, documents_seen and the place in the data go on, whatever the model is cut into."""
+    """Weights, moments, documents_seen and the place in the data go on, whatever the model is cut
+    into."""
     again = copy_as_of(two_ranks, 1, tmp_path / "again")
     metrics = ["metrics=none"] if "pipeline_parallel" in sizes else []
     run_on_ranks(again, [*recorded, *SETTINGS, *metrics], resume=True, **sizes)
@@ -62,10 +73,21 @@ def test_another_number_of_ranks_continues(tmp_path, recorded, two_ranks, sizes)
         ({"data_parallel": 2, "tensor_parallel": 2}, ["parallelism.shard=true"]),
         ({"data_parallel": 2, "pipeline_parallel": 2}, ["parallelism.shard=true", "metrics=none"]),
     ],
-    ids=["data", "fsdp", "sequence", "sequence_data", "pipeline", "fsdp of tensor", "fsdp of pipeline"],
+    ids=[
+        "data",
+        "fsdp",
+        "sequence",
+        "sequence_data",
+        "pipeline",
+        "fsdp of tensor",
+        "fsdp of pipeline",
+    ],
 )
-def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path, recorded, sizes, settings):
-    """That of one process, by however many ranks: weights, moments, and what transformers reads of them."""
+def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(
+    tmp_path, recorded, sizes, settings
+):
+    """That of one process, by however many ranks: weights, moments, and what transformers reads of
+    them."""
     run = run_on_ranks(tmp_path / "run", [*recorded, *SETTINGS, "trainer.max_steps=2"])
     before = checkpoint_of(run, 2)
     path = run / "checkpoints" / "step-000002"
@@ -75,7 +97,9 @@ def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path
     spread = config_of(*recorded, *SETTINGS, *settings, *given)
     size = math.prod(sizes.values())
     world(size).run(saved_again, spread, run, sizes)
-    files = {file.name.removesuffix("-00001.safetensors") for file in path.glob("model*.safetensors")}
+    files = {
+        file.name.removesuffix("-00001.safetensors") for file in path.glob("model*.safetensors")
+    }
     assert files == {f"model-{rank + 1:05d}" for rank in range(size)}  # each of them wrote some
     found = checkpoint_of(run, 2)
     for kind in ("model", "optimizer"):
@@ -86,12 +110,19 @@ def test_every_kind_of_parallelism_loads_and_saves_a_checkpoint_bitwise(tmp_path
 
 
 def test_a_tied_head_is_one_matrix_on_any_number_of_ranks(tmp_path, recorded):
-    save_with_tokenizer(small_llama(num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "base")
+    save_with_tokenizer(
+        small_llama(num_hidden_layers=2, tie_word_embeddings=True), tmp_path / "base"
+    )
     own = with_model(tmp_path / "base", *SETTINGS, of=recorded)
     run = run_on_ranks(tmp_path / "run", [*own, "trainer.max_steps=1"])
     before = checkpoint_of(run, 1)
-    assert [name for name in before["model"] if "embed" in name or "head" in name] == ["model.embed_tokens.weight"]
-    for sizes, shard in (({"data_parallel": 2, "tensor_parallel": 2}, "true"), ({"tensor_parallel": 2}, "false")):
+    assert [name for name in before["model"] if "embed" in name or "head" in name] == [
+        "model.embed_tokens.weight"
+    ]
+    for sizes, shard in (
+        ({"data_parallel": 2, "tensor_parallel": 2}, "true"),
+        ({"tensor_parallel": 2}, "false"),
+    ):
         given = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
         config = config_of(*own, *given, f"parallelism.shard={shard}")
         world(math.prod(sizes.values())).run(saved_again, config, run, sizes)
@@ -109,11 +140,16 @@ def save_steps(folder: Path, steps: list[int], keep: int) -> None:
 
 
 def save_large(folder: Path) -> None:
-    """Of one tensor for each rank, so that both write, and of parts, so that both are needed to the end."""
+    """Of one tensor for each rank, so that both write, and of parts, so that both are needed to the
+    end."""
     ranks = layout(data_parallel=2)
     mesh = ranks.mesh["data_parallel"]
-    tensors = {f"x{number}": distribute_tensor(torch.zeros(10**6), mesh, [Shard(0)]) for number in range(2)}
-    save_checkpoint(folder, state(2), {WEIGHTS: tensors, MOMENTS: tensors}, lambda folder: None, 1, ranks)
+    tensors = {
+        f"x{number}": distribute_tensor(torch.zeros(10**6), mesh, [Shard(0)]) for number in range(2)
+    }
+    save_checkpoint(
+        folder, state(2), {WEIGHTS: tensors, MOMENTS: tensors}, lambda folder: None, 1, ranks
+    )
 
 
 def die_while_saving(folder: Path, rank: int) -> None:

@@ -1,4 +1,5 @@
-"""The start of a run on several ranks: one of each node reads model and prompts, the others get them from it."""
+"""The start of a run on several ranks: one of each node reads model and prompts, the others get
+them from it."""
 
 import os
 from dataclasses import replace
@@ -22,7 +23,8 @@ FSDP = ("parallelism.data_parallel=4", "parallelism.shard=true")
 
 
 def on_node(config, sizes: dict[str, int], folders: list[str], prompts: list[str] | None):
-    """Module and loader of this rank, of nodes of two ranks each, where each rank has paths of its own."""
+    """Module and loader of this rank, of nodes of two ranks each, where each rank has paths of its
+    own."""
     rank = torch.distributed.get_rank()
     os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun numbers the nodes
     try:
@@ -43,7 +45,9 @@ def what_a_rank_has(*arguments) -> tuple:
     module, loader = on_node(*arguments)
     tensors = all_tensors(module.model).values()
     held = sum(local(tensor).untyped_storage().nbytes() for tensor in tensors)
-    parts = sum(local(tensor).nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in tensors)
+    parts = sum(
+        local(tensor).nbytes if isinstance(tensor, DTensor) else tensor.nbytes for tensor in tensors
+    )
     asked = [loader.source.task.prompt(number) for number in range(3)]
     return whole_weights(module.policy), module.layout.readers, held, parts, asked
 
@@ -55,7 +59,8 @@ def llama(tmp_path_factory):
 
 
 def asking(folder, file, *more: str):
-    """The configuration of a run on four ranks, with prompts from a file, and its modules' in one process."""
+    """The configuration of a run on four ranks, with prompts from a file, and its modules' in one
+    process."""
     settings = [one for one in with_model(folder, *more) if not one.startswith("task.")]
     settings += ["task=prompts", f"task.path={file}"]
     return config_of(*settings)
@@ -69,11 +74,16 @@ def asking(folder, file, *more: str):
             [FSDP[0], "model.lora_rank=2", "model.gradient_checkpointing=true"],
         ),
         ({"data_parallel": 4}, [*FSDP, "model.random_weights=true", "kl=k3", "kl.coefficient=0.1"]),
-        ({"data_parallel": 2, "tensor_parallel": 2}, ["parallelism.data_parallel=2", "parallelism.tensor_parallel=2"]),
+        (
+            {"data_parallel": 2, "tensor_parallel": 2},
+            ["parallelism.data_parallel=2", "parallelism.tensor_parallel=2"],
+        ),
     ],
     ids=["ddp with LoRA", "fsdp, random weights", "tensor"],
 )
-def test_one_rank_of_each_node_reads_and_all_have_the_weights_of_one_process(llama, tmp_path, sizes, more):
+def test_one_rank_of_each_node_reads_and_all_have_the_weights_of_one_process(
+    llama, tmp_path, sizes, more
+):
     """The others are given paths where nothing lies."""
     file, nowhere = tmp_path / "prompts.jsonl", str(tmp_path / "nowhere")
     file.write_text("".join(f'{{"prompt": "{number}=", "answer": "2"}}\n' for number in range(5)))
@@ -83,7 +93,9 @@ def test_one_rank_of_each_node_reads_and_all_have_the_weights_of_one_process(lla
     module, loader = build(alone)
     expected = whole_weights(module.policy)
     asked = [loader.source.task.prompt(number) for number in range(3)]
-    for weights, readers, held, parts, prompts in world(4).run(what_a_rank_has, config, sizes, *places):
+    for weights, readers, held, parts, prompts in world(4).run(
+        what_a_rank_has, config, sizes, *places
+    ):
         assert readers == (0, 2)
         assert prompts == asked
         assert weights.keys() == expected.keys()
@@ -100,12 +112,17 @@ def refusal(*arguments) -> tuple[type, str]:
 def test_nodes_that_have_read_other_weights_or_none_are_told(llama, tmp_path):
     """As the nodes of a cluster may, whose disks are their own."""
     model = small_llama(4, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True)
-    other, nowhere = str(save_with_tokenizer(model.bfloat16(), tmp_path / "other")), str(tmp_path / "nowhere")
+    other, nowhere = (
+        str(save_with_tokenizer(model.bfloat16(), tmp_path / "other")),
+        str(tmp_path / "nowhere"),
+    )
     config = config_of(*with_model(llama, *FSDP))
     sizes = {"data_parallel": 4}
     for kind, said in world(4).run(refusal, config, sizes, [str(llama)] * 2 + [other] * 2, None):
         assert kind is RankLost
-        assert said.startswith("the weights of the model on rank 2, 3 differ from those on rank 0. Every process")
+        assert said.startswith(
+            "the weights of the model on rank 2, 3 differ from those on rank 0. Every process"
+        )
     for kind, said in world(4).run(refusal, config, sizes, [str(llama)] * 2 + [nowhere] * 2, None):
         assert kind is ConfigError
         assert said.startswith(f"rank 2: model.path={nowhere} needs")
@@ -118,8 +135,13 @@ def test_nodes_that_have_read_other_prompts_are_told(llama, tmp_path):
     files = [str(tmp_path / f"{number}.jsonl") for number in (0, 0, 1, 1)]
     for number, file in enumerate(files):
         with open(file, "w") as opened:
-            opened.write(f'{{"prompt": "10=", "answer": "2"}}\n{{"prompt": "{number // 2}=", "answer": "2"}}\n')
+            opened.write(
+                f'{{"prompt": "10=", "answer": "2"}}\n{{"prompt": "{number // 2}=", "answer": '
+                f'"2"}}\n'
+            )
     config = asking(llama, files[0], *FSDP)
     for kind, said in world(4).run(refusal, config, {"data_parallel": 4}, [str(llama)] * 4, files):
         assert kind is RankLost
-        assert said.startswith("the prompts of the task on rank 2, 3 differ from those on rank 0. Every process must")
+        assert said.startswith(
+            "the prompts of the task on rank 2, 3 differ from those on rank 0. Every process must"
+        )

@@ -1,4 +1,5 @@
-"""Training on several ranks: the same documents, numbers and weights as one process, in real gloo processes."""
+"""Training on several ranks: the same documents, numbers and weights as one process, in real gloo
+processes."""
 
 from __future__ import annotations
 
@@ -26,11 +27,16 @@ def error_on_rank(config, folder: Path, sizes: dict[str, int]) -> tuple:
 def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     config = config_of(*SHORT, "parallelism.data_parallel=2")
-    (seconds, first), (_, second) = world(2).run(error_on_rank, config, tmp_path, {"data_parallel": 2})
+    (seconds, first), (_, second) = world(2).run(
+        error_on_rank, config, tmp_path, {"data_parallel": 2}
+    )
     assert seconds < 30
     assert first == second
     assert first[::2] == (ConfigError, True)
-    said = f"rank 0: the run directory {tmp_path} needs a directory without a run (got one with metrics."
+    said = (
+        f"rank 0: the run directory {tmp_path} needs a directory without a run (got one with "
+        "metrics."
+    )
     assert first[1].startswith(said)
 
 
@@ -40,7 +46,8 @@ def test_what_rank_0_alone_finds_in_its_way_ends_all_at_once(tmp_path):
         (2, ["aggregation=constant", "aggregation.divisor=4", "metrics=with_entropy"]),
         # The four documents of a prompt are on four ranks.
         pytest.param(4, ["loss=grpo", "aggregation=prompt_mean"], marks=pytest.mark.slow),
-        (4, ["accumulation.docs_per_step=3", "loss=grpo", "aggregation=token_mean"]),  # one rank gets none
+        # one rank gets none
+        (4, ["accumulation.docs_per_step=3", "loss=grpo", "aggregation=token_mean"]),
     ],
     ids=["two ranks", "groups over ranks", "less documents than ranks"],
 )

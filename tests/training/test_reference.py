@@ -1,4 +1,5 @@
-"""The frozen reference of the penalty: which weights it has, over ranks, at a resume, and recorded instead."""
+"""The frozen reference of the penalty: which weights it has, over ranks, at a resume, and recorded
+instead."""
 
 import json
 
@@ -37,8 +38,15 @@ def test_the_first_distance_is_exactly_zero(tmp_path):
 
 
 def test_a_reference_that_moves(tmp_path):
-    """After every other update a quarter of the way to the policy, in float32 whatever the model computes in."""
-    moving = "kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.25", "optimizer.learning_rate=0.02"
+    """After every other update a quarter of the way to the policy, in float32 whatever the model
+    computes in."""
+    moving = (
+        "kl=k3",
+        "kl.coefficient=0.3",
+        "kl.update_every=2",
+        "kl.update_rate=0.25",
+        "optimizer.learning_rate=0.02",
+    )
     module, loader = built(*SHORT, *moving)
     expected = {name: weight.clone() for name, weight in module.reference.model.named_parameters()}
     for number, step in enumerate(loader, 1):
@@ -64,10 +72,18 @@ def test_a_reference_that_was_just_replaced_is_no_distance_away(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "more"), [({"data_parallel": 2}, ("parallelism.shard=true",)), ({"tensor_parallel": 2}, ())], ids=str
+    ("sizes", "more"),
+    [({"data_parallel": 2}, ("parallelism.shard=true",)), ({"tensor_parallel": 2}, ())],
+    ids=str,
 )
 def test_a_reference_that_moves_over_ranks(tmp_path, recorded, sizes, more):
-    moving = "kl=k3", "kl.coefficient=0.3", "kl.update_every=2", "kl.update_rate=0.25", "optimizer.learning_rate=0.02"
+    moving = (
+        "kl=k3",
+        "kl.coefficient=0.3",
+        "kl.update_every=2",
+        "kl.update_rate=0.25",
+        "optimizer.learning_rate=0.02",
+    )
     settings = with_model(llama(tmp_path / "base"), *moving, of=recorded)
     found = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
     assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
@@ -77,7 +93,13 @@ def test_a_reference_that_moves_over_ranks(tmp_path, recorded, sizes, more):
 def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
     """The matrices of the reference are kept in bfloat16, and what computes in float32 is not."""
     path = llama(tmp_path / "model", tie_word_embeddings=tied)
-    overrides = path, "model.dtype=bfloat16", "kl=k3", "trainer.max_steps=2", "optimizer.learning_rate=1e-2"
+    overrides = (
+        path,
+        "model.dtype=bfloat16",
+        "kl=k3",
+        "trainer.max_steps=2",
+        "optimizer.learning_rate=1e-2",
+    )
     rows = metrics_of(train_on(tmp_path / "run", *overrides))
     assert rows[0]["kl_ref"] == 0
     assert rows[1]["kl_ref"] > 0
@@ -98,31 +120,50 @@ def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
     found = module.training_step(step, 0)["metrics"]["kl_ref"]
     expected = 0.0
     for document in step.documents:
-        rows = [one.model(document.tokens[None]).logits[0, :-1] for one in (module.policy, module.reference)]
+        rows = [
+            one.model(document.tokens[None]).logits[0, :-1]
+            for one in (module.policy, module.reference)
+        ]
         new, ref = ((row / 0.7).log_softmax(-1) for row in rows)
         chosen = document.tokens[1:, None]
         gap = (ref.gather(-1, chosen) - new.gather(-1, chosen))[document.loss_mask[1:]]
         expected += float((gap.exp() - gap - 1).detach().mean()) / len(step.documents)
-    assert found == pytest.approx(expected, rel=1e-4)  # its norms compute in float32, whatever the weights are
+    # its norms compute in float32, whatever the weights are
+    assert found == pytest.approx(expected, rel=1e-4)
     assert found > 1e-3
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 @pytest.mark.parametrize("kind", ["full_reverse", "full_forward"])
 def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
-    """experiment=distillation on a policy of another architecture and width than its teacher, against their logits."""
+    """experiment=distillation on a policy of another architecture and width than its teacher,
+    against their logits."""
     teacher = llama(tmp_path / "teacher", seed=3, hidden_size=8)
-    chosen = f"kl={kind}", "kl.coefficient=2", f"kl.reference={teacher}", f"kernel={kernel}", "rollout.temperature=0.7"
+    chosen = (
+        f"kl={kind}",
+        "kl.coefficient=2",
+        f"kl.reference={teacher}",
+        f"kernel={kernel}",
+        "rollout.temperature=0.7",
+    )
     module, loader = built(*WITHOUT_AGGREGATION, "experiment=distillation", "model=tiny", *chosen)
     step = next(iter(loader))
-    for model in (module.policy.model, module.reference.model):  # for a distance that rounding does not hide
+    # for a distance that rounding does not hide
+    for model in (module.policy.model, module.reference.model):
         model.get_output_embeddings().weight.data.mul_(30)
     total, mean, tokens = 0.0, 0.0, 0
     for document in step.documents:
-        rows = [one.model(document.tokens[None]).logits[0, :-1].double() for one in (module.policy, module.reference)]
+        rows = [
+            one.model(document.tokens[None]).logits[0, :-1].double()
+            for one in (module.policy, module.reference)
+        ]
         p, f = ((row.detach() / 0.7).log_softmax(-1)[document.loss_mask[1:]] for row in rows)
         values = (p.exp() * (p - f) if kind == "full_reverse" else f.exp() * (f - p)).sum(-1)
-        total, mean, tokens = total + float(values.sum()), mean + float(values.mean()), tokens + len(values)
+        total, mean, tokens = (
+            total + float(values.sum()),
+            mean + float(values.mean()),
+            tokens + len(values),
+        )
     metrics = module.training_step(step, 0)["metrics"]
     assert metrics["loss"] == pytest.approx(2 * total / tokens, rel=1e-5)
     assert metrics["kl_ref"] == pytest.approx(mean / len(step.documents), rel=1e-5)
@@ -131,7 +172,13 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
 
 def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path, capsys):
     teacher = llama(tmp_path / "teacher", seed=3)
-    settings = "experiment=distillation", "model=tiny", "kl=full_reverse", "kl.coefficient=1", f"kl.reference={teacher}"
+    settings = (
+        "experiment=distillation",
+        "model=tiny",
+        "kl=full_reverse",
+        "kl.coefficient=1",
+        f"kl.reference={teacher}",
+    )
     more = "trainer.max_steps=12", "optimizer.learning_rate=0.02"
     rows = metrics_of(run(tmp_path / "run", *settings, *more))
     assert rows[-1]["kl_ref"] < rows[0]["kl_ref"] / 3
@@ -141,7 +188,12 @@ def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path, capsys):
 def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
     """Adapters beside frozen weights: the numbers of a copy of the base model."""
     base = llama(tmp_path / "base")
-    own = "kl=full_reverse", "kl.coefficient=0.3", "model.lora_rank=2", "optimizer.learning_rate=0.02"
+    own = (
+        "kl=full_reverse",
+        "kl.coefficient=0.3",
+        "model.lora_rank=2",
+        "optimizer.learning_rate=0.02",
+    )
     for name, reference in {"within": "initial", "beside": str(base)}.items():
         train_on(tmp_path / name, base, *own, f"kl.reference={reference}", "trainer.max_steps=3")
     found = metrics_of(tmp_path / "within")
@@ -152,7 +204,12 @@ def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [{"data_parallel": 2}, {"sequence_data_parallel": 2}], ids=str)
 def test_the_full_kl_from_a_divided_model_without_its_adapters(tmp_path, recorded, size):
-    kl = "kl=full_reverse", "kl.coefficient=0.3", "model.lora_rank=2", "optimizer.learning_rate=0.02"
+    kl = (
+        "kl=full_reverse",
+        "kl.coefficient=0.3",
+        "model.lora_rank=2",
+        "optimizer.learning_rate=0.02",
+    )
     settings = with_model(llama(tmp_path / "base"), *kl, of=recorded)
     found = run_on_ranks(tmp_path / "ranks", [*settings, "parallelism.shard=true"], **size)
     assert metrics_of(found)[-1]["kl_ref"] > 1e-5
@@ -177,14 +234,24 @@ def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
     assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
-PROMPTED = ("experiment=distillation", "model=tiny", "kl.coefficient=1", "kl.reference_prompt='{answer}={prompt}'")
+PROMPTED = (
+    "experiment=distillation",
+    "model=tiny",
+    "kl.coefficient=1",
+    "kl.reference_prompt='{answer}={prompt}'",
+)
 WITHOUT_AGGREGATION = [one for one in SHORT if not one.startswith("aggregation")]
 
 
 @pytest.mark.parametrize("kind", ["k3", "full_reverse"])
 def test_a_teacher_reads_another_prompt(tmp_path, kind):
-    """Longer than the policy's, and the completion's tokens after it are the same ones; against the models' logits."""
-    chosen = f"kl={kind}", f"kl.reference={llama(tmp_path / 'teacher', seed=3)}", "rollout.temperature=0.7"
+    """Longer than the policy's, and the completion's tokens after it are the same ones; against the
+    models' logits."""
+    chosen = (
+        f"kl={kind}",
+        f"kl.reference={llama(tmp_path / 'teacher', seed=3)}",
+        "rollout.temperature=0.7",
+    )
     module, loader = built(*WITHOUT_AGGREGATION, *PROMPTED, *chosen)
     step, total, tokens = next(iter(loader)), 0.0, 0
     for model in (module.policy.model, module.reference.model):
@@ -193,7 +260,10 @@ def test_a_teacher_reads_another_prompt(tmp_path, kind):
         prompt, written = document.tokens[:4], document.tokens[4:]
         read = torch.cat([prompt[:3].flip(0), prompt[3:], prompt, written])  # 428= becomes 824=428=
         pairs = (module.policy, document.tokens), (module.reference, read)
-        rows = [one.model(x[None]).logits[0, -len(written) - 1 : -1].detach().double() / 0.7 for one, x in pairs]
+        rows = [
+            one.model(x[None]).logits[0, -len(written) - 1 : -1].detach().double() / 0.7
+            for one, x in pairs
+        ]
         p, f = (row.log_softmax(-1) for row in rows)
         gap = (f - p).gather(-1, written[:, None])
         values = gap.exp() - gap - 1 if kind == "k3" else p.exp() * (p - f)
@@ -204,16 +274,22 @@ def test_a_teacher_reads_another_prompt(tmp_path, kind):
 
 
 def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
-    """It counts in a micro-batch, and 4 + 4 tokens of prompts leave room for 4 of a completion in 12."""
+    """It counts in a micro-batch, and 4 + 4 tokens of prompts leave room for 4 of a completion in
+    12."""
     _, loader = built(*WITHOUT_AGGREGATION, *PROMPTED, "kl.reference=initial")
     for micro_batch in next(iter(loader)).micro_batches:
         assert len(micro_batch.tokens) < len(micro_batch.for_reference.tokens) <= 24
     short = "accumulation.max_tokens=11", "kl.reference=initial"
     with pytest.raises(
-        DataError, match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens"
+        DataError,
+        match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens",
     ):
         built(*[one for one in WITHOUT_AGGREGATION if "max_tokens" not in one], *PROMPTED, *short)
-    assert validate(config_of(*SHORT, *PROMPTED, *short))[1].problems[0].startswith("accumulation.max_tokens=11 needs")
+    assert (
+        validate(config_of(*SHORT, *PROMPTED, *short))[1]
+        .problems[0]
+        .startswith("accumulation.max_tokens=11 needs")
+    )
     teacher = llama(tmp_path / "teacher", max_position_embeddings=11)
     with pytest.raises(DataError, match="of them, do not have 1 to 7 tokens"):
         built(*WITHOUT_AGGREGATION, *PROMPTED, f"kl.reference={teacher}")
@@ -225,8 +301,13 @@ def test_another_vocabulary_is_refused(tmp_path):
     refused = r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"
     with pytest.raises(ConfigError, match=f"{refused}.* the same family{others}.$"):
         built(*with_model(path, "kl=k3", f"kl.reference={wider}"))
-    with pytest.raises(ConfigError, match=f"{refused}.* the same family.$"):  # which may not be the policy itself
-        built(*with_model(path, "experiment=distillation", f"kl.reference={wider}", of=WITHOUT_AGGREGATION))
+    # which may not be the policy itself
+    with pytest.raises(ConfigError, match=f"{refused}.* the same family.$"):
+        built(
+            *with_model(
+                path, "experiment=distillation", f"kl.reference={wider}", of=WITHOUT_AGGREGATION
+            )
+        )
     renamed = llama(tmp_path / "renamed")
     tokenizer = json.loads((renamed / "tokenizer.json").read_text())
     numbers = tokenizer["model"]["vocab"]
@@ -235,12 +316,15 @@ def test_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="10 of these tokens under the same number"):
         built(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
     (renamed / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"^kl.reference=.* needs a model that transformers can load"):
+    with pytest.raises(
+        ConfigError, match=r"^kl.reference=.* needs a model that transformers can load"
+    ):
         built(*with_model(path, "kl=k3", f"kl.reference={renamed}"))
 
 
 def rows_with_reference():
-    """Two groups of documents, each with three trained tokens whose reference log-prob is 0.3 below the old one."""
+    """Two groups of documents, each with three trained tokens whose reference log-prob is 0.3 below
+    the old one."""
     return [
         {
             "token_ids": [number, 1, 10, number, 1, 2],
@@ -257,25 +341,51 @@ def rows_with_reference():
 
 def test_recorded_log_probs_take_the_place_of_a_model(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", rows_with_reference())
-    settings = ["rollout=recorded", f"rollout.path={path}", "kl=k1", "kl.coefficient=2", "loss=reinforce"]
-    settings += ["advantage=given", "aggregation=token_mean", "kl.reference=recorded", "model.hidden_size=8"]
+    settings = [
+        "rollout=recorded",
+        f"rollout.path={path}",
+        "kl=k1",
+        "kl.coefficient=2",
+        "loss=reinforce",
+    ]
+    settings += [
+        "advantage=given",
+        "aggregation=token_mean",
+        "kl.reference=recorded",
+        "model.hidden_size=8",
+    ]
     module, loader = built("tracking=none", *settings, "model.num_heads=2")
     assert module.reference is None
     step = next(iter(loader))
     assert torch.allclose(step.documents[0].ref_log_probs, torch.tensor([-2.8, -2.7, -2.6]))
     metrics = module.training_step(step, 0)["metrics"]
-    plain, _ = built("tracking=none", *[one for one in settings if not one.startswith("kl")], "model.num_heads=2")
+    plain, _ = built(
+        "tracking=none", *[one for one in settings if not one.startswith("kl")], "model.num_heads=2"
+    )
     without = plain.training_step(step, 0)["metrics"]
-    # k1 of the step is the mean new log-prob less the mean reference's; without a penalty there is the metric alone.
-    assert metrics["loss"] == pytest.approx(without["loss"] + 2 * (metrics["new_logprobs"] + 2.7), rel=1e-6)
+    # k1 of the step is the mean new log-prob less the mean reference's; without a penalty there is
+    # the metric alone.
+    assert metrics["loss"] == pytest.approx(
+        without["loss"] + 2 * (metrics["new_logprobs"] + 2.7), rel=1e-6
+    )
     assert without["kl_ref"] == pytest.approx(metrics["kl_ref"], rel=1e-12)
 
 
 def test_a_teacher_s_recorded_log_probs_distil_without_rewards(tmp_path):
-    rows = [{key: x for key, x in row.items() if key not in ("reward", "advantage")} for row in rows_with_reference()]
+    rows = [
+        {key: x for key, x in row.items() if key not in ("reward", "advantage")}
+        for row in rows_with_reference()
+    ]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    chosen = "experiment=distillation", "rollout=recorded", f"rollout.path={path}", "kl.reference=recorded"
-    module, loader = built("tracking=none", "model=tiny", *chosen, "model.hidden_size=8", "model.num_heads=2")
+    chosen = (
+        "experiment=distillation",
+        "rollout=recorded",
+        f"rollout.path={path}",
+        "kl.reference=recorded",
+    )
+    module, loader = built(
+        "tracking=none", "model=tiny", *chosen, "model.hidden_size=8", "model.num_heads=2"
+    )
     step = next(iter(loader))
     (micro_batch,) = step.micro_batches
     new = module.log_probs(micro_batch)[micro_batch.labels >= 0].double()
@@ -290,7 +400,17 @@ def test_a_pipeline_takes_recorded_log_probs(tmp_path, recorded):
     """And an entropy bonus: its last stage has the loss."""
     settings = [one for one in recorded if not one.startswith("rollout.path")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows_with_reference())
-    settings += [f"rollout.path={path}", "aggregation=constant", "aggregation.divisor=4", "kl=k3_ratio"]
-    settings += ["kl.reference=recorded", "entropy.coefficient=0.1", "metrics=none", "rollout.epochs=3"]
+    settings += [
+        f"rollout.path={path}",
+        "aggregation=constant",
+        "aggregation.divisor=4",
+        "kl=k3_ratio",
+    ]
+    settings += [
+        "kl.reference=recorded",
+        "entropy.coefficient=0.1",
+        "metrics=none",
+        "rollout.epochs=3",
+    ]
     found = run_on_ranks(tmp_path / "ranks", settings, pipeline_parallel=2)
     assert_close(found, run_on_ranks(tmp_path / "one", settings))

@@ -1,4 +1,5 @@
-"""Rules on programs, folders and credentials that a run's file names, and the lines before a start."""
+"""Rules on programs, folders and credentials that a run's file names, and the lines before a
+start."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def written_elsewhere(config: Config, run_dir: Path, typed: set[str]) -> list[st
 
 
 def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
-    """Return, by key, the folders outside of its directory that a run of this configuration writes to."""
+    """Return, by key, the folders outside of its directory that a run of this configuration writes
+    to."""
     inside = run_dir.resolve()
     outside = {}
     for key in keys_of(config):
@@ -68,7 +70,8 @@ def folders_outside(config: object, run_dir: Path) -> dict[str, str]:
 
 
 def named_commands(config: object) -> dict[str, Any]:
-    """Return, by key, the programs and arguments that a configuration names, except the default's."""
+    """Return, by key, the programs and arguments that a configuration names, except the
+    default's."""
     named = {}
     for key in keys_of(config):
         if key.code == "command":
@@ -94,7 +97,8 @@ def named_functions(config: object) -> dict[str, str]:
 
 
 def before_start(config: Config) -> list[str]:
-    """Return the lines to print before a start: the code that is imported, and who gets credentials."""
+    """Return the lines to print before a start: the code that is imported, and who gets
+    credentials."""
     return [*imports(config), *credentials(config)]
 
 
@@ -110,7 +114,8 @@ def imports(*configs: Config) -> list[str]:
 
 
 def credentials(config: Config) -> list[str]:
-    """Return a line for each kind of credentials of this machine, with the addresses that get them."""
+    """Return a line for each kind of credentials of this machine, with the addresses that get
+    them."""
     lines = []
     tracking = config.tracking
     if tracking.name != "none" and tracking.uri is not None and is_server(tracking.uri):
@@ -169,7 +174,11 @@ def mlflow_credentials() -> str:
     return " and ".join(names)
 
 
-_MLFLOW_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
+_MLFLOW_CREDENTIALS = (
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+)
 _WANDB_KEY = "WANDB_API_KEY"
 _VLLM_KEY = "VLLM_API_KEY"
 """The environment variable with the key that `sampling/vllm.py` sends."""

@@ -14,7 +14,13 @@ from pgtoolkit.config.evaluation_sets import samples
 from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.models import MODEL_TYPES, shape
 from pgtoolkit.config.paths import batches_in
-from pgtoolkit.config.plan import copies_of, family_of_config, samples_beside, steps_of, tokens_at_least
+from pgtoolkit.config.plan import (
+    copies_of,
+    family_of_config,
+    samples_beside,
+    steps_of,
+    tokens_at_least,
+)
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import ModelConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
@@ -52,7 +58,9 @@ def rollout(c: Config, report: Report) -> None:
     if top_p is not None and top_p < 1:
         effect = "ratios do not correct for the tokens that sampling left out"
         if rollout.old_log_probs == "sampling":
-            effect = "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
+            effect = (
+                "old log-probs are renormalised, so that ratios start below 1, where GSPO clips"
+            )
         settings = f"rollout.top_p={top_p} with rollout.old_log_probs={rollout.old_log_probs}"
         report.note(f"{settings}: {effect}.")
     if rollout.overlong_buffer is not None and rollout.overlong_buffer > length:
@@ -72,7 +80,10 @@ def rollout(c: Config, report: Report) -> None:
             use="rollout.stop=[]",
         )
     if re.search(r"\\[nt]", "".join(rollout.stop)):
-        report.note("rollout.stop holds a backslash and a letter; for a line break type $'rollout.stop=[\"\\n\"]'.")
+        report.note(
+            "rollout.stop holds a backslash and a letter; for a line break type "
+            "$'rollout.stop=[\"\\n\"]'."
+        )
     is_counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
     steps = steps_of(batch, c.accumulation) if is_counted else 0
     if rollout.lag > max(_LONGEST_LAG, c.trainer.max_steps):
@@ -96,7 +107,8 @@ def rollout(c: Config, report: Report) -> None:
             setting="trainer.deterministic=true",
             needs="completions from another process",
             got="rollout.max_staleness with sampler.gpus=null",
-            reason="PyTorch has one setting for a process, and what samples beside training must not have it.",
+            reason="PyTorch has one setting for a process, and what samples beside training must "
+            "not have it.",
             use="trainer.deterministic=auto",
         )
     if isinstance(c.task, GeneratedTaskConfig):
@@ -117,7 +129,8 @@ def room_for_answer(task: GeneratedTaskConfig, key: str, length: int, report: Re
             setting=f"task.{task.size}={getattr(task, task.size)}",
             needs=f"{key} >= {needed}",
             got=length,
-            reason="The longest reference answer has that many tokens with its end; cut off, it would score 0.",
+            reason="The longest reference answer has that many tokens with its end; cut off, it "
+            "would score 0.",
             use=f"{key}={needed}",
         )
 
@@ -154,15 +167,18 @@ def model(c: Config, report: Report) -> None:
     problem = unknown_parts(model, shape(model).get("type"))
     if problem:
         report.problems.append(problem)
-    rounds_logits = model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
+    rounds_logits = (
+        model.name == "huggingface" and model.dtype != "float32" and not model.fp32_lm_head
+    )
     family = family_of_config(c)
     if rounds_logits and family is not None and family.by_document and family.bounds[0] > 1 - 1e-3:
         half = "float16" if model.dtype == "float16" else "bfloat16"
         report.note(
-            f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to {half}, which moves a "
-            f"document's ratio by about epsilon {1 - family.bounds[0]:g} wherever its old and new log-probs are not of "
-            "the same computation: after every update, and with rollout.old_log_probs=sampling from the start. The "
-            "clip then acts on documents for their rounding."
+            f"model.dtype={model.dtype} without model.fp32_lm_head: logits are rounded to {half}, "
+            f"which moves a document's ratio by about epsilon {1 - family.bounds[0]:g} wherever "
+            "its old and new log-probs are not of the same computation: after every update, and "
+            "with rollout.old_log_probs=sampling from the start. The clip then acts on documents "
+            "for their rounding."
         )
 
 
@@ -220,14 +236,17 @@ def optimizer(c: Config, report: Report) -> None:
         report.note(f"{settings}: the run ends during warm-up.")
     if usual_rate is not None and rate >= 100 * usual_rate:
         report.note(
-            f"optimizer.learning_rate={text(rate)} is {rate / usual_rate:,.0f} times the {text(usual_rate)} that "
-            "models such as this one usually take: the policy may leave its clip, or break, within a few steps."
+            f"optimizer.learning_rate={text(rate)} is {rate / usual_rate:,.0f} times the "
+            f"{text(usual_rate)} that models such as this one usually take: the policy may leave "
+            "its clip, or break, within a few steps."
         )
 
 
 def tracking(c: Config, report: Report) -> None:
     t = c.tracking
-    if t.run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)):
+    if t.run_name is not None and not re.fullmatch(
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", str(t.run_name)
+    ):
         report.refuse_value(
             key="tracking.run_name",
             value=t.run_name,
@@ -336,16 +355,21 @@ def importable(report: Report, key: str, path: str, reason: str, alternatives: s
 
 
 def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
-    """Refuse launchers and sweepers that are not ours or not installed, and impossible numbers of jobs."""
+    """Refuse launchers and sweepers that are not ours or not installed, and impossible numbers of
+    jobs."""
     if launcher.kind is None:
         report.refuse_value(
             key="hydra/launcher",
             value=launcher.choice,
             needs="one of local, slurm and ray_cluster",
-            reason="Other launchers of Hydra run jobs that pgtk could not stop, continue or leave out.",
+            reason="Other launchers of Hydra run jobs that pgtk could not stop, continue or leave "
+            "out.",
             better="local",
         )
-    kinds = {f"hydra/launcher={launcher.choice}": launcher.kind, f"hydra/sweeper={sweeper}": sweeper}
+    kinds = {
+        f"hydra/launcher={launcher.choice}": launcher.kind,
+        f"hydra/sweeper={sweeper}": sweeper,
+    }
     for setting, kind in kinds.items():
         if kind in _EXTRAS:
             installed(report, setting, *_EXTRAS[kind])
@@ -378,8 +402,13 @@ def launcher(launcher: Launcher, sweeper: str, report: Report) -> None:
         )
 
 
-_EXTRAS = {"slurm": ("submitit", "submitit"), "ray_cluster": ("ray", "ray"), SEARCH: ("optuna", "optuna")}
-"""Kind of launcher or sweeper -> the package that it needs, and the extra of pgtk that installs it."""
+_EXTRAS = {
+    "slurm": ("submitit", "submitit"),
+    "ray_cluster": ("ray", "ray"),
+    SEARCH: ("optuna", "optuna"),
+}
+"""Kind of launcher or sweeper -> the package that it needs, and the extra of pgtk that installs
+it."""
 
 
 def installed(report: Report, setting: str, module: str, extra: str) -> None:
@@ -399,7 +428,14 @@ def _is_installed(module: str) -> bool:
 
 
 _SET = (
-    *("--dtype", "--generation-config", "--gpu-memory-utilization", "--host", "--logprobs-mode", "--max-model-len"),
+    *(
+        "--dtype",
+        "--generation-config",
+        "--gpu-memory-utilization",
+        "--host",
+        "--logprobs-mode",
+        "--max-model-len",
+    ),
     *("--max-num-seqs", "--port", "--seed", "--tensor-parallel-size"),
 )
 """Options of vLLM that pgtk sets itself."""
@@ -442,7 +478,12 @@ def _is_address(url: str) -> bool:
         is_for_openai = parts.path.endswith("/v1")  # the address that clients of OpenAI's take
         has_secret = redact(url) != url
         return bool(
-            is_http and parts.hostname and parts.port != 0 and is_server_only and not is_for_openai and not has_secret
+            is_http
+            and parts.hostname
+            and parts.port != 0
+            and is_server_only
+            and not is_for_openai
+            and not has_secret
         )
     except ValueError:  # such as a bracket that is not closed, or a port above 65535
         return False
@@ -487,7 +528,8 @@ def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) 
 
 
 def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
-    """Check the processes that sample from copies of the weights and are divided among the ranks."""
+    """Check the processes that sample from copies of the weights and are divided among the
+    ranks."""
     count = len(copies_of(c))
     setting = f"sampler.processes={sampler.processes}"
     use = f"sampler.processes={world}"
@@ -525,7 +567,8 @@ def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: R
     elif count and c.rollout.name == "policy" and c.rollout.max_staleness is None:
         report.note(
             f"{setting} without rollout.max_staleness: training waits while a batch is sampled. "
-            "rollout.max_staleness=1 rollout.old_log_probs=sampling lets both go on, where a batch is one step."
+            "rollout.max_staleness=1 rollout.old_log_probs=sampling lets both go on, where a batch "
+            "is one step."
         )
 
 

@@ -34,7 +34,8 @@ def loss(c: Config, report: Report) -> None:
             setting=f"loss={c.loss.name}",
             needs="loss.num_splits=1",
             got=splits,
-            reason="The sequence ratio is exp of a mean over the whole document, and pieces do not recombine.",
+            reason="The sequence ratio is exp of a mean over the whole document, and pieces do not "
+            "recombine.",
             use="loss.num_splits=1",
         )
 
@@ -61,7 +62,8 @@ def aggregation(c: Config, report: Report) -> None:
 
 
 def correction(c: Config, report: Report) -> Config:
-    """Refuse bounds out of order, a factor that a mean does not have, and a factor that is always 1.
+    """Refuse bounds out of order, a factor that a mean does not have, and a factor that is always
+    1.
 
     Returns the configuration for the rules that follow, without what is refused.
     """
@@ -83,7 +85,8 @@ def correction(c: Config, report: Report) -> Config:
             setting="correction.mean=worst",
             needs="correction.factor=one or token",
             got="document",
-            reason="The worst token is no ratio of the document, by which its tokens could be multiplied.",
+            reason="The worst token is no ratio of the document, by which its tokens could be "
+            "multiplied.",
             use="correction.factor=one",
         )
         c = with_values(c, {"correction.factor": "one"})
@@ -116,7 +119,8 @@ def correction(c: Config, report: Report) -> Config:
             setting=setting,
             needs="rollout.top_p=null",
             got=rollout.top_p,
-            reason="Sampling log-probs are renormalised over what top_p keeps, so each ratio would hold that share.",
+            reason="Sampling log-probs are renormalised over what top_p keeps, so each ratio would "
+            "hold that share.",
             use="rollout.top_p=null or correction=none",
         )
     return c
@@ -139,7 +143,8 @@ def advantage(c: Config, report: Report) -> None:
             setting="advantage=none",
             needs="kl other than none and k1, or entropy.coefficient > 0",
             got=f"kl={c.kl.kind}",
-            reason="Advantages of 0 teach nothing, nor does k1, whose gradient does not know the reference.",
+            reason="Advantages of 0 teach nothing, nor does k1, whose gradient does not know the "
+            "reference.",
             use="kl=k3_ratio with kl.coefficient and kl.reference",
         )
     elif needs_teacher(c) and c.kl.reference == "initial":
@@ -198,13 +203,15 @@ def advantage(c: Config, report: Report) -> None:
             setting=f"advantage={estimator}",
             needs="rollout.group_size >= 2",
             got=size,
-            reason="With one completion there is nothing to compare it with: the advantage is 0 or undefined.",
+            reason="With one completion there is nothing to compare it with: the advantage is 0 or "
+            "undefined.",
             use="rollout.group_size=8",
         )
 
 
 def _critic(c: Config, report: Report) -> None:
-    """Refuse recorded rollouts, adapters, a model that ranks share, and too few steps for a critic."""
+    """Refuse recorded rollouts, adapters, a model that ranks share, and too few steps for a
+    critic."""
     setting = "advantage=gae"
     if c.rollout.name != "policy":
         report.refuse(
@@ -219,7 +226,8 @@ def _critic(c: Config, report: Report) -> None:
             setting=setting,
             needs="model.lora_rank=null",
             got=c.model.lora_rank,
-            reason="All weights of the critic are trained, which takes the memory that adapters save.",
+            reason="All weights of the critic are trained, which takes the memory that adapters "
+            "save.",
             use="model.lora_rank=null or advantage=dr_grpo",
         )
     if c.model.dtype == "float16":
@@ -227,7 +235,8 @@ def _critic(c: Config, report: Report) -> None:
             setting=setting,
             needs="model.dtype other than float16",
             got="float16",
-            reason="The loss of the critic is not scaled, so that its small gradients would become 0.",
+            reason="The loss of the critic is not scaled, so that its small gradients would "
+            "become 0.",
             use="model.dtype=bfloat16",
         )
     for name in ("tensor_parallel", "pipeline_parallel", "sequence_data_parallel"):
@@ -261,8 +270,8 @@ def _critic(c: Config, report: Report) -> None:
     family = family_of_config(c)
     if family is not None and family.by_document:
         report.note(
-            f"loss={c.loss.name} takes the mean of the advantages of a document's tokens, which advantage=gae tells "
-            "apart: loss=grpo, PPO's, takes each."
+            f"loss={c.loss.name} takes the mean of the advantages of a document's tokens, which "
+            "advantage=gae tells apart: loss=grpo, PPO's, takes each."
         )
 
 
@@ -303,7 +312,8 @@ def penalties(c: Config, report: Report) -> Config:
             setting="kl.reference=recorded",
             needs="rollout=recorded",
             got="rollout=policy",
-            reason="The reference's log-probs of completions that are still to be sampled are in no file.",
+            reason="The reference's log-probs of completions that are still to be sampled are in "
+            "no file.",
             use=proposed,
         )
     elif reference == "recorded" and kind in FULL_KINDS:
@@ -311,7 +321,8 @@ def penalties(c: Config, report: Report) -> Config:
             setting=f"kl={kind}",
             needs="kl.reference to be a model",
             got="recorded",
-            reason="Rollouts record the reference's log-prob of one token, and not of all that could stand there.",
+            reason="Rollouts record the reference's log-prob of one token, and not of all that "
+            "could stand there.",
             use="kl=k3_ratio",
         )
     if c.kl.place == "reward":
@@ -324,7 +335,8 @@ def penalties(c: Config, report: Report) -> Config:
             setting=f"kl.update_every={c.kl.update_every}",
             needs="model.lora_rank=null",
             got=c.model.lora_rank,
-            reason="The reference is the model without its adapters, and nothing of that is trained.",
+            reason="The reference is the model without its adapters, and nothing of that is "
+            "trained.",
             use="kl.update_every=null or model.lora_rank=null",
         )
     existing(report, "kl.reference", reference, hub=True)
@@ -345,14 +357,16 @@ def penalties(c: Config, report: Report) -> Config:
 
 
 def _kl_in_reward(c: Config, report: Report) -> None:
-    """Refuse a penalty in the reward that samples do not have, or that the advantages would lose."""
+    """Refuse a penalty in the reward that samples do not have, or that the advantages would
+    lose."""
     estimator = c.advantage.estimator
     if c.kl.kind not in REWARD_KINDS:
         report.refuse(
             setting="kl.place=reward",
             needs="kl=k1, k2 or k3",
             got=f"kl={c.kl.kind}",
-            reason="A reward is made of the log-probs of the tokens that were sampled, before any update.",
+            reason="A reward is made of the log-probs of the tokens that were sampled, before any "
+            "update.",
             use="kl=k1 or kl.place=loss",
         )
     if estimator in ("none", "gdpo"):
@@ -374,7 +388,8 @@ def _kl_in_reward(c: Config, report: Report) -> None:
 
 
 def needs_teacher(c: Config) -> bool:
-    """Return whether nothing trains but the distance from a reference that reads the same prompt."""
+    """Return whether nothing trains but the distance from a reference that reads the same
+    prompt."""
     has_advantage = c.advantage.estimator != "none"
     has_entropy = c.entropy.coefficient != 0
     has_own_prompt = c.kl.reference_prompt is not None
@@ -396,7 +411,8 @@ def other_vocabulary(c: Config, needs: str, got: Any) -> str:
 
 
 def _takes_reference_prompt(template: str, report: Report) -> bool:
-    """Refuse a template without {prompt} and {answer}, or with other fields, attributes or widths."""
+    """Refuse a template without {prompt} and {answer}, or with other fields, attributes or
+    widths."""
     key = "kl.reference_prompt"
     try:
         fields = {field[1:] for field in string.Formatter().parse(template) if field[1] is not None}
@@ -441,8 +457,8 @@ def anchor(c: Config, report: Report) -> None:
     if correction != "none":
         corrects = f"correction={correction} corrects for"
     report.note(
-        f"{setting} under a lag: ratios are to the weights with which training on a batch begins, and {corrects} the "
-        "updates between those and the weights that sampled."
+        f"{setting} under a lag: ratios are to the weights with which training on a batch begins, "
+        f"and {corrects} the updates between those and the weights that sampled."
     )
 
 
@@ -472,7 +488,8 @@ def accumulation(c: Config, report: Report) -> None:
             key="accumulation.max_tokens",
             value=c.accumulation.max_tokens,
             needs=f"at least the longest document, {longest} tokens",
-            reason="A document is never split over micro-batches, so the longest must fit into one.",
+            reason="A document is never split over micro-batches, so the longest must fit into "
+            "one.",
             better=longest,
         )
     setting = f"aggregation={c.aggregation.mode}"
@@ -503,8 +520,9 @@ def accumulation(c: Config, report: Report) -> None:
         is_off_policy = docs < batch or _is_late(c.rollout)
         if has_no_ratio and is_off_policy and c.advantage.estimator != "none":
             report.note(
-                f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, nothing corrects for "
-                "them. One step per batch of rollouts and no rollout.lag is what it is made for."
+                f"loss={c.loss.name} has no ratio: where updates lie between sampling and a step, "
+                "nothing corrects for them. One step per batch of rollouts and no rollout.lag is "
+                "what it is made for."
             )
 
 
@@ -530,8 +548,8 @@ def _steps_per_batch(c: Config, batch: int, docs: int, last: str, report: Report
         report.note(f"accumulation.docs_per_step={docs} {reason}: {effects[last]}.")
     elif docs == batch and not _is_late(c.rollout):
         report.note(
-            "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and the losses differ "
-            "only in their weights."
+            "one optimizer step per batch of rollouts: every ratio is 1, nothing is clipped, and "
+            "the losses differ only in their weights."
         )
 
 
@@ -549,7 +567,8 @@ def parallelism(c: Config, report: Report) -> None:
             needs=f"the product of the parallel sizes, {product} = {factors}",
             got=rank.world_size,
             reason="Every process has one place in the layout.",
-            use=f"as many processes, or without a launcher such as torchrun pgtk starts {product} itself",
+            use=f"as many processes, or without a launcher such as torchrun pgtk starts {product} "
+            "itself",
         )
     if p.sequence_parallel and p.tensor_parallel == 1:
         report.refuse(
@@ -600,7 +619,8 @@ def misfits(
     """Return the problems with spreading a model over these sizes.
 
     sizes: of AXES. shard: whether FSDP2 divides it. known: type, attention heads, key-value heads,
-    layers, tied, as far as `check` knows them or as the model is loaded; the others are missing or None.
+    layers, tied, as far as `check` knows them or as the model is loaded; the others are missing or
+    None.
     """
     problems = []
     tensor = sizes["tensor_parallel"]
@@ -625,7 +645,9 @@ def misfits(
     uneven = [kind for kind, count in heads.items() if count % tensor]
     if uneven:
         counts = heads.values()
-        fitting = max(size for size in range(1, tensor) if not any(count % size for count in counts))
+        fitting = max(
+            size for size in range(1, tensor) if not any(count % size for count in counts)
+        )
         problems.append(
             refusal(
                 setting=setting,

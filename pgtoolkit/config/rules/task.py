@@ -26,7 +26,10 @@ from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text
 
 _KEYS = ("verifier", "weight", "pattern")
-_EXAMPLE = "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, weight: 0.1}}'"
+_EXAMPLE = (
+    "'task.verifiers={answer: {verifier: math_verify}, short: {verifier: my_module.short, "
+    "weight: 0.1}}'"
+)
 
 
 def task(c: Config, report: Report) -> None:
@@ -71,7 +74,8 @@ def prompts(task: tasks.TaskConfig, report: Report) -> None:
 
 
 def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: Report) -> None:
-    """Refuse a path where there is nothing, and keys for a data set on the hub with a file's path."""
+    """Refuse a path where there is nothing, and keys for a data set on the hub with a file's
+    path."""
     if task.path is not None and tasks.is_data_set_name(task.path):
         installed(report, f"task.path={task.path}", "datasets", "datasets")
         return
@@ -88,7 +92,8 @@ def _path(task: tasks.PromptsTaskConfig | tasks.ConversationTaskConfig, report: 
 
 
 def _groups(pattern: str | None) -> tuple[int, str | None]:
-    """Return how many groups a pattern has, with the pattern; if it is invalid, 0 with its error."""
+    """Return how many groups a pattern has, with the pattern; if it is invalid, 0 with its
+    error."""
     try:
         return re.compile(str(pattern)).groups, pattern
     except re.error as error:
@@ -174,7 +179,8 @@ def _verifier(prefix: str, name: str, pattern: str | None, report: Report) -> No
             setting=needs,
             needs=f"{prefix}pattern with one group",
             got=got,
-            reason="What its group finds last is compared with the answer; (?:...) captures nothing.",
+            reason="What its group finds last is compared with the answer; (?:...) captures "
+            "nothing.",
             use=f"\"{prefix}pattern='answer: (.*)'\"",
         )
 
@@ -252,7 +258,8 @@ def _sets(c: Config, report: Report) -> Config:
 
 
 def _keys(c: Config, place: str, settings: dict[str, Any], report: Report) -> None:
-    """Refuse keys of a set that are neither its task's nor in OF_A_SET, and values of a wrong type."""
+    """Refuse keys of a set that are neither its task's nor in OF_A_SET, and values of a wrong
+    type."""
     kind = settings.get("task", c.task.name)
     if kind not in KINDS:
         report.refuse_value(
@@ -367,7 +374,8 @@ def _best(c: Config, report: Report) -> None:
             setting=setting,
             needs=f"one of {', '.join(known)}",
             got=number,
-            reason=f"The best is the highest, and of {count} completions of a prompt these are known.",
+            reason=f"The best is the highest, and of {count} completions of a prompt these are "
+            "known.",
             use="evaluation.best=pass@1, or other evaluation.completions_per_prompt",
         )
     elif stop_at is not None and number != "avg" and not 0 < stop_at <= 1:
