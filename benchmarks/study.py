@@ -29,6 +29,8 @@ KEPT = (
     "entropy",
     "grad_norm",
     "kl_new_old",
+    "effective_sample_size",
+    "explained_variance",
 )
 """Columns of metrics.jsonl."""
 

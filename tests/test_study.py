@@ -13,7 +13,7 @@ from builders.studies import four_losses
 
 from benchmarks import study_page, study_predictions, study_summary
 from benchmarks.study import half_shuffled, pack, random_reward, right_alone
-from benchmarks.study_pretrained import best_rate, write_problems
+from benchmarks.study_pretrained import TASKS, best_value, write_problems
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.launch.sweep import refuse_another
@@ -183,15 +183,15 @@ def test_packed_runs_take_little_space():
 def test_the_best_rate_is_that_of_the_tables(unpacked):
     """Of both aggregations 1e-5; none where a rate has one run, as in the tuning runs of the
     losses."""
-    assert float(best_rate(unpacked / "pretrained_rates_constant")) == 1e-5
-    assert float(best_rate(unpacked / "pretrained_rates_sample_mean")) == 1e-5
-    with pytest.raises(RuntimeError, match="two complete runs of three rates"):
-        best_rate(unpacked / "pretrained_rates")
+    for sweep in ("pretrained_rates_constant", "pretrained_rates_sample_mean"):
+        assert float(best_value(unpacked / sweep, "optimizer.learning_rate", 2)) == 1e-5
+    with pytest.raises(RuntimeError, match="2 complete runs of three values"):
+        best_value(unpacked / "pretrained_rates", "optimizer.learning_rate", 2)
 
 
 def test_problems_of_the_pretrained_model(tmp_path):
     """Answers are right, all four kinds are there, and no held-out problem is trained."""
-    write_problems(tmp_path)
+    write_problems(tmp_path, TASKS["arithmetic"])
     problems = {}
     for name in ("train", "held_out"):
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]

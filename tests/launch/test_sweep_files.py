@@ -9,7 +9,7 @@ import pytest
 from builders.models import save_with_tokenizer, small_llama
 
 from benchmarks import study_predictions
-from benchmarks.study_pretrained import write_problems
+from benchmarks.study_pretrained import TASKS, write_problems
 from pgtoolkit.cli import main
 from pgtoolkit.comparison.groups import compare
 from pgtoolkit.comparison.measures import parse_metric
@@ -51,7 +51,7 @@ def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
         save_with_tokenizer(
             small_llama(max_position_embeddings=1024), Path("outputs/study/smollm2")
         )
-        write_problems(Path("outputs/study/arithmetic"))
+        write_problems(Path("outputs/study/arithmetic"), TASKS["arithmetic"])
     checked = check([], True, sweep_file=sweep_file(name))
     assert problems(checked) == []
     assert len(checked.runs) == SIZES[name]
