@@ -10,11 +10,12 @@ from pathlib import Path
 from pgtoolkit.comparison.tokens_losses import LossOnStep, common_vectors, loss_on_step
 from pgtoolkit.comparison.tokens_step import MadeStep, make_again
 from pgtoolkit.config.compose import compose
+from pgtoolkit.config.counts import documents_per_batch, documents_per_step
 from pgtoolkit.config.keys import keys_of
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.overrides import jobs, reading
 from pgtoolkit.config.own_code import chosen
-from pgtoolkit.config.plan import documents_per_batch, documents_per_step, equation
+from pgtoolkit.config.plan import equation
 from pgtoolkit.config.rules.executed import imports
 from pgtoolkit.config.saved import saved_config
 from pgtoolkit.config.schema import Config

@@ -1,5 +1,5 @@
-"""What a configuration says of evaluation: its sets of held-out prompts, the numbers measured, how
-often."""
+"""The evaluation that a configuration asks for: its sets of held-out prompts, how they are sampled,
+and the number by which the best checkpoint is kept."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from pgtoolkit.config.schema_tasks import (
 )
 from pgtoolkit.system.report import text
 
-USUAL = "held_out"
+DEFAULT_SET = "held_out"
 """The set of a configuration that names none."""
 
-_OF_A_GENERATOR = ("num_digits", "dataset", "numbers", "environment", "path")
-"""Keys of tasks: where one differs, generators with the same seed ask something else."""
+_KEYS_OF_QUESTIONS = ("num_digits", "dataset", "numbers", "environment", "path")
+"""Keys of generators: where one of them differs, the same seed gives other questions."""
 
 OF_A_SET = ("task", "seed", "prompts")
-"""Keys of a set that are none of its task's: the kind of task where it is another, and what differs
-from the group."""
+"""Keys of an evaluation set beyond those of its task: the task, if another one than in training,
+and its own values of evaluation.seed and evaluation.prompts_per_set."""
 
 QUESTIONS = 10_000
-"""Different questions of a data set of reasoning-gym, where its options do not say how many."""
+"""Questions of a data set of reasoning-gym whose options do not say how many it has."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One set: a task's keys, the seed it is made with, and how many of its prompts are taken, if
-    it has so many."""
+    """A set of held-out prompts: its task, the seed that the task gets, and the most prompts that
+    are taken from it."""
 
     name: str
     task: TaskConfig
@@ -47,8 +47,8 @@ class HeldOut:
     prompts: int
 
     @property
-    def files(self) -> tuple | None:
-        """What tells its prompts from those of other files; None of a generator."""
+    def files(self) -> tuple[str, str | None, str | None] | None:
+        """The (path, configuration, split) that its prompts are read from; None for a generator."""
         return _files_of(self.task)
 
     @property
@@ -61,99 +61,112 @@ class HeldOut:
 def _files_of(task: TaskConfig) -> tuple[str, str | None, str | None] | None:
     if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig) or task.path is None:
         return None
-    place = os.path.realpath(os.path.expanduser(str(task.path)))
-    return place, getattr(task, "config", None), task.split
+    path = os.path.realpath(os.path.expanduser(str(task.path)))
+    return path, getattr(task, "config", None), task.split
 
 
-def held_out_sets(c: Config) -> list[HeldOut]:
-    """The sets of a configuration that the rules have passed."""
-    usual = {"seed": c.evaluation.seed, "prompts": c.evaluation.prompts_per_set}
-    sets = {name: usual | given for name, given in (c.evaluation.sets or {USUAL: {}}).items()}
-    return [
-        HeldOut(name, _task(c, given), given["seed"], given["prompts"])
-        for name, given in sets.items()
-    ]
+def held_out_sets(config: Config) -> list[HeldOut]:
+    """Return the sets of a configuration that the rules have passed."""
+    defaults = {"seed": config.evaluation.seed, "prompts": config.evaluation.prompts_per_set}
+    sets = []
+    for name, settings in (config.evaluation.sets or {DEFAULT_SET: {}}).items():
+        settings = defaults | settings
+        task = _task(config, settings)
+        sets.append(HeldOut(name, task, settings["seed"], settings["prompts"]))
+    return sets
 
 
-def _task(c: Config, given: dict[str, Any]) -> TaskConfig:
-    """A copy of the configured task, or the defaults of another kind, with the keys of a set."""
-    kind = given.get("task", c.task.name)
-    values = vars(c.task) if kind == c.task.name else option_values("task", kind)
-    if "path" in given:  # these are of the other files
-        values = values | {name: None for name in ("config", "split") if name in values}
-    if kind == "prompts" and ("verifier" in given or "verifiers" in given):
-        values = values | {
-            "verifier": option_values("task", kind)["verifier"],
-            "pattern": None,
-            "verifiers": {},
-        }
-    values = values | {key: value for key, value in given.items() if key not in OF_A_SET}
-    return SCHEMAS[f"task/{kind}"](**copy.deepcopy(dict(values)))
+def _task(config: Config, settings: dict[str, Any]) -> TaskConfig:
+    """Return the task of a set: the configured one, or another one with its defaults, and with the
+    set's values in either.
+
+    settings: the keys of the set.
+    """
+    kind = settings.get("task", config.task.name)
+    values = dict(vars(config.task) if kind == config.task.name else option_values("task", kind))
+    if "path" in settings:
+        # The configuration and split of training belong to other files.
+        values |= {name: None for name in ("config", "split") if name in values}
+    if kind == "prompts" and ("verifier" in settings or "verifiers" in settings):
+        verifier = option_values("task", kind)["verifier"]
+        values |= {"verifier": verifier, "pattern": None, "verifiers": {}}
+    values |= {key: value for key, value in settings.items() if key not in OF_A_SET}
+    return SCHEMAS[f"task/{kind}"](**copy.deepcopy(values))
 
 
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to it."""
-    return [2**i for i in range(most.bit_length())]
+def powers_of_two(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... up to the limit."""
+    return [2**i for i in range(limit.bit_length())]
 
 
 def watched(config: object) -> tuple[str, str] | None:
-    """The set and the number of evaluation.best in a configuration, see `value_of`; None without
-    one."""
+    """Return the set and the number that evaluation.best names in a configuration; None if it is
+    null.
+
+    config: see `value_of`.
+    """
     best = value_of(config, "evaluation.best")
     if best is None:
         return None
     name, _, number = best.rpartition("/")
-    return name or next(iter(value_of(config, "evaluation.sets")), USUAL), number
+    return name or next(iter(value_of(config, "evaluation.sets")), DEFAULT_SET), number
 
 
-def is_on(c: Config) -> bool:
-    return c.evaluation.every > 0
+def is_on(config: Config) -> bool:
+    return config.evaluation.every > 0
 
 
-def samples(c: Config) -> bool:
-    """Whether a run writes completions: to train on, or in its evaluations alone."""
-    return c.rollout.name == "policy" or is_on(c)
+def needs_sampler(config: Config) -> bool:
+    """Return whether a run writes completions: to train on, or in its evaluations alone."""
+    return config.rollout.name == "policy" or is_on(config)
 
 
-def sampling(c: Config) -> dict[str, Any]:
-    """How the completions of an evaluation are sampled: the keys of rollout=policy that say so."""
-    names = ("temperature", "top_p", "max_completion_length")
-    chosen = {name: getattr(c.evaluation, name) for name in names}
-    usual = {name: getattr(c.rollout, name, None) for name in names}
-    settings = {name: usual[name] if value is None else value for name, value in chosen.items()}
-    return settings | {"stop": getattr(c.rollout, "stop", [])}
+def sampling(config: Config) -> dict[str, Any]:
+    """Return how the completions of an evaluation are sampled, by keys of rollout=policy."""
+    settings = {}
+    for name in ("temperature", "top_p", "max_completion_length"):
+        value = getattr(config.evaluation, name)
+        settings[name] = getattr(config.rollout, name, None) if value is None else value
+    return settings | {"stop": getattr(config.rollout, "stop", [])}
 
 
-def how_sampled(c: Config) -> str:
-    """The same in words."""
-    how = sampling(c)
-    cut = "" if how["top_p"] in (None, 1) else f", top_p {text(how['top_p'])}"
+def sampling_in_words(config: Config) -> str:
+    """Return how the completions of an evaluation are sampled, in words."""
+    settings = sampling(config)
+    top_p = settings["top_p"]
+    nucleus = "" if top_p in (None, 1) else f", top_p {text(top_p)}"
     return (
-        f"at temperature {text(how['temperature'])}{cut}, at most "
-        f"{how['max_completion_length']} tokens"
+        f"at temperature {text(settings['temperature'])}{nucleus}, at most "
+        f"{settings['max_completion_length']} tokens"
     )
 
 
-def are_training_prompts(c: Config, one: HeldOut) -> str | None:
-    """Why a set holds prompts that the configuration trains on, as far as the two descriptions
-    tell; else None."""
-    if c.rollout.name != "policy" or one.task.name != c.task.name:
+def are_training_prompts(config: Config, held_out: HeldOut) -> str | None:
+    """Return why a set holds prompts that the configuration trains on; None where the two
+    descriptions do not show that it does."""
+    task = config.task
+    if config.rollout.name != "policy" or held_out.task.name != task.name:
         return None
-    if isinstance(
-        c.task, ChainSumTaskConfig | ShortestPathTaskConfig | SumsTaskConfig
-    ):  # they never ask what is held out
+    if isinstance(task, ChainSumTaskConfig | ShortestPathTaskConfig | SumsTaskConfig):
+        return None  # training never asks what these hold out
+    if held_out.files is not None:
+        return "They are the prompts of training." if held_out.files == _files_of(task) else None
+    for key in _KEYS_OF_QUESTIONS:
+        if getattr(held_out.task, key, None) != getattr(task, key, None):
+            return None
+    if isinstance(held_out.task, ReasoningGymTaskConfig) and isinstance(
+        task, ReasoningGymTaskConfig
+    ):
+        # Each question has a seed of its own, and the seeds follow each other.
+        distance = held_out.seed - config.seed
+        size = task.options.get("size", QUESTIONS)
+        size_of_set = held_out.task.options.get("size", QUESTIONS)
+        if not -size_of_set < distance < size:
+            return None
+        return (
+            f"Question n has the seed of the set plus n, so sets that start {abs(distance)} apart "
+            "overlap."
+        )
+    if held_out.seed != config.seed:
         return None
-    if one.files is not None:
-        return "They are the prompts of training." if one.files == _files_of(c.task) else None
-    if any(getattr(one.task, key, None) != getattr(c.task, key, None) for key in _OF_A_GENERATOR):
-        return None
-    if isinstance(one.task, ReasoningGymTaskConfig) and isinstance(c.task, ReasoningGymTaskConfig):
-        # Its questions have seeds of their own, which follow each other.
-        sizes = [task.options.get("size", QUESTIONS) for task in (c.task, one.task)]
-        if -sizes[1] < one.seed - c.seed < sizes[0]:
-            return (
-                f"The question of row n comes from seed + n, so that {abs(one.seed - c.seed)} "
-                "apart they overlap."
-            )
-        return None
-    return "The same generator with the same seed asks the same." if one.seed == c.seed else None
+    return "The same generator with the same seed asks the same questions."

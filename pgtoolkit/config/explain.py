@@ -1,5 +1,6 @@
-"""`pgtk explain WORD`: what a key, a group, an option, a metric or an exit status means. Every text
-stands elsewhere: in the schema, in the families, in the errors, and in the tables of docs/.
+"""`pgtk explain WORD`: what a key, a group, an option, a metric or an exit status means.
+
+Every text is written elsewhere: in the schema, the families, the errors, and the tables of docs/.
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from pgtoolkit.config.defaults import REQUIRED, Computed
 from pgtoolkit.config.elsewhere import NONE, keys_called, known_as, table_rows
@@ -33,19 +33,16 @@ from pgtoolkit.system.report import nearest, refusal, text
 
 _STATUSES = {
     0: "Done.",
-    1: "An error of pgtoolkit's own, with a traceback; of a sweep, that a job has failed.",
+    1: "An internal error of pgtoolkit, with a traceback; of a sweep, that a job has failed.",
     130: "Stopped by a keyboard interrupt.",
-    141: "What read the output, such as head, had seen enough.",
+    141: "The program that reads the output, such as head, closed it early.",
 }
-
-
-_OF_WORD = ": a word of these pages"
-"""How the title of the page on a word from docs/losses.md ends."""
 
 
 @dataclass
 class Entry:
-    """A key with the options of its group in which all that is said of it is the same.
+    """A key, with those options of its group for which everything about it is the same but the
+    default.
 
     meaning: see `Key.help`. defaults: by option, in words.
     """
@@ -56,64 +53,60 @@ class Entry:
 
     @property
     def options(self) -> str:
-        """The options of its group that have it; empty where all do."""
-        return (
-            ""
-            if set(self.defaults) >= {*options().get(self.key.group, [""])}
-            else ", ".join(self.defaults)
-        )
+        """The options of its group that have it; empty if all do."""
+        if set(self.defaults) >= {*options().get(self.key.group, [""])}:
+            return ""
+        return ", ".join(self.defaults)
 
-    def told(self) -> dict[str, str]:
-        """Type with range, default, and meaning, as they are printed."""
+    def description(self) -> dict[str, str]:
+        """Return the type with its range, the default, and the meaning, as they are printed."""
         key = self.key
         if key.option:
-            shown = {
-                "type": f"one of {', '.join(options()[key.group])}",
-                "default": default_options()[key.group],
-            }
+            kind = f"one of {', '.join(options()[key.group])}"
             if key.group in OWN_CODE:
-                shown["type"] += f", or the dotted path of a {kind_of(key.group)} of your own"
+                kind += f", or the dotted path of a {kind_of(key.group)} of your own"
+            default = default_options()[key.group]
         else:
-            shown = {"type": values_in_words(key), "default": self._default()}
-        return shown | {"meaning": " ".join([self.meaning, *self._conditions()])}
+            kind = values_in_words(key)
+            default = self._default()
+        meaning = " ".join([self.meaning, *self._conditions()])
+        return {"type": kind, "default": default, "meaning": meaning}
 
     def _default(self) -> str:
-        """Where options differ, of each."""
-        by_value: dict[str, list[str]] = {}
+        """Return the default, with the options that have it where they have different ones."""
+        options_by_value: dict[str, list[str]] = {}
         for option, value in self.defaults.items():
-            by_value.setdefault(value, []).append(option)
-        if len(by_value) == 1:
-            return next(iter(by_value))
-        return ", ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
+            options_by_value.setdefault(value, []).append(option)
+        if len(options_by_value) == 1:
+            return next(iter(options_by_value))
+        return ", ".join(
+            f"{value} ({', '.join(names)})" for value, names in options_by_value.items()
+        )
 
     def _conditions(self) -> Iterator[str]:
-        """What it needs, and what it decides besides its own meaning; whole sentences."""
+        """Yield sentences on what the key needs, and on what it decides besides its meaning."""
         key = self.key
         if key.only_if:
-            yield (
-                f"It needs {in_words(key.only_if)}; without that any value but the default is "
-                "refused."
-            )
+            needs = in_words(key.only_if)
+            yield f"It needs {needs}; otherwise any value but the default is refused."
         if key.fixed:
-            yield (
-                "`pgtk resume` keeps "
-                f"it{f', where {in_words(key.fixed_if)}' if key.fixed_if else ''}: {key.fixed}."
-            )
+            where = f", if {in_words(key.fixed_if)}" if key.fixed_if else ""
+            yield f"`pgtk resume` keeps it{where}: {key.fixed}."
         if key.learns is not True:
-            where = "" if key.learns is False else f", unless {in_words(key.learns)}"
+            unless = "" if key.learns is False else f", unless {in_words(key.learns)}"
             yield (
-                f"It does not change what is learned{where}: a finished job of a sweep stays "
+                f"It does not change what is learned{unless}: a finished job of a sweep stays "
                 "finished."
             )
         if key.code == "function":
             yield (
-                "It may name code of your own, which is imported as a run starts: see "
+                "It may name code of your own, which is imported when a run starts: see "
                 "docs/configuration.md."
             )
         if key.code == "command":
             yield (
-                "It is run as a command: `pgtk resume` takes it only where it is typed on the "
-                "command line."
+                "It is run as a command: `pgtk resume` takes it only if it is typed on the command "
+                "line."
             )
         if key.reads or key.writes:
             yield "A relative path is seen from the directory in which the run starts."
@@ -121,95 +114,82 @@ class Entry:
 
 @functools.cache
 def entries() -> list[Entry]:
-    """Every key in the order of the schema, once for each meaning."""
+    """Return every key in the order of the schema, once for each meaning."""
     by_meaning: dict[tuple, Entry] = {}
     for key in KEYS:
-        option = key.schema.partition("/")[2]
-        usual = default_options().get(key.group)
-        others = [name for name in options().get(key.group, ()) if name != usual]
-        for name in [option] if option else [usual, *others]:
+        option_of_key = key.schema.partition("/")[2]
+        default = default_options().get(key.group)
+        others = [name for name in options().get(key.group, ()) if name != default]
+        for option in [option_of_key] if option_of_key else [default, *others]:
             meaning = group_help(key.group) if key.option else key.help
-            same = (key.name, key.type, key.range, meaning, key.only_if, key.fixed)
-            entry = by_meaning.setdefault(same, Entry(key, meaning))
-            entry.defaults[name or ""] = _in_words(option_values(key.group, name).get(key.leaf))
+            alike = (key.name, key.type, key.range, meaning, key.only_if, key.fixed)
+            entry = by_meaning.setdefault(alike, Entry(key, meaning))
+            value = option_values(key.group, option).get(key.leaf)
+            entry.defaults[option or ""] = _default_in_words(value)
     return list(by_meaning.values())
 
 
-def _in_words(value: Any) -> str:
-    """Return a default in words."""
+def _default_in_words(value: object) -> str:
     if value == REQUIRED:
         return "none"
     return str(value) if isinstance(value, dict | Computed) else text(value)
 
 
-def explain(words: str) -> str:
-    """The page for a word; for a sentence, such as a note or a refusal, of the words in it that are
-    known.
+@dataclass(frozen=True)
+class Page:
+    """The page on one thing that a word stands for.
 
-    Raises ConfigError for a word that nothing is known of, with the nearest.
+    kind: "key", "group", "option", "metric", "line" (of a step), "exit status", "word", "row" (of a
+    table), or "mentions". parts: what is written about it, by name; "" for a part without one.
+    text: the page as it is printed.
     """
-    return "\n\n".join(pages_on(words))
+
+    kind: str
+    title: str
+    parts: dict[str, str]
+    text: str
+
+
+Explained = Iterator[tuple[list[str], Page]]
+"""Pages, each with the words that it explains."""
+
+
+def _page(kind: str, title: str, parts: dict[str, str]) -> Page:
+    lines = [title]
+    for name, content in parts.items():
+        if content:
+            start = f"  {name.replace('`', '')}: " if name else "  "
+            line = " ".join(content.replace("\\|", "|").split())
+            lines += textwrap.wrap(line, 116, initial_indent=start, subsequent_indent="    ")
+    return Page(kind, title, parts, "\n".join(lines))
+
+
+def explain(words: str) -> str:
+    """Return the pages on a word, as text; on a sentence, such as a note or a refusal, those on the
+    words in it that are known.
+
+    Raises ConfigError for a word about which nothing is written; it names the nearest one.
+    """
+    return "\n\n".join(page.text for page in pages_on(words))
 
 
 def explain_as_json(words: str) -> str:
-    """Return the same as JSON: of each page its title, and what is said by name."""
-    pages = [
-        {"title": page.title}
-        | {name or "meaning": cell for name, cell in page.said.items() if cell}
-        for page in pages_on(words)
-    ]
+    """Return the same pages as JSON: the title of each, and its parts by their names."""
+    pages = []
+    for page in pages_on(words):
+        parts = {name or "meaning": content for name, content in page.parts.items() if content}
+        pages.append({"title": page.title} | parts)
     return json.dumps({"words": words, "pages": pages}, indent=1, ensure_ascii=False)
 
 
 def pages_on(words: str) -> list[Page]:
-    """Return what `explain` prints, page by page."""
-    known = explanations()
-    word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ").removeprefix("exit status ")
-    general = re.sub(r"@\d+", "@k", re.sub(r"^(reward|environment)/.*", r"\1/NAME", word))
-    keys = keys_called(word)
-    names_ours = all(key.endswith(f".{word}") for key in keys)
-    elsewhere = [] if names_ours else _of_trainers(word)
-    if pages := known.get(general) or known.get(word.partition("=")[0] if "." in word else ""):
-        if all(f"{_OF_WORD}\n" in page for page in pages):
-            elsewhere = [*_of_trainers(word), *_rows_with(word)]
-        return [*pages, *elsewhere]
-    inside = (
-        [part.strip(".") for part in re.findall(r"[\w./@=]+", words)]
-        if " " in words.strip()
-        else []
-    )
-    # Of a sentence what stands for something: `loss=gspo`, `rollout.lag`, `kl_ref`, and not `none`.
-    names = [
-        name
-        for part in inside
-        for name in (part, part.partition("=")[0])
-        if re.search("[=._]", name)
-    ]
-    if pages := [page for name in dict.fromkeys(names) for page in known.get(name, ())]:
-        return list(pages)
-    if rows := _of_trainers(words):
-        return [*rows, *_rows_with(words)]
-    # first where it stands alone
-    if rows := sorted(_rows_with(words), key=lambda row: f": `{words}`\n" not in row):
-        return rows
-    saying = [
-        page
-        for pages in known.values()
-        for page in pages
-        if re.search(rf"\b{re.escape(words)}", page, re.I)
-    ]
-    if titles := dict.fromkeys(
-        page.partition("\n")[0] for page in saying if "a group of options" not in page
-    ):
-        text_of_titles = "\n  ".join([f"{words}: a word in what `pgtk explain` says of", *titles])
-        return [
-            Page(
-                text_of_titles,
-                f"{words}: a word in what is said of others",
-                {"others": ", ".join(titles)},
-            )
-        ]
-    near = nearest(words, known, 0.65)
+    """Return the pages that `explain` prints: those of the first way to look the words up that
+    finds any."""
+    for look_up in (_known, _in_sentence, _in_other_trainers, _in_tables, _in_other_pages):
+        pages = look_up(words)
+        if pages:
+            return pages
+    near = nearest(words, explanations(), 0.65)
     raise ConfigError(
         refusal(
             setting=f"pgtk explain {words}",
@@ -221,130 +201,182 @@ def pages_on(words: str) -> list[Page]:
     )
 
 
+def _known(words: str) -> list[Page]:
+    """Return the pages on a word that can be explained, and what other trainers call so."""
+    word = ALSO_CALLED.get(words.lower(), words).removeprefix("pgtk ").removeprefix("exit status ")
+    general = re.sub(r"@\d+", "@k", re.sub(r"^(reward|environment)/.*", r"\1/NAME", word))
+    known = explanations()
+    pages = known.get(general)
+    if not pages and "." in word:
+        pages = known.get(word.partition("=")[0])
+    if not pages:
+        return []
+    if all(page.kind == "word" for page in pages):
+        return [*pages, *_rows_of_trainers(word), *_rows_with(word)]
+    if all(key.endswith(f".{word}") for key in keys_called(word)):
+        return pages  # other trainers call the same keys so
+    return [*pages, *_rows_of_trainers(word)]
+
+
+def _in_sentence(words: str) -> list[Page]:
+    """Return the pages on the keys, options and metrics that a sentence names."""
+    if " " not in words.strip():
+        return []
+    names: list[str] = []
+    for part in re.findall(r"[\w./@=]+", words):
+        part = part.strip(".")
+        names += [part, part.partition("=")[0]]
+    # Only what has the form of a name, as `loss=gspo` and `kl_ref` do, and `none` does not.
+    names = [name for name in dict.fromkeys(names) if re.search("[=._]", name)]
+    return [page for name in names for page in explanations().get(name, ())]
+
+
+def _in_other_trainers(words: str) -> list[Page]:
+    rows = _rows_of_trainers(words)
+    return [*rows, *_rows_with(words)] if rows else []
+
+
+def _in_tables(words: str) -> list[Page]:
+    """Return the rows of tables with the words, first those with a cell that holds nothing else."""
+    return sorted(_rows_with(words), key=lambda page: f": `{words}`\n" not in page.text)
+
+
+def _in_other_pages(words: str) -> list[Page]:
+    """Return a page with the titles of the pages in which the words are mentioned."""
+    pattern = re.compile(rf"\b{re.escape(words)}", re.I)
+    titles = {
+        page.title: None
+        for pages in explanations().values()
+        for page in pages
+        if page.kind != "group" and pattern.search(page.text)
+    }
+    if not titles:
+        return []
+    title = f"{words}: a word in what is said of others"
+    lines = [f"{words}: a word in what `pgtk explain` says of", *titles]
+    return [Page("mentions", title, {"others": ", ".join(titles)}, "\n  ".join(lines))]
+
+
 @functools.cache
 def explanations() -> dict[str, list[Page]]:
-    """Every word that can be explained -> its pages, one for each thing that it stands for."""
+    """Return every word that can be explained -> its pages, one for each thing it stands for."""
     pages: dict[str, list[Page]] = {}
-
-    def explained(words: Iterable[str], title: str, shown: dict[str, str]) -> None:
-        for word in dict.fromkeys(words):
-            pages.setdefault(word, []).append(_page(title, shown))
-
-    for word, meaning in _defined_words():
-        explained([word, f"{word}s"], f"{word}{_OF_WORD}", {"": meaning})
-    for group, names in options().items():
-        usual, keys = (
-            default_options().get(group),
-            [e for e in entries() if e.key.group == group and not e.key.option],
-        )
-        heads = {
-            f"{group}={name}{' (default)' if name == usual else ''}": option_help(group, name)
-            for name in names
-        }
-        if group in OWN_CODE:
-            heads[f"{group}=package.module.{kind_of(group)}"] = (
-                f"A {kind_of(group)} of your own, see docs/losses.md."
-            )
-        told = heads | {"keys": ", ".join(dict.fromkeys(entry.key.name for entry in keys))}
-        explained([group], f"{group}: a group of options", told)
-        for name in names:
-            having = [entry.key.name for entry in keys if name in entry.defaults]
-            told = (
-                {"": option_help(group, name)}
-                | _in_docs(group, name)
-                | {"keys": ", ".join(dict.fromkeys(having))}
-            )
-            explained([f"{group}={name}", name], f"{group}={name}: an option", told)
-    for entry in entries():
-        of = f" of {entry.key.group}={entry.options}" if entry.options else ""
-        words = (
-            [] if entry.key.option else [entry.key.name, entry.key.leaf, *map(str, entry.key.names)]
-        )
-        explained(words, f"{entry.key.name}: a key{of}", entry.told())
-    for heads, row in [*table_rows("metrics.md"), *table_rows("evaluation.md")]:
-        for name in re.findall(r"`([^`]+)`", row[0]) if heads[0] in ("name", "number") else ():
-            explained([name], f"{name}: a metric", dict(zip(heads[1:], row[1:], strict=False)))
-    for heads, row in table_rows("metrics.md"):
-        if heads[0] == "on the line":
-            metric = re.findall("`([^`]+)`", row[1])[0]
-            for word in re.findall("`([^`]+)`", row[0]):
-                explained(
-                    [word], f"{word}: on the line that a run prints for each step", {"": row[1]}
-                )
-                if metric != word:
-                    pages[word] += [
-                        page for page in pages[metric] if page.startswith(f"{metric}: a metric")
-                    ]
-    statuses = dict(_STATUSES)
-    for kind in PgtoolkitError.__subclasses__():
-        described = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
-        statuses[kind.exit_status] = f"{statuses.get(kind.exit_status, '')} {described}"
-    for status, meaning in statuses.items():
-        explained([str(status)], f"exit status {status}", {"": meaning})
+    for source in (_words, _groups_and_options, _keys, _metrics, _line_of_step, _exit_statuses):
+        for words, page in source():
+            for word in dict.fromkeys(words):
+                pages.setdefault(word, []).append(page)
     return pages
 
 
-def _defined_words() -> Iterator[tuple[str, str]]:
-    """Yield (word, the sentence that defines it) for the words in italics in docs/losses.md."""
+def _words() -> Explained:
+    """Yield the words in italics of docs/losses.md, each with the sentence that defines it."""
     section = docs_page("losses.md").partition("\n## Words\n")[2].partition("\n## ")[0]
     for sentence in re.split(r"(?<=[.:]) ", " ".join(section.split())):
         for word in re.findall(r"(?<!\*)\*([\w -]+)\*", sentence):
-            yield word, sentence.replace("*", "")
+            title = f"{word}: a word of these pages"
+            yield [word, f"{word}s"], _page("word", title, {"": sentence.replace("*", "")})
 
 
-def _in_docs(group: str, name: str) -> dict[str, str]:
-    """What the table of a group in docs/losses.md says of an option: its formula, and what others
-    call it."""
-    shown = {}
-    for heads, row in table_rows("losses.md"):  # whose tables name the group in their first head
+def _groups_and_options() -> Explained:
+    for group, names in options().items():
+        default = default_options().get(group)
+        keys = [entry for entry in entries() if entry.key.group == group and not entry.key.option]
+        parts = {}
+        for name in names:
+            setting = f"{group}={name} (default)" if name == default else f"{group}={name}"
+            parts[setting] = option_help(group, name)
+        if group in OWN_CODE:
+            kind = kind_of(group)
+            parts[f"{group}=package.module.{kind}"] = f"A {kind} of your own, see docs/losses.md."
+        parts["keys"] = _names(keys)
+        yield [group], _page("group", f"{group}: a group of options", parts)
+        for name in names:
+            keys_of_option = [entry for entry in keys if name in entry.defaults]
+            parts = {"": option_help(group, name), **_row_of_option(group, name)}
+            parts["keys"] = _names(keys_of_option)
+            title = f"{group}={name}: an option"
+            yield [f"{group}={name}", name], _page("option", title, parts)
+
+
+def _names(keys: list[Entry]) -> str:
+    return ", ".join(dict.fromkeys(entry.key.name for entry in keys))
+
+
+def _row_of_option(group: str, name: str) -> dict[str, str]:
+    """Return the row of an option in docs/losses.md, whose tables name the group in their first
+    head: its formula, and what others call it."""
+    cells = {}
+    for heads, row in table_rows("losses.md"):
         if (heads[0], row[0]) == (f"`{group}=`", f"`{name}`"):
-            shown |= {
+            cells |= {
                 head: cell for head, cell in zip(heads[1:], row[1:], strict=False) if len(cell) > 1
             }
-    return shown
+    return cells
+
+
+def _keys() -> Explained:
+    for entry in entries():
+        key = entry.key
+        words = [] if key.option else [key.name, key.leaf, *map(str, key.names)]
+        of_options = f" of {key.group}={entry.options}" if entry.options else ""
+        yield words, _page("key", f"{key.name}: a key{of_options}", entry.description())
+
+
+def _metrics() -> Explained:
+    for heads, row in [*table_rows("metrics.md"), *table_rows("evaluation.md")]:
+        if heads[0] in ("name", "number"):
+            for name in _code(row[0]):
+                parts = dict(zip(heads[1:], row[1:], strict=False))
+                yield [name], _page("metric", f"{name}: a metric", parts)
+
+
+def _line_of_step() -> Explained:
+    """Yield the words on the line that a run prints for each step, and the metrics that they
+    show."""
+    metrics = {words[0]: page for words, page in _metrics()}
+    for heads, row in table_rows("metrics.md"):
+        if heads[0] != "on the line":
+            continue
+        metric = _code(row[1])[0]
+        for word in _code(row[0]):
+            title = f"{word}: on the line that a run prints for each step"
+            yield [word], _page("line", title, {"": row[1]})
+            if metric != word and metric in metrics:
+                yield [word], metrics[metric]
+
+
+def _exit_statuses() -> Explained:
+    meanings = dict(_STATUSES)
+    for kind in PgtoolkitError.__subclasses__():
+        first_paragraph = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+        meanings[kind.exit_status] = f"{meanings.get(kind.exit_status, '')} {first_paragraph}"
+    for status, meaning in meanings.items():
+        yield [str(status)], _page("exit status", f"exit status {status}", {"": meaning})
 
 
 def _rows_with(word: str) -> Iterator[Page]:
-    """The rows with a word, or with heads that have it: of another trainer, such as beta, or of a
-    file's schema."""
+    """Yield the rows that have a word in code in a cell or a head: a key of another trainer, such
+    as beta, or a column of a file."""
+    pattern = re.compile(rf"\b{re.escape(word)}\b")
     for page in ("losses.md", "adapters.md", "data.md"):
         for heads, row in table_rows(page):
-            codes = re.findall("`[^`]+`", " ".join(heads + row))
-            if any(re.search(rf"\b{re.escape(word)}\b", code) for code in codes):
-                shown = {
-                    head or "here": cell for head, cell in zip(heads, row, strict=False) if cell
-                }
-                yield _page(f"{word}: see docs/{page}", shown)
+            if any(pattern.search(code) for code in _code(" ".join(heads + row))):
+                cells = zip(heads, row, strict=False)
+                parts = {head or "here": cell for head, cell in cells if cell}
+                yield _page("row", f"{word}: see docs/{page}", parts)
 
 
-def _of_trainers(word: str) -> list[Page]:
+def _rows_of_trainers(word: str) -> list[Page]:
     """Return a page for each row on keys of other trainers that have this name."""
     pages = []
     for name, row in known_as(word):
         here = "there is none" if row.here == NONE else row.here
-        shown = {"default there": ", ".join(row.defaults), "here": here, "": row.remark}
-        pages.append(_page(f"{name}: a key of {row.trainer}, see docs/trl_and_verl.md", shown))
+        parts = {"default there": ", ".join(row.defaults), "here": here, "": row.remark}
+        title = f"{name}: a key of {row.trainer}, see docs/trl_and_verl.md"
+        pages.append(_page("row", title, parts))
     return pages
 
 
-class Page(str):
-    """What is said of one thing: the text as it is printed, its title, and what is said by name."""
-
-    title: str
-    said: dict[str, str]
-
-    def __new__(cls, text: str, title: str, said: dict[str, str]) -> Page:
-        page = super().__new__(cls, text)
-        page.title = title
-        page.said = said
-        return page
-
-
-def _page(title: str, shown: dict[str, str]) -> Page:
-    lines = [title]
-    for head, cell in shown.items():
-        if cell:
-            start = f"  {head.replace('`', '')}: " if head else "  "
-            line = " ".join(cell.replace("\\|", "|").split())
-            lines += textwrap.wrap(line, 116, initial_indent=start, subsequent_indent="    ")
-    return Page("\n".join(lines), title, shown)
+def _code(cell: str) -> list[str]:
+    """Return the texts between backticks."""
+    return re.findall(r"`([^`]+)`", cell)

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pgtoolkit.config.evaluation_sets import samples
+from pgtoolkit.config.counts import copies_of, longest_document, samples_async, tokens_at_least
+from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import Sizes, sizes, sizes_of, tiny_sizes
-from pgtoolkit.config.plan import copies_of, longest_document, samples_beside
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig
 from pgtoolkit.config.schema_tasks import ChatTaskConfig, PromptsTaskConfig, SumsTaskConfig
@@ -23,26 +22,30 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.ranks.environment import world_size
 from pgtoolkit.system.report import refusal, text
 
-# bytes of each number; AdamW has two moments
 _TRAINED = {"weights": 4, "gradients": 4, "moments": 8}
+"""Bytes for each trained weight, in float32; AdamW has two moments."""
 
-_OF_CUDA = 0.7e9
+_BYTES_TRAINED = sum(_TRAINED.values())
+
+_BYTES_OF_CUDA = 0.7e9
 """Bytes that CUDA takes for each process: its context, kernels and workspaces."""
 
-_TEMPLATE = 28
-"""Tokens that a chat template writes around a prompt, a short system message of its own among
-them."""
+_TOKENS_OF_TEMPLATE = 28
+"""Tokens that a chat template writes around a prompt, with a short system message of its own."""
 
-_MOST_READ = 2**22
+_LARGEST_FILE = 2**22
 """Bytes of the largest file of prompts that is read for the length of its prompts."""
+
+_MOST_PROMPT_TOKENS = 65536
+"""Tokens of prompts that the sampler takes through the model at once."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Bytes of one GPU by what they are for: all the time, in an update, and while completions are
-    sampled.
+class MemoryUse:
+    """Bytes on one GPU by what they are for: all the time, during an update, and while completions
+    are sampled.
 
-    copies: of a GPU of `sampler.gpus`.
+    copies: bytes on a GPU of `sampler.gpus`, which holds a copy of the weights.
     """
 
     always: dict[str, float]
@@ -51,127 +54,177 @@ class Plan:
     copies: dict[str, float]
 
     @property
-    def most(self) -> float:
-        of_training = sum(self.always.values()) + max(
-            sum(self.update.values()), sum(self.sampling.values())
-        )
+    def peak(self) -> float:
+        """The most bytes that any of the GPUs holds."""
+        phases = (sum(self.update.values()), sum(self.sampling.values()))
+        of_training = sum(self.always.values()) + max(phases)
         return max(of_training, sum(self.copies.values()))
 
 
-def memory_plan(c: Config, gpu: float | None = None) -> Plan | None:
-    """gpu: bytes of each, by which the head's logits go. None where the model is not known."""
-    shape = tiny_sizes(c.model, c.task) if c.model.name == "tiny" else sizes(c.model)
-    if shape is None:
+def memory_use(config: Config, gpu: float | None = None) -> MemoryUse | None:
+    """Return what a GPU will hold; None where the sizes of the model are not known.
+
+    gpu: bytes of each GPU, which decide how large a piece of the logits is.
+    """
+    if config.model.name == "tiny":
+        model_sizes = tiny_sizes(config.model, config.task)
+    else:
+        model_sizes = sizes(config.model)
+    if model_sizes is None:
         return None
-    p, number, rank = c.parallelism, 4 if c.model.dtype == "float32" else 2, c.model.lora_rank
-    ranks = p.tensor_parallel * p.pipeline_parallel
-    ranks *= p.data_parallel * p.sequence_data_parallel if p.shard else 1
-    always = {name: size * shape.weights / ranks for name, size in _TRAINED.items()}
-    if rank is not None:
-        adapters = rank * shape.linear * shape.layers * sum(_TRAINED.values())
-        always = {"frozen weights": number * shape.weights / ranks, "adapters": adapters / ranks}
-    if c.kl.needs_model and not (rank and c.kl.reference == "initial"):
-        teacher = None if c.kl.reference == "initial" else sizes_of(c.kl.reference)
-        of_weight = number if c.kl.update_every is None else 4
-        always["reference"] = of_weight * (teacher or shape).weights / ranks
-    if c.advantage.estimator == "gae":
-        body = sizes_of(c.critic.path) if c.critic.path else None
-        body = body or shape
-        # of a head of its own, which one value takes the place of
-        tables = body.table * (body.tables - 1)
-        always["critic"] = sum(_TRAINED.values()) * (body.weights - tables) / ranks
-    sampled = {"auto": number, "float32": 4}.get(c.sampler.dtype, 2)
+    number_size = 4 if config.model.dtype == "float32" else 2
+    sampled_size = {"auto": number_size, "float32": 4}.get(config.sampler.dtype, 2)
+    always = _always(config, model_sizes, number_size)
+    copy = sampled_size * model_sizes.weights
     sampling: dict[str, float] = {}
     copies: dict[str, float] = {}
-    if samples(c) and copies_of(c):
-        copies = _sampling(c, shape, sampled) | {"copy": sampled * shape.weights}
-    elif samples(c) and c.sampler.name == "transformers":
-        sampling = _sampling(c, shape, sampled)
-    beside = samples_beside(c)
-    if sampling and (ranks > 1 or min(number, sampled) < 4 or rank is not None or beside):
-        sampling["copy"] = sampled * shape.weights
-    if beside:  # completions are sampled during updates
-        always, sampling = always | sampling, {}
-    return Plan(always, _update(c, shape, number, gpu), sampling, copies)
+    if needs_sampler(config) and copies_of(config):
+        copies = _sampling(config, model_sizes, sampled_size) | {"copy": copy}
+    elif needs_sampler(config) and config.sampler.name == "transformers":
+        sampling = _sampling(config, model_sizes, sampled_size)
+    is_async = samples_async(config)
+    is_half = min(number_size, sampled_size) < 4
+    has_adapters = config.model.lora_rank is not None
+    if sampling and (_ranks_per_model(config) > 1 or is_half or has_adapters or is_async):
+        sampling["copy"] = copy
+    if is_async:  # completions are sampled during updates
+        always = always | sampling
+        sampling = {}
+    return MemoryUse(always, _update(config, model_sizes, number_size, gpu), sampling, copies)
 
 
-def _sampling(c: Config, shape: Sizes, number: int) -> dict[str, float]:
-    prompt, completion = (tokens or 1 for tokens in longest_document(c))
-    if c.rollout.name == "policy":
-        rows, group = c.rollout.prompts_per_batch, c.rollout.group_size
+def _ranks_per_model(config: Config) -> int:
+    """Return over how many ranks the weights of one model are spread."""
+    parallelism = config.parallelism
+    ranks = parallelism.tensor_parallel * parallelism.pipeline_parallel
+    if parallelism.shard:
+        ranks *= parallelism.data_parallel * parallelism.sequence_data_parallel
+    return ranks
+
+
+def _always(config: Config, model_sizes: Sizes, number_size: int) -> dict[str, float]:
+    """Return the bytes of the policy, its optimizer, the reference and the critic.
+
+    number_size: bytes of a number of the forward pass.
+    """
+    ranks = _ranks_per_model(config)
+    rank = config.model.lora_rank
+    if rank is None:
+        always = {name: size * model_sizes.weights / ranks for name, size in _TRAINED.items()}
+    else:
+        adapters = rank * model_sizes.linear * model_sizes.layers * _BYTES_TRAINED
+        frozen = number_size * model_sizes.weights
+        always = {"frozen weights": frozen / ranks, "adapters": adapters / ranks}
+    is_initial = config.kl.reference == "initial"
+    if config.kl.needs_model and not (rank and is_initial):
+        reference_sizes = (None if is_initial else sizes_of(config.kl.reference)) or model_sizes
+        bytes_per_weight = number_size if config.kl.update_every is None else 4
+        always["reference"] = bytes_per_weight * reference_sizes.weights / ranks
+    if config.advantage.estimator == "gae":
+        body = (sizes_of(config.critic.path) if config.critic.path else None) or model_sizes
+        # One value takes the place of a head with its own matrix.
+        weights = body.weights - body.table * (body.tables - 1)
+        always["critic"] = _BYTES_TRAINED * weights / ranks
+    return always
+
+
+def _sampling(config: Config, model_sizes: Sizes, number_size: int) -> dict[str, float]:
+    """Return the bytes that sampling takes beside the weights."""
+    prompt, completion = (tokens or 1 for tokens in longest_document(config))
+    if config.rollout.name == "policy":
+        prompts = config.rollout.prompts_per_batch
+        group_size = config.rollout.group_size
     else:  # evaluation alone samples
-        rows, group = c.evaluation.prompts_per_set, c.evaluation.completions_per_prompt
-    rows *= group
-    processes = len(copies_of(c)) or world_size(c.parallelism)
-    rows = min(math.ceil(rows / processes), c.sampler.max_sequences or rows)
-    length = min(c.accumulation.max_tokens, prompt + completion)
-    if getattr(c.task, "max_turns", 1) > 1:  # a short conversation may go on beside a long one
+        prompts = config.evaluation.prompts_per_set
+        group_size = config.evaluation.completions_per_prompt
+    completions = prompts * group_size
+    processes = len(copies_of(config)) or world_size(config.parallelism)
+    at_once = config.sampler.max_sequences or completions
+    rows = min(math.ceil(completions / processes), at_once)
+    length = min(config.accumulation.max_tokens, prompt + completion)
+    if getattr(config.task, "max_turns", 1) > 1:
+        # A short conversation may go on in the same batch as a long one.
         length += completion
-    prompts = (
-        min(65536, math.ceil(rows / group) * prompt) * (3 * shape.inner + 4 * shape.width) * number
-    )
-    cache = rows * length * shape.layers * shape.cached * number
-    return {"keys and values": cache, "prompts": prompts, "logits": 4 * rows * shape.vocabulary}
+    prompt_tokens = min(_MOST_PROMPT_TOKENS, math.ceil(rows / group_size) * prompt)
+    cached = rows * length * model_sizes.layers * model_sizes.cached
+    return {
+        "keys and values": cached * number_size,
+        "prompts": prompt_tokens * (3 * model_sizes.inner + 4 * model_sizes.width) * number_size,
+        "logits": 4 * rows * model_sizes.vocabulary,
+    }
 
 
-def _update(c: Config, shape: Sizes, number: int, gpu: float | None) -> dict[str, float]:
-    """Return what the longest micro-batch takes: what a layer keeps for its backward pass, as
-    measured on H100s."""
-    p = c.parallelism
-    lora = c.model.lora_rank is not None
-    tokens = c.accumulation.max_tokens
-    prompt = _likely_prompt(c)
-    completion = longest_document(c)[1]
-    if c.accumulation.docs_per_step and prompt and completion:
-        documents = math.ceil(c.accumulation.docs_per_step / p.data_parallel)
+def _update(
+    config: Config, model_sizes: Sizes, number_size: int, gpu: float | None
+) -> dict[str, float]:
+    """Return the bytes that the longest micro-batch takes: what a layer keeps for its backward pass
+    was measured on H100s."""
+    parallelism = config.parallelism
+    tensor_parallel = parallelism.tensor_parallel
+    has_adapters = config.model.lora_rank is not None
+    tokens = config.accumulation.max_tokens
+    prompt = _likely_prompt(config)
+    completion = longest_document(config)[1]
+    if config.accumulation.docs_per_step and prompt and completion:
+        documents = math.ceil(config.accumulation.docs_per_step / parallelism.data_parallel)
         tokens = min(tokens, documents * (prompt + completion))
-    tokens /= p.sequence_data_parallel
-    inner = shape.inner / p.tensor_parallel
-    width = shape.width
-    width /= p.tensor_parallel if p.sequence_parallel else 1
-    kept = number * (5 * inner + 12 * width)
-    if c.model.gradient_checkpointing:
-        kept = (number if lora else 4) * width
-    logits = (c.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
-    logits = min(logits, 4 * tokens * shape.vocabulary / p.tensor_parallel)
-    update = {"hidden states": tokens * kept * shape.layers / p.pipeline_parallel}
-    update["a layer or logits"] = max(tokens * number * (8 * inner + 10 * width), logits)
-    # of a scaled loss, which is not added in place
-    if c.model.dtype == "float16" and not lora and not p.shard:
-        update["the head's gradient"] = 4 * shape.table / p.tensor_parallel
-    # embedding and head stay together beside the head's gradient, two layers and one's gradient
-    if p.shard:
-        gathered = (shape.tables + (not lora)) * shape.table + 3 * shape.layer
-        update["gathered weights"] = (number if lora else 4) * gathered / p.tensor_parallel
+    tokens /= parallelism.sequence_data_parallel
+    inner = model_sizes.inner / tensor_parallel
+    width = model_sizes.width / (tensor_parallel if parallelism.sequence_parallel else 1)
+    kept_of_token = number_size * (5 * inner + 12 * width)
+    if config.model.gradient_checkpointing:
+        kept_of_token = (number_size if has_adapters else 4) * width
+    logits = (config.kernel.logits_memory_mb or max(512, (gpu or 80e9) / 2**26)) * 2**20
+    logits = min(logits, 4 * tokens * model_sizes.vocabulary / tensor_parallel)
+    layers = model_sizes.layers / parallelism.pipeline_parallel
+    update = {"hidden states": tokens * kept_of_token * layers}
+    a_layer = tokens * number_size * (8 * inner + 10 * width)
+    update["a layer or logits"] = max(a_layer, logits)
+    if config.model.dtype == "float16" and not has_adapters and not parallelism.shard:
+        # The gradient of a scaled loss is not added in place.
+        update["the head's gradient"] = 4 * model_sizes.table / tensor_parallel
+    if parallelism.shard:
+        # Embedding and head are held together with the head's gradient, two layers and the
+        # gradient of one.
+        tables = model_sizes.tables + (0 if has_adapters else 1)
+        gathered = tables * model_sizes.table + 3 * model_sizes.layer
+        bytes_gathered = (number_size if has_adapters else 4) * gathered
+        update["gathered weights"] = bytes_gathered / tensor_parallel
     return update
 
 
-def _likely_prompt(c: Config) -> int | None:
-    """Return the tokens of the longest prompt: known, or likely by its text; None where only the
-    data knows."""
-    known = longest_document(c)[0]
-    if known is not None or c.rollout.name != "policy" or not isinstance(c.task, ChatTaskConfig):
+def _likely_prompt(config: Config) -> int | None:
+    """Return the tokens of the longest prompt, known or estimated from its text; None where only
+    the data knows."""
+    known = longest_document(config)[0]
+    task = config.task
+    if known is not None or config.rollout.name != "policy" or not isinstance(task, ChatTaskConfig):
         return known
-    if isinstance(c.task, SumsTaskConfig):
-        tokens = _likely_tokens(c.task.longest_prompt)
-    elif isinstance(c.task, PromptsTaskConfig):
-        file = Path(c.task.path)
-        if file.suffix != ".jsonl" or not file.is_file() or file.stat().st_size > _MOST_READ:
-            return None
-        tokens = _longest_in(file, c.task.prompt_field, file.stat().st_mtime_ns)
-        if tokens is None:
-            return None
-    else:
-        return None
-    if c.task.chat == "never":
+    tokens = None
+    if isinstance(task, SumsTaskConfig):
+        tokens = _likely_tokens(task.longest_prompt)
+    elif isinstance(task, PromptsTaskConfig):
+        tokens = _longest_prompt_of(Path(task.path), task.prompt_field)
+    if tokens is None or task.chat == "never":
         return tokens
-    return tokens + _TEMPLATE + _likely_tokens(c.task.system_prompt or "")
+    return tokens + _TOKENS_OF_TEMPLATE + _likely_tokens(task.system_prompt or "")
+
+
+def _longest_prompt_of(file: Path, field: str) -> int | None:
+    """Return the likely tokens of the longest prompt of a file; None if it is no small JSONL
+    file."""
+    if file.suffix != ".jsonl" or not file.is_file() or file.stat().st_size > _LARGEST_FILE:
+        return None
+    return _longest_prompt_of_jsonl(file, field, file.stat().st_mtime_ns)
 
 
 @functools.cache
-def _longest_in(file: Path, field: str, _changed: int) -> int | None:
-    """Return the likely tokens of the longest prompt of a JSONL file; None where a row has none, or
-    is none."""
+def _longest_prompt_of_jsonl(file: Path, field: str, _changed: int) -> int | None:
+    """Return the likely tokens of the longest prompt; None if a row cannot be read, or has no
+    prompt.
+
+    _changed: the file's time of change, so that a file that was changed is read again.
+    """
     longest = 0
     try:
         for line in file.read_bytes().splitlines():
@@ -184,107 +237,114 @@ def _longest_in(file: Path, field: str, _changed: int) -> int | None:
 
 
 def _likely_tokens(words: str) -> int:
-    """Return a token for each digit, as most tokenizers have it, and one for three bytes of other
-    text."""
+    """Estimate the tokens of a text: one for each digit, as in most tokenizers, and one for three
+    bytes of the rest."""
     digits = sum(map(str.isdecimal, words))
     return digits + math.ceil((len(words.encode()) - digits) / 3)
 
 
-def memory_lines(c: Config, gpu: float | None) -> Iterator[str]:
-    """Lines for `pgtk check`. gpu: bytes of each GPU, None where there is none."""
-    if (found := memory_plan(c, gpu)) is None:
+def memory_lines(config: Config, gpu: float | None) -> Iterator[str]:
+    """Yield lines for `pgtk check`. gpu: bytes of each GPU, None where there is none."""
+    use = memory_use(config, gpu)
+    if use is None:
         return
-    for name, parts in vars(found).items():
+    for name, parts in vars(use).items():
         if parts:
-            yield (
-                f"{name}: "
-                f"{' + '.join(f'{part} {size / 1e9:.3g}' for part, size in parts.items())} GB"
-            )
-    yield (
-        f"at most about {found.most / 1e9:.3g} GB on each "
-        f"GPU{f', which has {gpu / 1e9:.3g}' if gpu else ''}"
-    )
-    if gpu and found.most > gpu:
-        yield f"use {_remedy(c, gpu)}"
+            sizes_of_parts = [f"{part} {size / 1e9:.3g}" for part, size in parts.items()]
+            yield f"{name}: {' + '.join(sizes_of_parts)} GB"
+    line = f"at most about {use.peak / 1e9:.3g} GB on each GPU"
+    yield f"{line}, which has {gpu / 1e9:.3g}" if gpu else line
+    if gpu and use.peak > gpu:
+        yield f"use {_remedy(config, gpu)}"
 
 
-def of_process(c: Config, gpu: float) -> float:
-    """Bytes that a process takes of a GPU of so many at most; of an unknown model those of CUDA
-    alone."""
-    return _OF_CUDA + (found.most if (found := memory_plan(c, gpu)) else 0)
+def bytes_of_process(config: Config, gpu: float) -> float:
+    """Return the most bytes of a GPU that a process takes; of an unknown model those of CUDA alone.
 
-
-def max_tokens_for(c: Config, room: float, gpu: float) -> int | None:
-    """Return the most tokens of a micro-batch with which a process takes no more than `room` bytes
-    of a GPU of so many.
-
-    It is a multiple of 256 that has room for the longest document as far as that is known; None
-    where there is none, or where fewer tokens would make other steps.
+    gpu: bytes of the GPU.
     """
-    if not c.accumulation.docs_per_step:
+    use = memory_use(config, gpu)
+    return _BYTES_OF_CUDA + (0 if use is None else use.peak)
+
+
+def max_tokens_for(config: Config, room: float, gpu: float) -> int | None:
+    """Return the most tokens of a micro-batch with which a process takes at most `room` bytes.
+
+    gpu: bytes of the GPU.
+
+    The result is a multiple of 256 in which the longest document fits, as far as its length is
+    known. It is None where there is no such number, and where fewer tokens would change the steps.
+    """
+    if not config.accumulation.docs_per_step:
         return None
-    longest = (_likely_prompt(c) or 1) + (longest_document(c)[1] or 1)
-    counts = range(256 * math.ceil(longest / 256), c.accumulation.max_tokens + 1, 256)
+    longest = (_likely_prompt(config) or 1) + (longest_document(config)[1] or 1)
+    counts = range(256 * math.ceil(longest / 256), config.accumulation.max_tokens + 1, 256)
 
-    def taken(tokens: int) -> float:
-        return of_process(with_values(c, {"accumulation.max_tokens": tokens}), gpu)
+    def bytes_with(tokens: int) -> float:
+        return bytes_of_process(with_values(config, {"accumulation.max_tokens": tokens}), gpu)
 
-    fitting = bisect.bisect_right(counts, room, key=taken)
+    fitting = bisect.bisect_right(counts, room, key=bytes_with)
     return counts[fitting - 1] if fitting else None
 
 
-def refuse_overflow(c: Config, gpu: float) -> None:
-    """ConfigError where a GPU of so many bytes has no room for what is certain, before anything is
-    loaded."""
-    if (found := memory_plan(c, gpu)) is None:
+def refuse_overflow(config: Config, gpu: float) -> None:
+    """Raise ConfigError if a GPU of `gpu` bytes cannot hold what is certain to be there, before
+    anything is loaded."""
+    use = memory_use(config, gpu)
+    if use is None:
         return
     certain = ("copy", "keys and values")
-    least = sum(found.always.values()) + sum(found.sampling.get(name, 0) for name in certain)
-    least = max(least, sum(found.copies.get(name, 0) for name in certain))
-    if least > gpu:
-        setting = f"model={c.model.name}"
-        if isinstance(c.model, HuggingFaceModelConfig):
-            setting = f"model.path={c.model.path}"
+    of_training = sum(use.always.values()) + sum(use.sampling.get(name, 0) for name in certain)
+    of_copies = sum(use.copies.get(name, 0) for name in certain)
+    needed = max(of_training, of_copies)
+    if needed > gpu:
+        setting = f"model={config.model.name}"
+        if isinstance(config.model, HuggingFaceModelConfig):
+            setting = f"model.path={config.model.path}"
         raise ConfigError(
             refusal(
                 setting=setting,
-                needs=f"{least / 1e9:.3g} GB of each GPU",
+                needs=f"{needed / 1e9:.3g} GB of each GPU",
                 got=f"{gpu / 1e9:.3g}",
                 reason="pgtk check lists what they hold.",
-                use=_remedy(c, gpu),
+                use=_remedy(config, gpu),
             )
         )
 
 
-def _remedy(c: Config, gpu: float) -> str:
-    """The cheapest change after which a GPU of so many bytes is enough."""
-    for change in _changes(c):
-        plan = memory_plan(with_values(c, change), gpu)
-        if plan is not None and plan.most <= gpu:
+def _remedy(config: Config, gpu: float) -> str:
+    """Return the cheapest change after which a GPU of `gpu` bytes is enough, in words."""
+    for change in _changes(config):
+        use = memory_use(with_values(config, change), gpu)
+        if use is not None and use.peak <= gpu:
             settings = " ".join(f"{key}={text(value)}" for key, value in change.items())
-            return f"{settings}, which takes {plan.most / 1e9:.3g} GB"
+            return f"{settings}, which takes {use.peak / 1e9:.3g} GB"
     return "more GPUs or a smaller model"
 
 
-def _changes(c: Config) -> Iterator[dict[str, Any]]:
-    """Yield what costs little first: time, then GPUs, then that fewer weights are trained."""
-    first: dict[str, Any] = {}
-    if not c.model.gradient_checkpointing and c.model.name != "tiny":
+def _changes(config: Config) -> Iterator[dict[str, bool | int]]:
+    """Yield values of keys that save memory, cheapest first: they cost time, then GPUs, then train
+    fewer weights."""
+    first: dict[str, bool | int] = {}
+    if not config.model.gradient_checkpointing and config.model.name != "tiny":
         first["model.gradient_checkpointing"] = True
-    least = max(1024, sum(tokens or 1 for tokens in longest_document(c)))
-    cheap = [first]
-    for parts in (2, 4, 8) if c.accumulation.docs_per_step else ():
-        room = c.accumulation.max_tokens // parts
-        if room >= least:
-            cheap.append(first | {"accumulation.max_tokens": room})
-    if samples(c) and c.sampler.name == "transformers":
-        cheap.append(cheap[-1] | {"sampler.max_sequences": 32})
-    spread = [{}]
-    if world_size(c.parallelism) == c.parallelism.data_parallel:
-        spread += [
-            {"parallelism.shard": True, "parallelism.data_parallel": 2**k} for k in range(1, 7)
-        ]
-    for adapters in (
-        [{}] if c.model.lora_rank or c.model.random_weights else [{}, {"model.lora_rank": 16}]
-    ):
-        yield from (adapters | ranks | change for ranks in spread for change in cheap)
+    fewest_tokens = max(1024, tokens_at_least(config))
+    slower = [first]
+    for parts in (2, 4, 8) if config.accumulation.docs_per_step else ():
+        max_tokens = config.accumulation.max_tokens // parts
+        if max_tokens >= fewest_tokens:
+            slower.append(first | {"accumulation.max_tokens": max_tokens})
+    if needs_sampler(config) and config.sampler.name == "transformers":
+        slower.append(slower[-1] | {"sampler.max_sequences": 32})
+    spread: list[dict[str, bool | int]] = [{}]
+    if world_size(config.parallelism) == config.parallelism.data_parallel:
+        for exponent in range(1, 7):
+            ranks = 2**exponent
+            spread.append({"parallelism.shard": True, "parallelism.data_parallel": ranks})
+    adapters: list[dict[str, bool | int]] = [{}]
+    if not (config.model.lora_rank or config.model.random_weights):
+        adapters.append({"model.lora_rank": 16})
+    for fewer_weights in adapters:
+        for more_gpus in spread:
+            for more_time in slower:
+                yield fewer_weights | more_gpus | more_time

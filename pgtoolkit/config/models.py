@@ -1,5 +1,5 @@
-"""What is known of the configured model without loading it: which types can be spread, its shape,
-its vocabulary."""
+"""The configured model as far as it is known without loading it: its shape, its vocabulary, its
+number of weights."""
 
 from __future__ import annotations
 
@@ -14,89 +14,114 @@ MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 """Types of models, as config.json names them, that pgtoolkit spreads over ranks and samples from by
 CUDA graphs."""
 
+_KEYS_OF_SHAPE = {
+    "type": ("model_type",),
+    "attention heads": ("num_attention_heads", "n_head"),
+    "key-value heads": ("num_key_value_heads",),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "tied": ("tie_word_embeddings",),
+}
+"""Part of a model's shape -> its keys in config.json."""
+
+_TINY_VOCABULARY_OF_TEXTS = 97
+"""Entries of the tiny model's vocabulary for texts of reasoning-gym."""
+
 
 def shape(model: ModelConfig) -> dict[str, Any]:
-    """Type, attention heads, key-value heads, layers and whether embedding and head are tied, as
-    far as the configuration or a local config.json says."""
+    """Return the type, attention heads, key-value heads, layers and whether embedding and head are
+    tied, as far as the configuration or a local config.json says."""
     if isinstance(model, TinyModelConfig):
         return {"type": "gpt2", "attention heads": model.num_heads, "layers": model.num_layers}
     assert isinstance(model, HuggingFaceModelConfig)  # there is no third class
-    if not (settings := model_settings(model.path)):
+    settings = model_settings(model.path)
+    if not settings:
         return {}
-    # what transformers takes
+    # transformers ties them where config.json does not say
     settings.setdefault("tie_word_embeddings", settings.get("model_type") == "gpt2")
-    names = {
-        "type": ("model_type",),
-        "attention heads": ("num_attention_heads", "n_head"),
-        "key-value heads": ("num_key_value_heads",),
-        "layers": ("num_hidden_layers", "n_layer"),
-        "tied": ("tie_word_embeddings",),
-    }
     return {
-        what: settings[key]
-        for what, keys in names.items()
+        part: settings[key]
+        for part, keys in _KEYS_OF_SHAPE.items()
         for key in keys
         if settings.get(key) is not None
     }
 
 
 def vocabulary_size(model: ModelConfig, task: TaskConfig) -> int | None:
-    """Entries of the model's vocabulary, where that is known without loading it."""
+    """Return the entries of the model's vocabulary; None where only loading it tells."""
     if isinstance(model, TinyModelConfig):
         if isinstance(task, GeneratedTaskConfig):
             return len(task.alphabet) + 1
-        # a file of prompts has its own characters
-        return 97 if task.name == "reasoning_gym" else None
+        # A file of prompts has its own characters.
+        return _TINY_VOCABULARY_OF_TEXTS if task.name == "reasoning_gym" else None
     assert isinstance(model, HuggingFaceModelConfig)
     size = model_settings(model.path).get("vocab_size")
     return size if is_whole(size) and size >= 1 else None
 
 
 def tiny_sizes(model: TinyModelConfig, task: TaskConfig) -> Sizes:
-    shape = {"n_layer": model.num_layers, "n_embd": model.hidden_size, "n_head": model.num_heads}
-    return Sizes({"model_type": "gpt2", "vocab_size": vocabulary_size(model, task) or 128, **shape})
+    """Return the sizes of the tiny model."""
+    settings = {
+        "model_type": "gpt2",
+        "vocab_size": vocabulary_size(model, task) or 128,
+        "n_layer": model.num_layers,
+        "n_embd": model.hidden_size,
+        "n_head": model.num_heads,
+    }
+    return Sizes(settings)
 
 
 def sizes(model: ModelConfig) -> Sizes | None:
-    """None where the model is tiny or of another type, or its config.json does not say enough."""
+    """Return the sizes of a model; None for the tiny one, for another type, and where config.json
+    does not say enough."""
     return sizes_of(getattr(model, "path", None))
 
 
 def sizes_of(folder: str | None) -> Sizes | None:
-    """Return the sizes of the model in a folder; None as `sizes` does."""
-    known = model_settings(folder)
+    """Return the sizes of the model in a folder; None as in `sizes`."""
+    settings = model_settings(folder)
+    if settings.get("model_type") not in MODEL_TYPES:
+        return None
     try:
-        return Sizes(known) if known.get("model_type") in MODEL_TYPES else None
+        return Sizes(settings)
     except (KeyError, TypeError, ZeroDivisionError):
         return None
 
 
 class Sizes:
-    """Of a model of MODEL_TYPES, by its config.json.
+    """The sizes of a model of MODEL_TYPES, from its config.json.
 
-    layer: weights of one. linear: inputs and outputs of its matrices, summed. cached: keys and
-        values of a token.
-    table: weights of the embedding; tables: 2 with a head of its own. weights: of the model, but
-        for biases.
+    layers, width, vocabulary: as named. inner: the width inside an MLP. layer: weights of a layer.
+    linear: inputs and outputs of a layer's matrices, summed. cached: numbers of a token that a
+    layer keeps as key and value. table: weights of the embedding. tables: 2 if the head has its own
+    matrix, else 1. weights: of the model, without biases.
     """
 
-    def __init__(self, known: dict[str, Any]):
-        gpt2 = known["model_type"] == "gpt2"
-        names = (
-            ("n_layer", "n_embd", "n_head")
-            if gpt2
-            else ("num_hidden_layers", "hidden_size", "num_attention_heads")
-        )
-        self.layers, self.width, heads = (known[name] for name in names)
-        self.vocabulary, head = known["vocab_size"], known.get("head_dim") or self.width // heads
-        self.inner = known.get("n_inner" if gpt2 else "intermediate_size") or 4 * self.width
-        groups = known.get("num_key_value_heads") or heads
-        matrices = 2 * [(self.width, heads * head), (self.width, groups * head)]
-        matrices += (2 if gpt2 else 3) * [(self.width, self.inner)]
-        self.layer = sum(a * b for a, b in matrices) + 2 * self.width
-        self.linear, self.cached = sum(a + b for a, b in matrices), 2 * groups * head
-        self.table, self.tables = (
-            self.vocabulary * self.width,
-            1 if known.get("tie_word_embeddings", gpt2) else 2,
-        )
+    def __init__(self, settings: dict[str, Any]):
+        if settings["model_type"] == "gpt2":
+            names = ("n_layer", "n_embd", "n_head", "n_inner")
+            matrices_of_mlp = 2
+            are_tied_by_default = True
+        else:
+            names = (
+                "num_hidden_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "intermediate_size",
+            )
+            matrices_of_mlp = 3
+            are_tied_by_default = False
+        self.layers, self.width, heads = (settings[name] for name in names[:3])
+        self.inner = settings.get(names[3]) or 4 * self.width
+        self.vocabulary = settings["vocab_size"]
+        size_of_head = settings.get("head_dim") or self.width // heads
+        key_value_heads = settings.get("num_key_value_heads") or heads
+        query = (self.width, heads * size_of_head)
+        key = (self.width, key_value_heads * size_of_head)
+        matrices = [query, query, key, key]  # the output's matrix is as large as the query's
+        matrices += matrices_of_mlp * [(self.width, self.inner)]
+        self.layer = sum(rows * columns for rows, columns in matrices) + 2 * self.width
+        self.linear = sum(rows + columns for rows, columns in matrices)
+        self.cached = 2 * key_value_heads * size_of_head
+        self.table = self.vocabulary * self.width
+        self.tables = 1 if settings.get("tie_word_embeddings", are_tied_by_default) else 2
         self.weights = self.layers * self.layer + self.tables * self.table

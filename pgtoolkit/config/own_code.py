@@ -22,6 +22,9 @@ from pgtoolkit.config.keys import (
     key_named,
     plain_value,
 )
+from pgtoolkit.config.schema import Config
+from pgtoolkit.losses.families import FAMILIES
+from pgtoolkit.losses.family import Family, configured
 from pgtoolkit.runs.records import leaves
 
 PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in OWN_CODE}
@@ -56,6 +59,11 @@ def chosen(config: object, group: str) -> str:
     key = OWN_CODE.get(group)
     path = value_of(config, key.name) if key is not None and option == key.stands_for else None
     return str(path or option)
+
+
+def family_of_config(config: Config) -> Family | None:
+    """Return the loss family of a configuration; None for own code, which only a run imports."""
+    return configured(config.loss, FAMILIES)
 
 
 def typed_key(name: str, config: object) -> str:

@@ -102,7 +102,7 @@ def keys_page() -> str:
             lines += ["", f"## {group or 'seed'}", ""]
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         of = f" ({entry.options})" if entry.options else ""
-        cells = [f"`{shown(entry.key.name)}`{of}", *entry.told().values()]
+        cells = [f"`{shown(entry.key.name)}`{of}", *entry.description().values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

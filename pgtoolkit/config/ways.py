@@ -7,35 +7,34 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pgtoolkit.config.counts import documents_per_step, longest_document, steps_of
 from pgtoolkit.config.key import with_values
-from pgtoolkit.config.memory import memory_plan
+from pgtoolkit.config.memory import memory_use
 from pgtoolkit.config.models import Sizes, sizes
-from pgtoolkit.config.plan import documents_per_step, longest_document, steps_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.ranks.environment import AXES
 from pgtoolkit.system.report import text
 
-# Of an H100, as measured with models of 0.5 to 7.6 billion weights: see docs/rollouts.md.
+# Rates of an H100, as measured with models of 0.5 to 7.6 billion weights: see docs/rollouts.md.
 _UPDATE_RATE = 4.7e14
-"""Operations a second of the products of an update."""
+"""Operations a second in the matrix products of an update."""
 _SAMPLING_RATE = 5e14
-"""The same of a token of many completions."""
+"""Operations a second in the matrix products of sampling many completions at once."""
 _BANDWIDTH = 3e12
-"""Bytes a second, of weights and of cached keys and values."""
+"""Bytes a second at which weights, and cached keys and values, are read."""
 _SECONDS_PER_LAYER = 45e-6
-"""Of a token, however few completions: its kernels follow one another."""
+"""Seconds of a layer for each token, however few completions: its kernels follow one another."""
 _SECONDS_PER_TOKEN_OF_VLLM = 50e-6
-"""Of a server of vLLM for each token of each completion: its own work on one core."""
+"""Seconds that a vLLM server takes for each token of each completion: its own work on one core."""
 _BETWEEN_GPUS = 2e11
 """Bytes a second at which gradients are summed."""
 _TO_HOST = 4e10
 """Bytes a second at which weights are handed over."""
 _PROMPT_SHARE = 0.25
-"""Of a prompt whose length only the data knows: its tokens against those of the longest
-completion."""
+"""Tokens of a prompt whose length only the data knows, per token of the longest completion."""
 _BETWEEN_STEPS = 0.08
-"""Seconds of an iteration in which neither is done: rewards, documents, records."""
+"""Seconds of an iteration in which nothing is sampled or updated: rewards, documents, records."""
 
 
 @dataclass(frozen=True)
@@ -47,109 +46,192 @@ class Way:
     seconds: float
 
 
-def ways(c: Config, gpus: int, memory: float) -> list[Way]:
-    """Return the ways in which so many GPUs, of so many bytes each, can train, the fastest first.
+def ways(config: Config, gpus: int, memory: float) -> list[Way]:
+    """Return the ways in which this many GPUs can train, the fastest first.
 
-    Of one GPU, ranks that sample themselves, copies and servers on GPUs of their own each the
-    fastest way. Empty where
-    they cannot be compared: for models that are not known, rollouts that are not sampled, batches
-        whose steps are not
-    counted, and ranks that divide a model.
+    gpus, memory: how many there are, and the bytes of each.
+
+    There is at most one way of each kind, the fastest: on one GPU; on ranks that sample themselves;
+    with GPUs for copies of the weights; with GPUs for servers. The list is empty where ways cannot
+    be compared: for a model of unknown sizes, recorded rollouts, batches without a fixed number of
+    steps, and ranks that divide a model.
     """
-    shape = sizes(c.model)
-    rollout = c.rollout
-    others = [axis for axis in AXES if axis != "data_parallel"]
-    divides = c.parallelism.shard or any(getattr(c.parallelism, axis) > 1 for axis in others)
-    counted = c.accumulation.docs_per_step > 0 and c.accumulation.last_step != "carry"
-    if shape is None or divides or not counted or not isinstance(rollout, PolicyRolloutConfig):
+    model_sizes = sizes(config.model)
+    if model_sizes is None or _divides_model(config):
         return []
-    steps = steps_of(rollout.prompts_per_batch * rollout.group_size, c.accumulation)
+    if not isinstance(config.rollout, PolicyRolloutConfig) or not _has_counted_steps(config):
+        return []
+    steps = steps_of(_documents(config), config.accumulation)
     if steps == 0:
         return []
-    ahead = f"rollout.max_staleness={2 * steps - 1} rollout.old_log_probs=sampling"
-    by_kind: dict[str, list[Way]] = {"one": [], "ranks": [], "copies": [], "servers": []}
-    for ranks in range(1, gpus + 1):
-        alone = {"parallelism.data_parallel": ranks, "sampler.gpus": None, "sampler.processes": 0}
-        if c.sampler.name == "vllm":
-            alone = {"parallelism.data_parallel": ranks, "sampler.gpus": None}
-        plan = memory_plan(with_values(c, alone), memory)
-        if plan is None or sum(plan.always.values()) + sum(plan.update.values()) > memory:
-            continue
-        parallel = "" if ranks == 1 else f"parallelism=ddp parallelism.data_parallel={ranks}"
-        update = _update(c, shape, ranks)
-        if ranks in (1, gpus) and plan.most <= memory:
-            in_turn = _sampling(c, shape, ranks) + update + _BETWEEN_STEPS
-            by_kind["one" if ranks == 1 else "ranks"].append(Way(parallel, in_turn))
-        samplers = gpus - ranks
-        if samplers == 0:
-            continue
-        numbers = list(range(ranks, gpus))
-        own = f"sampler.gpus={text(numbers)}"
-        plan_of_copies = memory_plan(with_values(c, alone | {"sampler.gpus": numbers}), memory)
-        handed_over = 2 * shape.weights / _TO_HOST
-        if samplers % ranks == 0 and plan_of_copies is not None and plan_of_copies.most <= memory:
-            longer = max(_sampling(c, shape, samplers), update) + handed_over + _BETWEEN_STEPS
-            by_kind["copies"].append(Way(f"{parallel} {own} {ahead}".strip(), longer))
-        longer = max(_sampling_by_vllm(c, shape, samplers), update) + handed_over + _BETWEEN_STEPS
-        by_kind["servers"].append(Way(f"{parallel} sampler=vllm {own} {ahead}".strip(), longer))
-    fastest = [min(of_kind, key=lambda way: way.seconds) for of_kind in by_kind.values() if of_kind]
+    alternatives = [
+        [_on_one_gpu(config, model_sizes, memory)],
+        [_on_ranks(config, model_sizes, gpus, memory)],
+        [_with_copies(config, model_sizes, ranks, gpus, memory) for ranks in range(1, gpus)],
+        [_with_servers(config, model_sizes, ranks, gpus, memory) for ranks in range(1, gpus)],
+    ]
+    fastest = []
+    for candidates in alternatives:
+        possible = [way for way in candidates if way is not None]
+        if possible:
+            fastest.append(min(possible, key=lambda way: way.seconds))
     return sorted(fastest, key=lambda way: way.seconds)
 
 
-def ways_in_words(c: Config, gpus: int, memory: float) -> Iterator[str]:
+def ways_in_words(config: Config, gpus: int, memory: float) -> Iterator[str]:
     """Yield lines for `pgtk check`: one for each way, the fastest first."""
-    known = ways(c, gpus, memory)
-    if len(known) < 2:
+    possible = ways(config, gpus, memory)
+    if len(possible) < 2:
         return
     yield (
-        "estimated seconds of an iteration (sampling and all steps of a batch), completions of "
-        "full length, by the rates of an H100:"
+        "estimated seconds of an iteration (sampling and all steps of a batch), with completions "
+        "of full length, by the rates of an H100:"
     )
-    for way in known:
+    for way in possible:
         yield f"{way.seconds:.2g} s  {way.settings or 'one GPU'}"
-    if "max_staleness" in known[0].settings:
+    if "max_staleness" in possible[0].settings:
         yield (
-            "with rollout.max_staleness documents are as many updates old as it says at most: "
-            "docs/rollouts.md"
+            "documents are then up to rollout.max_staleness updates older than the weights that "
+            "they train: docs/rollouts.md"
         )
 
 
-def _tokens_of(c: Config) -> tuple[float, float]:
-    """Tokens of the longest prompt and completion, as far as they are known."""
-    prompt, completion = longest_document(c)
-    assert completion is not None  # of rollout=policy
+def _divides_model(config: Config) -> bool:
+    axes = [axis for axis in AXES if axis != "data_parallel"]
+    return config.parallelism.shard or any(getattr(config.parallelism, axis) > 1 for axis in axes)
+
+
+def _has_counted_steps(config: Config) -> bool:
+    return config.accumulation.docs_per_step > 0 and config.accumulation.last_step != "carry"
+
+
+def _on_one_gpu(config: Config, model_sizes: Sizes, memory: float) -> Way | None:
+    return _in_turn(config, model_sizes, 1, memory)
+
+
+def _on_ranks(config: Config, model_sizes: Sizes, gpus: int, memory: float) -> Way | None:
+    return _in_turn(config, model_sizes, gpus, memory) if gpus > 1 else None
+
+
+def _in_turn(config: Config, model_sizes: Sizes, ranks: int, memory: float) -> Way | None:
+    """Return the way in which each rank samples, then trains; None where memory is too small."""
+    use = memory_use(_trained_on(config, ranks), memory)
+    if use is None or use.peak > memory:
+        return None
+    seconds = _sampling(config, model_sizes, ranks) + _update(config, model_sizes, ranks)
+    return Way(_data_parallel(ranks), seconds + _BETWEEN_STEPS)
+
+
+def _with_copies(
+    config: Config, model_sizes: Sizes, ranks: int, gpus: int, memory: float
+) -> Way | None:
+    """Return the way in which the other GPUs sample from copies of the weights; None where it is
+    impossible."""
+    samplers = gpus - ranks
+    if samplers % ranks or not _fits_update(config, ranks, memory):
+        return None
+    numbers = list(range(ranks, gpus))
+    use = memory_use(with_values(_trained_on(config, ranks), {"sampler.gpus": numbers}), memory)
+    if use is None or use.peak > memory:
+        return None
+    sampling = _sampling(config, model_sizes, samplers)
+    settings = f"{_data_parallel(ranks)} sampler.gpus={text(numbers)} {_ahead(config)}".strip()
+    return Way(settings, _overlapped(config, model_sizes, ranks, sampling))
+
+
+def _with_servers(
+    config: Config, model_sizes: Sizes, ranks: int, gpus: int, memory: float
+) -> Way | None:
+    """Return the way in which servers of vLLM sample on the other GPUs; None where it is
+    impossible."""
+    if not _fits_update(config, ranks, memory):
+        return None
+    sampling = _sampling_by_vllm(config, model_sizes, gpus - ranks)
+    settings = (
+        f"{_data_parallel(ranks)} sampler=vllm sampler.gpus={text(list(range(ranks, gpus)))} "
+        f"{_ahead(config)}"
+    )
+    return Way(settings.strip(), _overlapped(config, model_sizes, ranks, sampling))
+
+
+def _trained_on(config: Config, ranks: int) -> Config:
+    """Return the configuration with this many ranks, which sample themselves."""
+    values = {"parallelism.data_parallel": ranks, "sampler.gpus": None}
+    if config.sampler.name == "transformers":
+        values["sampler.processes"] = 0
+    return with_values(config, values)
+
+
+def _fits_update(config: Config, ranks: int, memory: float) -> bool:
+    use = memory_use(_trained_on(config, ranks), memory)
+    return use is not None and sum(use.always.values()) + sum(use.update.values()) <= memory
+
+
+def _data_parallel(ranks: int) -> str:
+    return "" if ranks == 1 else f"parallelism=ddp parallelism.data_parallel={ranks}"
+
+
+def _ahead(config: Config) -> str:
+    """Return what to type so that a batch is sampled while the one before it is trained."""
+    steps = steps_of(_documents(config), config.accumulation)
+    return f"rollout.max_staleness={2 * steps - 1} rollout.old_log_probs=sampling"
+
+
+def _overlapped(config: Config, model_sizes: Sizes, ranks: int, sampling: float) -> float:
+    """Return the seconds of an iteration that samples and updates at the same time."""
+    handed_over = 2 * model_sizes.weights / _TO_HOST
+    return max(sampling, _update(config, model_sizes, ranks)) + handed_over + _BETWEEN_STEPS
+
+
+def _documents(config: Config) -> int:
+    assert isinstance(config.rollout, PolicyRolloutConfig)  # `ways` looks at no other
+    return config.rollout.prompts_per_batch * config.rollout.group_size
+
+
+def _longest_tokens(config: Config) -> tuple[float, float]:
+    """Return the tokens of the longest prompt, known or estimated, and of the longest
+    completion."""
+    prompt, completion = longest_document(config)
+    assert completion is not None  # rollout=policy has a length
     return _PROMPT_SHARE * completion if prompt is None else prompt, completion
 
 
-def _update(c: Config, shape: Sizes, ranks: int) -> float:
-    """Seconds of all steps of a batch."""
-    prompt, completion = _tokens_of(c)
-    assert isinstance(c.rollout, PolicyRolloutConfig)
-    documents = c.rollout.prompts_per_batch * c.rollout.group_size
-    tokens = documents * min(c.accumulation.max_tokens, prompt + completion)
-    # Forward, the gradients of inputs and of weights, and the forward pass again where it is not
-    # kept.
-    operations = 4 if c.model.lora_rank else 6
-    operations += 2 if c.model.gradient_checkpointing else 0
-    steps = math.ceil(documents / documents_per_step(c))
-    summed = 0.0 if ranks == 1 or c.model.lora_rank else 4 * shape.weights / _BETWEEN_GPUS
-    return operations * shape.weights * tokens / ranks / _UPDATE_RATE + steps * summed
+def _update(config: Config, model_sizes: Sizes, ranks: int) -> float:
+    """Return the seconds of all steps of a batch."""
+    prompt, completion = _longest_tokens(config)
+    documents = _documents(config)
+    tokens = documents * min(config.accumulation.max_tokens, prompt + completion)
+    # The forward pass and the gradients of inputs take 2 each, and so do the gradients of weights
+    # and the repeated forward pass, where there are any.
+    operations = 4 if config.model.lora_rank else 6
+    operations += 2 if config.model.gradient_checkpointing else 0
+    steps = math.ceil(documents / documents_per_step(config))
+    sum_of_gradients = 0.0
+    if ranks > 1 and not config.model.lora_rank:
+        sum_of_gradients = 4 * model_sizes.weights / _BETWEEN_GPUS
+    products = operations * model_sizes.weights * tokens / ranks / _UPDATE_RATE
+    return products + steps * sum_of_gradients
 
 
-def _sampling(c: Config, shape: Sizes, gpus: int) -> float:
-    """Seconds of a batch's completions, by the default sampler on so many GPUs."""
-    prompt, completion = _tokens_of(c)
-    assert isinstance(c.rollout, PolicyRolloutConfig)
-    number = 4 if c.model.dtype == "float32" else 2
-    rows = math.ceil(c.rollout.prompts_per_batch / gpus) * c.rollout.group_size
-    places = prompt + completion / 2
-    cached = rows * places * shape.layers * shape.cached * number / _BANDWIDTH
-    products = max(number * shape.weights / _BANDWIDTH, 2 * shape.weights * rows / _SAMPLING_RATE)
-    return completion * (shape.layers * _SECONDS_PER_LAYER + cached + products)
+def _sampling(config: Config, model_sizes: Sizes, gpus: int) -> float:
+    """Return the seconds of a batch's completions, by the default sampler on this many GPUs."""
+    assert isinstance(config.rollout, PolicyRolloutConfig)
+    prompt, completion = _longest_tokens(config)
+    number_size = 4 if config.model.dtype == "float32" else 2
+    rows = math.ceil(config.rollout.prompts_per_batch / gpus) * config.rollout.group_size
+    mean_length = prompt + completion / 2
+    cached = rows * mean_length * model_sizes.layers * model_sizes.cached * number_size
+    products = max(
+        number_size * model_sizes.weights / _BANDWIDTH,
+        2 * model_sizes.weights * rows / _SAMPLING_RATE,
+    )
+    seconds_of_layers = model_sizes.layers * _SECONDS_PER_LAYER
+    return completion * (seconds_of_layers + cached / _BANDWIDTH + products)
 
 
-def _sampling_by_vllm(c: Config, shape: Sizes, servers: int) -> float:
-    _, completion = _tokens_of(c)
-    assert isinstance(c.rollout, PolicyRolloutConfig)
-    tokens = c.rollout.prompts_per_batch * c.rollout.group_size * completion
-    return max(_sampling(c, shape, servers), tokens / servers * _SECONDS_PER_TOKEN_OF_VLLM)
+def _sampling_by_vllm(config: Config, model_sizes: Sizes, servers: int) -> float:
+    """Return the seconds of a batch's completions, by this many servers of vLLM."""
+    _, completion = _longest_tokens(config)
+    tokens = _documents(config) * completion
+    work_of_servers = tokens / servers * _SECONDS_PER_TOKEN_OF_VLLM
+    return max(_sampling(config, model_sizes, servers), work_of_servers)

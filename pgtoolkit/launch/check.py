@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgtoolkit.config import memory
+from pgtoolkit.config.compilation import compilation
 from pgtoolkit.config.compose import Composed, compose
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.paths import absolute_paths, occupied_by_rollouts, problems_of_folder
-from pgtoolkit.config.plan import compilation, plan_sections
+from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.run import launcher
 from pgtoolkit.config.schema import Config

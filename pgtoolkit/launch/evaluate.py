@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtoolkit.config.compose import compose
-from pgtoolkit.config.evaluation_sets import are_training_prompts, held_out_sets, how_sampled
+from pgtoolkit.config.evaluation_sets import are_training_prompts, held_out_sets, sampling_in_words
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import ignored, plain_value
 from pgtoolkit.config.names import name_from, plain_config
@@ -302,7 +302,7 @@ def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, fo
     entries = [
         ("model", model),
         *sets.items(),
-        ("sampled", f"{how_sampled(config)}, by sampler={config.sampler.name}"),
+        ("sampled", f"{sampling_in_words(config)}, by sampler={config.sampler.name}"),
         ("results", shell_path(folder / "evaluations.jsonl")),
         ("completions", shell_path(folder / "completions")),
     ]

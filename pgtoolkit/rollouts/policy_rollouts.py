@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pgtoolkit.batch import Document, MicroBatch, cut, pack
 from pgtoolkit.completion import Completion, Prompt
-from pgtoolkit.config.plan import steps_ahead, steps_before
+from pgtoolkit.config.counts import steps_ahead, steps_before
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import AdvantageEstimator, KLPlace
 from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig, Uninformative

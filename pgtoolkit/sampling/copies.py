@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pgtoolkit.completion import Completion, Request
-from pgtoolkit.config.plan import copies_of
+from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pgtoolkit.config.compilation import compilation
+from pgtoolkit.config.counts import samples_async
 from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
-from pgtoolkit.config.plan import compilation, samples_beside
 from pgtoolkit.config.rules.run import unknown_parts
 from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config
@@ -132,7 +133,7 @@ def begin(config: Config) -> None:
     lightning.seed_everything(config.seed, verbose=False)
     prepare_torch(config.trainer.num_threads)
     repeats = config.trainer.deterministic
-    fixed_order.switch(not samples_beside(config) if repeats == "auto" else repeats)
+    fixed_order.switch(not samples_async(config) if repeats == "auto" else repeats)
 
 
 def fit(

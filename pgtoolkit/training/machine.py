@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config import memory
-from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, samples
+from pgtoolkit.config.counts import copies_of
+from pgtoolkit.config.evaluation_sets import held_out_sets, is_on, needs_sampler
 from pgtoolkit.config.models import vocabulary_size
 from pgtoolkit.config.paths import NO_FOLDER, absolute_uri, cannot_hold_files, sqlite_path
-from pgtoolkit.config.plan import copies_of
 from pgtoolkit.config.rules.run import no_triton
 from pgtoolkit.config.schema import Config, Model
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
@@ -192,7 +192,7 @@ def _wandb(report: Report) -> None:
 def _servers(c: Config, report: Report) -> None:
     """The program that is to sample, and the GPUs that it alone is to use."""
     sampler = c.sampler
-    if not samples(c) or getattr(sampler, "urls", None):
+    if not needs_sampler(c) or getattr(sampler, "urls", None):
         return
     if (
         isinstance(sampler, TransformersSamplerConfig)
@@ -244,7 +244,7 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
             reason="It counts jobs on each GPU of this machine.",
             use=f"hydra.launcher.n_jobs={jobs_per_gpu}",
         )
-    elif (size := _processes_of(c)) > 1 or (samples(c) and c.sampler.name == "vllm"):
+    elif (size := _processes_of(c)) > 1 or (needs_sampler(c) and c.sampler.name == "vllm"):
         report.refuse(
             setting=setting,
             needs="jobs of one process, which samples by itself",
@@ -253,7 +253,7 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
             use="hydra.launcher.jobs_per_gpu=null",
         )
     elif (gpu := gpu_memory()) and jobs_per_gpu > (
-        most := max(1, int(gpu / (each := memory.of_process(c, gpu))))
+        most := max(1, int(gpu / (each := memory.bytes_of_process(c, gpu))))
     ):
         use = f"hydra.launcher.jobs_per_gpu={most}"
         if tokens := memory.max_tokens_for(c, gpu / jobs_per_gpu, gpu):
@@ -269,7 +269,7 @@ def jobs_on_gpus(c: Config, jobs_per_gpu: int, report: Report) -> None:
 
 def _processes_of(c: Config) -> int:
     """Those that train, and those that sample for them."""
-    return world_size(c.parallelism) + (len(copies_of(c)) if samples(c) else 0)
+    return world_size(c.parallelism) + (len(copies_of(c)) if needs_sampler(c) else 0)
 
 
 @functools.cache

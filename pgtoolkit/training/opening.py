@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pgtoolkit.config.plan import copies_of
+from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig

@@ -8,8 +8,8 @@ import logging
 import zlib
 from pathlib import Path
 
+from pgtoolkit.config.counts import copies_of
 from pgtoolkit.config.evaluation_sets import HeldOut, held_out_sets
-from pgtoolkit.config.plan import copies_of
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_rollouts import PolicyRolloutConfig
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig

@@ -40,7 +40,7 @@ def test_sets_are_what_differs_from_the_task():
     ]
     assert found == [("a", 2, 5, 128), ("b", 6, 7, 9)]
     lines = list(evaluations(values))
-    assert "in all at most 8768 completions, beside 19200 documents of training" in lines
+    assert "in total at most 8768 completions, besides 19200 documents of training" in lines
     values, _, _ = checked("evaluation.every=7", "trainer.max_steps=8")
     assert (
         next(evaluations(values)) == "every 7 steps, before the first and after the last: 3 times"

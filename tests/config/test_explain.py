@@ -22,11 +22,12 @@ def test_every_key_and_option_is_explained():
     for key in KEYS:
         assert key.name in known or key.option, key.name
     assert not [entry.name for entry in entries() if not entry.meaning]
-    texts = [text for written in known.values() for text in written]
+    texts = [page.text for pages in known.values() for page in pages]
     assert not [text for text in texts if redact(text) != text]
     for group, names in options().items():
         assert all(
-            f"{group}={name}" in known[group][0] and f"{group}={name}" in known for name in names
+            f"{group}={name}" in known[group][0].text and f"{group}={name}" in known
+            for name in names
         )
 
 
@@ -52,7 +53,8 @@ def test_every_word_of_the_line_of_a_step_is_explained():
     assert len(words) == 2 + len(_FIELDS)
     for word in words:
         assert (
-            any("the line that a run prints" in page for page in known[word]) or word == "step"
+            any("the line that a run prints" in page.title for page in known[word])
+            or word == "step"
         ), word
     for metric in _FIELDS:
         assert metric in known

@@ -8,10 +8,10 @@ from builders.runs import config_of
 
 from benchmarks.sweep_throughput import GPU as SMALL
 from pgtoolkit.config.memory import (
+    bytes_of_process,
     max_tokens_for,
     memory_lines,
-    memory_plan,
-    of_process,
+    memory_use,
     refuse_overflow,
 )
 from pgtoolkit.errors import ConfigError
@@ -68,17 +68,17 @@ def configuration(folder, size, *more):
 )
 def test_the_estimate_is_near_what_was_measured(tmp_path, size, more, measured):
     """docs/reports/performance.md has the jobs."""
-    assert memory_plan(configuration(tmp_path, size, *more), GPU).most / 1e9 == pytest.approx(
+    assert memory_use(configuration(tmp_path, size, *more), GPU).peak / 1e9 == pytest.approx(
         measured, rel=0.15
     )
 
 
 def test_a_critic_takes_what_a_second_policy_in_training_would(tmp_path):
     """But for the LM head of its own, in whose place there is one row."""
-    plan = memory_plan(configuration(tmp_path, "0.55", *LONG, "advantage=gae", "loss=grpo"), GPU)
+    plan = memory_use(configuration(tmp_path, "0.55", *LONG, "advantage=gae", "loss=grpo"), GPU)
     trained = plan.always["weights"] + plan.always["gradients"] + plan.always["moments"]
     assert plan.always["critic"] == trained - 16 * 151936 * 1024
-    plan = memory_plan(configuration(tmp_path, "0.5", *LONG, "advantage=gae", "loss=grpo"), GPU)
+    plan = memory_use(configuration(tmp_path, "0.5", *LONG, "advantage=gae", "loss=grpo"), GPU)
     assert (
         plan.always["critic"]
         == plan.always["weights"] + plan.always["gradients"] + plan.always["moments"]
@@ -107,27 +107,27 @@ def test_the_estimate_of_a_small_model_is_near_what_was_measured(tmp_path, max_t
     if max_tokens == "checkpointed":
         more = ["model.gradient_checkpointing=true"]
     c = small(tmp_path, "accumulation.docs_per_step=256", *more)
-    assert memory_plan(c, H100).most / 1e9 == pytest.approx(measured, rel=0.1)
+    assert memory_use(c, H100).peak / 1e9 == pytest.approx(measured, rel=0.1)
 
 
 def test_layers_that_keep_everything_of_a_larger_model(tmp_path):
     more = ("accumulation.max_tokens=16384", "model.gradient_checkpointing=false")
     c = configuration(tmp_path, "0.5", *LONG, *more)
-    assert memory_plan(c, H100).most / 1e9 == pytest.approx(36.58, rel=0.1)
+    assert memory_use(c, H100).peak / 1e9 == pytest.approx(36.58, rel=0.1)
 
 
 def test_a_step_that_does_not_fill_its_micro_batch_takes_no_more_for_a_larger_one(tmp_path):
     """64 documents, of at most 94 tokens as is likely: 8.3 GB were measured, of the whole
     process."""
     jobs = [
-        of_process(small(tmp_path, f"accumulation.max_tokens={room}"), H100) / 1e9
+        bytes_of_process(small(tmp_path, f"accumulation.max_tokens={room}"), H100) / 1e9
         for room in (8192, 16384)
     ]
     assert jobs == pytest.approx([8.3, 8.3], rel=0.15)
     assert jobs[0] == jobs[1]
     digits = ("task.num_digits=2", "task.num_digits=40")
     plans = [
-        memory_plan(small(tmp_path, "accumulation.max_tokens=16384", one), H100) for one in digits
+        memory_use(small(tmp_path, "accumulation.max_tokens=16384", one), H100) for one in digits
     ]
     short, long = (plan.update["hidden states"] for plan in plans)
     assert long / short == pytest.approx((94 + 76) / 94)  # a token a digit
@@ -147,9 +147,9 @@ def test_prompts_of_a_file_are_as_long_as_the_longest(tmp_path):
             if expected == "sums"
             else ("accumulation.docs_per_step=256", "accumulation.max_tokens=16384")
         )
-        taken = memory_plan(small(tmp_path, *task), H100).update["hidden states"]
+        taken = memory_use(small(tmp_path, *task), H100).update["hidden states"]
         assert taken == pytest.approx(
-            memory_plan(small(tmp_path, *same), H100).update["hidden states"], rel=0.01
+            memory_use(small(tmp_path, *same), H100).update["hidden states"], rel=0.01
         )
 
 
@@ -161,7 +161,7 @@ def test_tokens_of_a_micro_batch_with_which_jobs_fit(tmp_path):
     tokens = max_tokens_for(small(tmp_path, *full), room, H100)
     assert tokens == 7168
     taken = [
-        of_process(small(tmp_path, full[0], f"accumulation.max_tokens={n}"), H100)
+        bytes_of_process(small(tmp_path, full[0], f"accumulation.max_tokens={n}"), H100)
         for n in (tokens, tokens + 256)
     ]
     assert taken[0] <= room < taken[1]
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_told_what_does(tmp_path):
 def test_a_copy_on_a_gpu_of_its_own_takes_nothing_of_the_one_that_trains(tmp_path):
     """Two share the cache of a batch; each holds all weights."""
     here, one, two = (
-        memory_plan(configuration(tmp_path, "0.5", *LONG, *more), GPU)
+        memory_use(configuration(tmp_path, "0.5", *LONG, *more), GPU)
         for more in ((), ("sampler.gpus=[1]",), ("sampler.gpus=[1,2]",))
     )
     assert (one.always, one.update, one.sampling) == (here.always, here.update, {})
@@ -211,7 +211,7 @@ def test_the_estimate_of_a_tiny_model_is_near_what_was_measured():
     """Eight jobs of `benchmarks/sweep_throughput.py --gpu` on one H200: nearly 4 GiB in most of
     them."""
     overrides = [f"{key}={value}" for key, value in SMALL.items()]
-    assert of_process(config_of(*overrides), GPU) / 2**30 == pytest.approx(3.99, rel=0.1)
+    assert bytes_of_process(config_of(*overrides), GPU) / 2**30 == pytest.approx(3.99, rel=0.1)
 
 
 def test_a_short_conversation_may_be_sampled_beside_a_long_one(tmp_path):
@@ -223,7 +223,7 @@ def test_a_short_conversation_may_be_sampled_beside_a_long_one(tmp_path):
         ("task=conversation", "task.environment=my_module.Environment"),
     )
     one, several = (
-        memory_plan(configuration(tmp_path, "0.5", *room, *kind)).sampling["keys and values"]
+        memory_use(configuration(tmp_path, "0.5", *room, *kind)).sampling["keys and values"]
         for kind in kinds
     )
     assert several / one == pytest.approx((100 + 2 * 512) / (100 + 512))
@@ -235,4 +235,4 @@ def test_a_run_that_reads_rollouts_samples_only_to_evaluate(tmp_path):
     rows.write_text('{"token_ids": [1, 2], "loss_mask": [0, 1]}\n')
     sizes = ("evaluation.prompts_per_set=256", "evaluation.completions_per_prompt=4")
     c = config_of("experiment=sft", f"rollout.path={rows}", "evaluation.every=10", *sizes)
-    assert memory_plan(c, GPU).sampling["logits"] == 4 * 1024 * 12  # float32 of a vocabulary of 12
+    assert memory_use(c, GPU).sampling["logits"] == 4 * 1024 * 12  # float32 of a vocabulary of 12

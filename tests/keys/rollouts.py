@@ -16,7 +16,7 @@ from keys import (
     rows_file,
     settings,
 )
-from pgtoolkit.config.plan import copies_of
+from pgtoolkit.config.counts import copies_of
 from pgtoolkit.system.report import Report
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.training.machine import check_machine

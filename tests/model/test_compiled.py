@@ -16,7 +16,7 @@ from model.test_decoding import DEVICES, PROMPTS, decoded, expected
 from torch._dynamo.utils import counters
 
 from pgtoolkit.batch import Document, pack
-from pgtoolkit.config.plan import compilation
+from pgtoolkit.config.compilation import compilation
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.model import compiled, decoding, rowwise
 from pgtoolkit.model.setup import build_policy

@@ -178,13 +178,13 @@ def each_part_of_an_attempt_has_a_reward(right, documents):
     return [*range(len(documents))]
 
 
-@mutant("config.plan:steps_ahead")
+@mutant("config.counts:steps_ahead")
 def batches_are_one_step_too_old(right, rollout, accumulation):
     ahead = right(rollout, accumulation)
     return ahead + 1 if ahead else 0
 
 
-@mutant("config.plan:steps_before")
+@mutant("config.counts:steps_before")
 def a_batch_that_is_carried_over_is_counted_anew(right, number, position, batch_size, accumulation):
     return right(number, position // batch_size * batch_size, batch_size, accumulation)
 

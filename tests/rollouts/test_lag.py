@@ -22,7 +22,7 @@ from builders.runs import (
     sampler_of,
 )
 
-from pgtoolkit.config.plan import steps_before, steps_of
+from pgtoolkit.config.counts import steps_before, steps_of
 from pgtoolkit.config.schema_step import AccumulationConfig, LastStep
 from pgtoolkit.errors import NumericalError
 from pgtoolkit.rollouts.steps import StepLoader

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.evaluation_sets import samples
+from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.keys import default, keys_of, plain_value
 from pgtoolkit.config.own_code import typed_key
 from pgtoolkit.config.schema import Config
@@ -128,7 +128,7 @@ def credentials(config: Config) -> list[str]:
         address = redact(os.environ.get("WANDB_BASE_URL", "wandb's server"))
         lines.append(f"sends {_WANDB_KEY} to {address} (wandb)")
     urls = getattr(config.sampler, "urls", None)
-    if urls and samples(config) and _VLLM_KEY in os.environ:
+    if urls and needs_sampler(config) and _VLLM_KEY in os.environ:
         lines.append(f"sends {_VLLM_KEY} to {redact(', '.join(urls))} (sampler.urls)")
     return lines
 

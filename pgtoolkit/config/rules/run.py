@@ -10,17 +10,12 @@ import shlex
 from typing import Any
 from urllib.parse import urlsplit
 
-from pgtoolkit.config.evaluation_sets import samples
+from pgtoolkit.config.counts import copies_of, samples_async, steps_of, tokens_at_least
+from pgtoolkit.config.evaluation_sets import needs_sampler
 from pgtoolkit.config.launchers import SEARCH, Launcher
 from pgtoolkit.config.models import MODEL_TYPES, shape
+from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.paths import batches_in
-from pgtoolkit.config.plan import (
-    copies_of,
-    family_of_config,
-    samples_beside,
-    steps_of,
-    tokens_at_least,
-)
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_run import ModelConfig
 from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
@@ -102,7 +97,7 @@ def rollout(c: Config, report: Report) -> None:
             reason="Below it, there is nothing to train meanwhile.",
             better=2 * steps - 1,
         )
-    if c.trainer.deterministic is True and samples_beside(c):
+    if c.trainer.deterministic is True and samples_async(c):
         report.refuse(
             setting="trainer.deterministic=true",
             needs="completions from another process",
@@ -442,9 +437,9 @@ _SET = (
 
 
 def sampler(c: Config, report: Report) -> None:
-    if samples(c) and isinstance(c.sampler, TransformersSamplerConfig):
+    if needs_sampler(c) and isinstance(c.sampler, TransformersSamplerConfig):
         _copies(c, c.sampler, world_size(c.parallelism), report)
-    if samples(c) and isinstance(c.sampler, VllmSamplerConfig):
+    if needs_sampler(c) and isinstance(c.sampler, VllmSamplerConfig):
         world = world_size(c.parallelism)
         seconds = c.sampler.answer_seconds
         timeout = c.parallelism.timeout_seconds

@@ -6,9 +6,10 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from pgtoolkit.config.counts import documents_per_batch, tokens_at_least
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.models import MODEL_TYPES, shape, vocabulary_size
-from pgtoolkit.config.plan import documents_per_batch, family_of_config, tokens_at_least
+from pgtoolkit.config.own_code import family_of_config
 from pgtoolkit.config.rules.run import existing, importable
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import CustomLossConfig

@@ -8,8 +8,8 @@ from typing import Any
 
 from pgtoolkit.config import schema_tasks as tasks
 from pgtoolkit.config.evaluation_sets import (
+    DEFAULT_SET,
     OF_A_SET,
-    USUAL,
     HeldOut,
     are_training_prompts,
     held_out_sets,
@@ -357,7 +357,7 @@ def _best(c: Config, report: Report) -> None:
     if best is None:
         return
     name, number = best
-    names = list(c.evaluation.sets) or [USUAL]
+    names = list(c.evaluation.sets) or [DEFAULT_SET]
     setting = f"evaluation.best={c.evaluation.best}"
     count = c.evaluation.completions_per_prompt
     known = ["avg", *(f"pass@{k}" for k in powers_of_two(count))]
