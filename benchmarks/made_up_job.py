@@ -1,5 +1,4 @@
-"""The made-up job of the benchmarks of a training step: a Qwen2-like model, and recorded rollouts
-from no policy."""
+"""The made-up job of the benchmarks of a training step: a model, and rollouts from no policy."""
 
 from __future__ import annotations
 
@@ -14,27 +13,37 @@ def write_inputs(
     num_documents: int,
     prompt: tuple[int, int],
     completion: tuple[int, int],
+    num_words: int | None = None,
+    weights: bool = False,
 ) -> None:
-    """model: entries of its config.json. prompt, completion: least and most tokens of a document's
-    two parts."""
+    """Write a model's folder and a file of recorded rollouts.
+
+    model: entries of its config.json, of Qwen2 where they name no other architecture. prompt,
+    completion: least and most tokens of a document's two parts. num_words: how many tokens of the
+    vocabulary the documents are made of; None: all. weights: whether random weights are written,
+    too, as LoRA needs them.
+    """
     from pgtoolkit.model.setup import character_tokenizer
 
-    fixed = {
+    defaults = {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
         "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
     }
     (folder / "model").mkdir(exist_ok=True)
     character_tokenizer("abc").save_pretrained(folder / "model")
-    config = fixed | {"tie_word_embeddings": False} | model
-    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "model" / "config.json").write_text(json.dumps(defaults | model))
+    if weights:
+        _write_weights(folder / "model")
     draw = random.Random(0)
+    words = range(num_words or model["vocab_size"])
     with (folder / "rollouts.jsonl").open("w") as file:
         for document in range(num_documents):
-            first, length = draw.randint(*prompt), draw.randint(*completion)
-            length += first
+            first = draw.randint(*prompt)
+            length = first + draw.randint(*completion)
             row = {
-                "token_ids": [draw.randrange(model["vocab_size"]) for _ in range(length)],
+                "token_ids": draw.choices(words, k=length),
                 "loss_mask": [t >= first for t in range(length)],
                 "old_log_probs": [-11.9 if t >= first else 0 for t in range(length)],
                 "reward": draw.random(),
@@ -43,8 +52,18 @@ def write_inputs(
             file.write(json.dumps(row) + "\n")
 
 
+def _write_weights(model: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    made.to(torch.bfloat16).save_pretrained(model)
+
+
 def overrides(folder: Path, docs_per_step: int, max_tokens: int, max_steps: int) -> list[str]:
-    """The main job on these inputs. The clip is wide, since the rollouts come from no policy."""
+    """Return the main job on these inputs. The clip is wide, since no policy sampled them."""
     return [
         "rollout=recorded",
         f"rollout.path={folder}/rollouts.jsonl",

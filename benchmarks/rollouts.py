@@ -1,18 +1,15 @@
-"""Iterations of rollouts and an update of a model with random weights: seconds by stage, and
-memory.
+"""Measure iterations of rollouts and an update of a model with random weights, by stage.
 
-    python benchmarks/rollouts.py FOLDER [--shape 0.5b] [--sampler transformers vllm] [--trl
-    generate static vllm]
-        [--lengths 512 1024 4096] [--completions 64 256 1024] [--override sampler.static_cache=false
-        ...]
+    python benchmarks/rollouts.py FOLDER [--shape 0.5b] [--sampler transformers vllm]
+        [--trl generate static vllm] [--verl vllm] [--lengths 512 1024 4096]
+        [--completions 64 256 1024] [--override sampler.static_cache=false ...]
 
 Each case is a process of its own with a time limit, so that one that runs out of memory or hangs
-costs nothing else.
-The first iteration warms up: it compiles kernels, loads cuBLAS's and fills the allocator. The table
-    has the medians of
-the others. Rows are appended to rollouts.csv in FOLDER, where the output of each case lies as well;
-peak_gb is what PyTorch had in use, gpu_used_gb what all processes held. TRL must be importable, for
-`--trl vllm` vLLM, too.
+costs nothing else. The first iteration warms up: it compiles kernels, loads cuBLAS's and fills the
+allocator. The table has the medians of the others. Rows are appended to rollouts.csv in FOLDER,
+where the output of each case lies as well; peak_gb is what PyTorch had in use, gpu_used_gb what all
+processes held. For `--trl` TRL must be importable, for `--verl` verl with flash-attn or
+flash_attn_by_torch.py, for vllm vLLM, too.
 """
 
 from __future__ import annotations
@@ -35,8 +32,8 @@ SECONDS = {
     "sample": "seconds_sampling",
     "score": "seconds_scoring",
     "old_log_probs": "seconds_old_log_probs",
+    "update": "seconds_update",
 }
-SECONDS |= {"update": "seconds_update"}
 """Stages of an iteration, by the metrics that have them."""
 
 COLUMNS = (
@@ -49,8 +46,8 @@ COLUMNS = (
     "whole",
     "peak_gb",
     "gpu_used_gb",
+    "error",
 )
-COLUMNS += ("error",)
 
 
 def main() -> int:
@@ -61,20 +58,30 @@ def main() -> int:
         folder, max(arguments.completions) // GROUP * arguments.iterations, arguments.shape
     )
     until = time.monotonic() + arguments.seconds
-    who = [("pgtoolkit", sampler) for sampler in arguments.sampler] + [
-        ("trl", sampler) for sampler in arguments.trl
-    ]
+    samplers = {"pgtoolkit": arguments.sampler, "trl": arguments.trl, "verl": arguments.verl}
+    overrides = {"pgtoolkit": arguments.override, "verl": arguments.verl_override}
     print(_line(dict(zip(COLUMNS, COLUMNS, strict=True))), flush=True)
     for length in arguments.lengths:
         for completions in arguments.completions:
-            for trainer, sampler in who:
-                overrides = arguments.override if trainer == "pgtoolkit" else []
-                how = (overrides, arguments.iterations, arguments.shape)
-                case = Case(str(folder), trainer, sampler, length, completions, *how)
+            for trainer, sampler in _pairs(samplers):
+                case = Case(
+                    folder=str(folder),
+                    trainer=trainer,
+                    sampler=sampler,
+                    length=length,
+                    completions=completions,
+                    overrides=overrides.get(trainer, []),
+                    iterations=arguments.iterations,
+                    shape=arguments.shape,
+                )
                 row = _measured(case, min(arguments.seconds_per_case, until - time.monotonic()))
                 print(_line(row), flush=True)
                 _append(folder / "rollouts.csv", row)
     return 0
+
+
+def _pairs(samplers: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [(trainer, sampler) for trainer, names in samplers.items() for sampler in names]
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,6 +89,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("folder")
     parser.add_argument("--sampler", nargs="*", default=[], choices=("transformers", "vllm"))
     parser.add_argument("--trl", nargs="*", default=[], choices=("generate", "static", "vllm"))
+    parser.add_argument("--verl", nargs="*", default=[], choices=("vllm",))
+    parser.add_argument("--verl-override", nargs="+", default=[], help="further overrides of verl")
     parser.add_argument(
         "--lengths", nargs="+", type=int, default=[512], help="tokens of a completion"
     )
@@ -97,15 +106,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--shape", choices=BODIES, default="0.5b", help="of the model; tiny for a CPU"
     )
-    found = parser.parse_args()
-    if not found.sampler and not found.trl:
-        found.sampler, found.trl = ["transformers"], ["generate", "vllm"]
-    return found
+    arguments = parser.parse_args()
+    if not arguments.sampler and not arguments.trl and not arguments.verl:
+        arguments.sampler = ["transformers"]
+        arguments.trl = ["generate", "vllm"]
+    return arguments
 
 
 def _line(row: dict) -> str:
-    numbers = (row[name] for name in COLUMNS[3:-1])
-    numbers = " ".join(f"{x:>13.2f}" if isinstance(x, float) else f"{x:>13}" for x in numbers)
+    values = [row[name] for name in COLUMNS[3:-1]]
+    numbers = " ".join(f"{x:>13.2f}" if isinstance(x, float) else f"{x:>13}" for x in values)
     return f"{row['trainer']:>10} {row['sampler']:>13} {numbers}  {row['overrides']} {row['error']}"
 
 
@@ -119,7 +129,7 @@ def _append(file: Path, row: dict) -> None:
 
 
 def _measured(case: Case, seconds: float) -> dict:
-    """The row of a case, by a process that is ended after so many seconds."""
+    """Return the row of a case, by a process that is ended after `seconds`."""
     row = dict.fromkeys(COLUMNS, "") | {"trainer": case.trainer, "sampler": case.sampler}
     row |= {
         "overrides": " ".join(case.overrides),
@@ -136,18 +146,15 @@ def _measured(case: Case, seconds: float) -> dict:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     }
-    environment |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-    }
-    # its engine joins the trainer's world of one process
+    # TRL's engine joins the trainer's world of one process.
     if case.trainer == "trl" and case.sampler == "vllm":
-        environment |= {"WORLD_SIZE": "1"}
-    else:
-        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            del environment[name]
+        environment |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29511",
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+        }
     used = _GpuMemory()
     with (where / "output").open("w") as output:
         child = subprocess.Popen(
@@ -167,24 +174,25 @@ def _measured(case: Case, seconds: float) -> dict:
                 os.killpg(child.pid, signal.SIGTERM)  # pgtk ends what it has started
                 time.sleep(3)
                 _kill_all_of(child)
-    row["gpu_used_gb"] = used.most()
-    result = _printed(where / "output") if case.trainer == "trl" else _recorded(where)
+    row["gpu_used_gb"] = used.peak()
+    result = _recorded(where) if case.trainer == "pgtoolkit" else _printed(where / "output")
     if len(result["iterations"]) < 2:
         print((where / "output").read_text()[-1500:], flush=True)
         return row | {"error": row["error"] or f"ended with {child.returncode}"}
     later = result["iterations"][1:]
-    row |= {name: statistics.median(one[name] for one in later) for name in later[0]}
+    row |= {name: statistics.median(x[name] for x in later) for name in later[0]}
     return row | {"peak_gb": result["peak_gb"]}
 
 
 def _printed(output: Path) -> dict:
-    """What a case of TRL has said last."""
-    found = [line for line in output.read_text().splitlines() if line.startswith('{"iterations"')]
-    return json.loads(found[-1]) if found else {"iterations": []}
+    """Return the last iterations that another trainer's case has printed."""
+    lines = output.read_text().splitlines()
+    printed = [line for line in lines if line.startswith('{"iterations"')]
+    return json.loads(printed[-1]) if printed else {"iterations": []}
 
 
 def _recorded(where: Path) -> dict:
-    """The same from the run of pgtk in the folder."""
+    """Return the same from the run of pgtk in the folder."""
     rows = [
         json.loads(line)
         for file in where.rglob("metrics.jsonl")
@@ -202,7 +210,7 @@ def _recorded(where: Path) -> dict:
 
 
 def _kill_all_of(child: subprocess.Popen) -> None:
-    """SIGKILL to all that the process has left in its session."""
+    """Send SIGKILL to all that the process has left in its session."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -211,11 +219,11 @@ def _kill_all_of(child: subprocess.Popen) -> None:
 
 
 class _GpuMemory:
-    """The most memory in use on the first GPU, of all processes together, as nvidia-smi says twice
-    a second."""
+    """Watches the first GPU's memory in use, of all processes, twice a second by nvidia-smi."""
 
     def __init__(self):
-        self._most, self._done = 0.0, threading.Event()
+        self._peak = 0.0
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -228,22 +236,25 @@ class _GpuMemory:
         ]
         while not self._done.wait(0.5):
             try:
-                said = subprocess.run(
+                done = subprocess.run(
                     command, capture_output=True, text=True, timeout=10, check=True
-                ).stdout
+                )
             except (OSError, subprocess.SubprocessError):
                 return
-            self._most = max(self._most, int(said) * 2**20 / 1e9)
+            self._peak = max(self._peak, int(done.stdout) * 2**20 / 1e9)
 
-    def most(self) -> float:
+    def peak(self) -> float:
+        """End the watch and return the most that was in use, in GB."""
         self._done.set()
         self._thread.join()
-        return self._most
+        return self._peak
 
 
 def _child(case: Case) -> None:
     if case.trainer == "trl":
         from rollouts_trl import run
+    elif case.trainer == "verl":
+        from rollouts_verl import run
     else:
         run = _pgtoolkit
     run(case)
@@ -271,8 +282,9 @@ def _pgtoolkit(case: Case) -> None:
         ),
     ]
     chosen = {override.partition("=")[0] for override in case.overrides}
-    job = [one for one in job if one.partition("=")[0] not in chosen] + case.overrides
-    if status := pgtk(job):
+    job = [override for override in job if override.partition("=")[0] not in chosen]
+    status = pgtk(job + case.overrides)
+    if status:
         raise SystemExit(f"pgtk ended with {status}")
 
 

@@ -39,12 +39,11 @@ BODIES = {
 class Case:
     """What one process measures.
 
-    trainer: pgtoolkit or trl. sampler: transformers or vllm; of trl also static, transformers with
-        a static cache.
+    trainer: pgtoolkit, trl or verl. sampler: transformers or vllm; of trl also static, transformers
+        with a static cache.
     length: tokens of a completion, which ends before only where one token of the vocabulary is
-        drawn. completions: of
-    an iteration. overrides: further ones of pgtk. iterations: rollouts with an update each. shape:
-        of BODIES.
+        drawn. completions: of an iteration. overrides: further ones of pgtk or verl. iterations:
+        rollouts with an update each. shape: of BODIES.
     """
 
     folder: str

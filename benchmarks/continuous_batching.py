@@ -1,0 +1,228 @@
+"""Seconds of a batch of completions by our decoding and by transformers' continuous batching.
+
+    python benchmarks/continuous_batching.py FOLDER [--shape 0.5b] [--completions 256]
+        [--length 512] [--cases ours sdpa flash compiled]
+
+The job is that of benchmarks/rollouts.py: prompts of 64 to 160 tokens with 8 completions each, all
+of `length` tokens, drawn at temperature 1 in bfloat16, with their log-probs. First both write
+completions of a small model greedily, in float32, and the tokens are compared. Each case is a
+process of its own with a time limit; numbers are medians of the calls after the first, which warms
+up. `sdpa` is `generate_batch` where flash-attn is missing; `flash` needs flash-attn or
+flash_attn_by_torch.py; `compiled` is `flash` with `default_compile_level=1`. With `--shape tiny`
+the script can be tried on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rollouts_job import BODIES, GROUP, write_inputs
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from pgtoolkit.model.compiled import switch_on
+from pgtoolkit.model.policy import Policy
+from pgtoolkit.sampling.draw import draw, uniform_numbers
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+CASES = {
+    "ours": "our decoding, model.compile=true",
+    "sdpa": "continuous batching, paged|sdpa",
+    "flash": "continuous batching, flash-attn",
+    "compiled": "the same, default_compile_level=1",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=BODIES, default="0.5b")
+    parser.add_argument("--completions", type=int, default=256, help="by 8")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--calls", type=int, default=4, help="of each case, the first warms up")
+    parser.add_argument("--seconds-per-case", type=float, default=120)
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        _measure(arguments)
+        return 0
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    write_inputs(arguments.folder, arguments.completions // GROUP, arguments.shape)
+    print(f"{torch.cuda.get_device_name() if GPU else 'CPU'}, torch {torch.__version__}")
+    _compare_greedy(arguments.folder)
+    num_tokens = arguments.completions * arguments.length
+    print(f"{'case':36} {'s':>8} {'tokens/s':>9}  all calls", flush=True)
+    for case in arguments.cases:
+        seconds = _in_process(case, arguments.seconds_per_case)
+        # A case that takes longer than its limit has perhaps no call but the first.
+        later = seconds[1:] or seconds
+        if not later:
+            print(f"{CASES[case]:36} failed", flush=True)
+            continue
+        median = statistics.median(later)
+        calls = " ".join(f"{x:.2f}" for x in seconds)
+        print(f"{CASES[case]:36} {median:8.2f} {num_tokens / median:9.0f}  {calls}", flush=True)
+    return 0
+
+
+def _in_process(case: str, limit: float) -> list[float]:
+    """Return the seconds of a case's calls, as far as it came."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, __file__, *sys.argv[1:], "--case", case]
+    child = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = child.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        output, _ = child.communicate()
+        print(f"{CASES[case]} was ended after {limit:.0f} s")
+    seconds = [json.loads(line) for line in output.splitlines() if line.startswith('{"seconds"')]
+    if child.returncode:
+        print(output[-2500:], flush=True)
+    return [call["seconds"] for call in seconds]
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    """Print the seconds of each call of a case, a line of JSON each."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.folder / "model")
+    prompts = [
+        tokenizer(json.loads(line)["prompt"])["input_ids"]
+        for line in (arguments.folder / "prompts.jsonl").read_text().splitlines()
+    ][: arguments.completions // GROUP]
+    dtype = torch.bfloat16 if GPU else torch.float32
+    model = Qwen2ForCausalLM.from_pretrained(arguments.folder / "model", dtype=dtype)
+    model = model.to(DEVICE).eval().requires_grad_(False)
+    run = _ours(model, prompts, arguments.length)
+    if arguments.case != "ours":
+        run = _continuous(model, prompts, arguments.length, arguments.case)
+    for call in range(arguments.calls):
+        started = _now()
+        lengths = run(call)
+        seconds = _now() - started
+        assert lengths == [arguments.length] * arguments.completions, sorted(set(lengths))
+        print("\n" + json.dumps({"seconds": seconds}), flush=True)
+    if GPU:
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        print(json.dumps({"peak_gb": peak}), flush=True)
+    os._exit(0)  # nothing that a library does at the end is measured
+
+
+def _ours(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int):
+    """Return a call of our decoding as sampler=transformers makes it, with a float32 LM head."""
+    rows = [prompt for prompt in prompts for _ in range(GROUP)]
+    if GPU:
+        switch_on(model)
+    policy = Policy(model, None, model.dtype, compiled=GPU)
+    copied = policy.copied(policy.compute_dtype)
+
+    def run(call: int) -> list[int]:
+        copied.load(policy.weights())
+        uniform = uniform_numbers([(call, row) for row in range(len(rows))], length).to(DEVICE)
+        tokens, log_probs = copied.decode(
+            rows,
+            length,
+            True,
+            draw=1.0 if GPU else draw,
+            uniform=uniform,
+            check=lambda: None,
+            ends=[],
+        )
+        log_probs.cpu()
+        copied.unload()
+        return [len(row) for row in tokens.cpu().tolist()]
+
+    return run
+
+
+def _continuous(model: Qwen2ForCausalLM, prompts: list[list[int]], length: int, case: str):
+    """Return a call of `generate_batch`, whose manager is kept from call to call."""
+    implementation = "paged|sdpa" if case == "sdpa" else "flash_attention_2"
+    model.set_attn_implementation(implementation)
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=length,
+        num_return_sequences=GROUP,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    options = {"return_logprobs": True}
+    if case == "compiled":
+        options["default_compile_level"] = 1
+    if not GPU:
+        options |= {"num_blocks": 64, "max_batch_tokens": 256}
+
+    def run(_: int) -> list[int]:
+        outputs = model.generate_batch(
+            inputs=prompts,
+            generation_config=settings,
+            continuous_batching_config=ContinuousBatchingConfig(**options),
+            persistent_manager=True,
+        )
+        assert all(len(x.logprobs) == len(x.generated_tokens) for x in outputs.values())
+        return [len(x.generated_tokens) for x in outputs.values()]
+
+    return run
+
+
+def _compare_greedy(folder: Path) -> None:
+    """Say how many greedy tokens of a small model in float32 are equal; all must be."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**BODIES["tiny"])).to(DEVICE).eval().requires_grad_(False)
+    prompts = torch.randint(1, 500, (4, 12)).tolist()
+    prompts = [prompt[: 6 + 2 * place] for place, prompt in enumerate(prompts)]
+    length = 24
+
+    def likeliest(logits: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, tokens = torch.log_softmax(logits.float(), -1).max(-1)
+        return tokens, log_probs
+
+    policy = Policy(model, None, torch.float32)
+    uniform = torch.zeros(len(prompts), length, device=DEVICE, dtype=torch.float64)
+    ours, our_log_probs = policy.decode(
+        prompts, length, True, draw=likeliest, uniform=uniform, check=lambda: None, ends=[]
+    )
+    model.set_attn_implementation("paged|sdpa")
+    outputs = model.generate_batch(
+        inputs=prompts,
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=length, eos_token_id=-1, pad_token_id=0
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(
+            return_logprobs=True, num_blocks=32, max_batch_tokens=128
+        ),
+    )
+    theirs = [output.generated_tokens for output in outputs.values()]
+    apart = (our_log_probs.cpu() - torch.tensor([x.logprobs for x in outputs.values()])).abs().max()
+    equal = (ours.cpu() == torch.tensor(theirs)).sum().item()
+    print(f"greedy in float32: {equal} of {ours.numel()} tokens equal, log-probs {apart:.1e} apart")
+    assert equal == ours.numel()
+
+
+def _now() -> float:
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,168 @@
+"""FlashAttention's functions under the names of the package flash-attn, by the kernels at hand.
+
+    python benchmarks/flash_attn_by_torch.py FOLDER
+
+verl and transformers' continuous batching ask for the package flash-attn, which PyPI has as source
+alone and which takes an hour to build. This writes FOLDER/flash_attn in its place: packed
+attention, forward and backward, is the FlashAttention 2 that PyTorch itself contains
+(`torch.nn.attention.varlen`), and attention over a cache in pages is the FlashAttention 3 that vLLM
+contains. With FOLDER and this file's folder on PYTHONPATH both programs
+take it for flash-attn 2.8.3. What is not attention (flash-attn's cross entropy) it does not have.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VERSION = "2.8.3"
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **_,
+) -> Tensor:
+    """Return attention by document, (tokens, heads, width).
+
+    q: (tokens, heads, width); k, v: (keys, key-value heads, width). Causality counts from the end
+    of both, as in flash-attn.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert dropout_p == 0
+    window = (window_size[0], 0 if causal else window_size[1])
+    options = {}
+    if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
+        options["enable_gqa"] = True
+    return varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
+        int(max_seqlen_q),
+        int(max_seqlen_k),
+        scale=softmax_scale,
+        window_size=window,
+        **options,
+    )
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    **_,
+) -> Tensor:
+    """Return attention of rows of equal length, (rows, length, heads, width)."""
+    rows, length = q.shape[:2]
+    num_keys = k.shape[1]
+    ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
+    out = flash_attn_varlen_func(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        ends * length,
+        ends * num_keys,
+        length,
+        num_keys,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+    )
+    return out.unflatten(0, (rows, length))
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Write a token's key and value into its page and return its attention.
+
+    Returns (rows, 1, heads, width).
+
+    q: (rows, 1, heads, width); k, v: (rows, 1, key-value heads, width). k_cache, v_cache: (pages,
+    tokens of a page, key-value heads, width). cache_seqlens: (rows,) int32, tokens before this one.
+    block_table: (rows, pages of a row) int32, -1 where a row has no further page: such a token goes
+    to the last page, which transformers keeps for it.
+    """
+    from vllm.vllm_flash_attn import flash_attn_varlen_func as paged_attention
+
+    rows = len(q)
+    page_size = k_cache.shape[1]
+    index = torch.arange(rows, device=q.device)
+    place = cache_seqlens.long().clamp(min=0)
+    page = block_table[index, place // page_size].long()
+    k_cache[page, place % page_size] = k[:, 0]
+    v_cache[page, place % page_size] = v[:, 0]
+    out = paged_attention(
+        q[:, 0],
+        k_cache,
+        v_cache,
+        max_seqlen_q=1,
+        cu_seqlens_q=torch.arange(rows + 1, dtype=torch.int32, device=q.device),
+        max_seqlen_k=block_table.shape[1] * page_size,
+        seqused_k=cache_seqlens + 1,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=list(window_size),
+        block_table=block_table.clamp(min=0),
+        fa_version=3,
+    )
+    return out[:, None]
+
+
+def install(folder: Path) -> None:
+    """Write a package flash_attn of these functions, with the metadata that is asked for."""
+    package = folder / "flash_attn"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(
+        "from flash_attn_by_torch import (\n"
+        "    flash_attn_func,\n"
+        "    flash_attn_varlen_func,\n"
+        "    flash_attn_with_kvcache,\n"
+        ")\n"
+        f'__version__ = "{VERSION}"\n'
+    )
+    # verl has its own padding where this lacks `rearrange`.
+    (package / "bert_padding.py").write_text(
+        "from transformers.modeling_flash_attention_utils import _pad_input as pad_input\n"
+        "from transformers.modeling_flash_attention_utils import _unpad_input as unpad_input\n"
+    )
+    metadata = folder / f"flash_attn-{VERSION}.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n"
+    )
+    (metadata / "top_level.txt").write_text("flash_attn\n")
+    (metadata / "RECORD").write_text("flash_attn/__init__.py,,\n")
+
+
+if __name__ == "__main__":
+    install(Path(sys.argv[1]))
