@@ -1,0 +1,1 @@
+"""The losses inside other trainers."""

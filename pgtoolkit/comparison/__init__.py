@@ -1,0 +1,1 @@
+"""Finished runs side by side, and one run looked at."""

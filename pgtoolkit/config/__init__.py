@@ -1,0 +1,1 @@
+"""From overrides to a configuration, or to a list of what is wrong with them."""

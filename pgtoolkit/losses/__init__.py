@@ -1,0 +1,1 @@
+"""The loss of a step, on vectors of one number per token."""

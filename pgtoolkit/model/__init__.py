@@ -1,0 +1,1 @@
+"""The policy, in one process or spread over several."""

@@ -1,0 +1,1 @@
+"""Several processes: which one this is, and what they exchange."""

@@ -1,0 +1,1 @@
+"""The documents of a run: sampled from the policy, or recorded before."""

@@ -1,0 +1,1 @@
+"""Completions, by the model in training, copies of it, or servers."""

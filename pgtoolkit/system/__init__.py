@@ -1,0 +1,1 @@
+"""The machine's files and processes, Python's imports, and text for the terminal."""

@@ -1,0 +1,1 @@
+"""The prompts of a task, and the scores of their completions."""

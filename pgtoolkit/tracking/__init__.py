@@ -1,0 +1,1 @@
+"""What is shown and kept of a run while it trains."""

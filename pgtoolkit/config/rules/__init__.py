@@ -1,0 +1,1 @@
+"""Rules between keys: what cannot be right together."""
