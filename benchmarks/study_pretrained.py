@@ -181,6 +181,11 @@ def _second_largest(draw: random.Random) -> tuple[str, int]:
     return f"Which number is the second largest: {_listed(numbers)}", sorted(numbers)[-2]
 
 
+def _second_smallest(draw: random.Random) -> tuple[str, int]:
+    numbers = draw.sample(range(10, 100), 5)
+    return f"Which number is the second smallest: {_listed(numbers)}", sorted(numbers)[1]
+
+
 def _median(draw: random.Random) -> tuple[str, int]:
     numbers = draw.sample(range(10, 100), 5)
     return f"What is the median of these numbers: {_listed(numbers)}", sorted(numbers)[2]
@@ -237,6 +242,7 @@ CANDIDATES: dict[str, Kind] = {
 
 TASKS: dict[str, list[Kind]] = {
     "arithmetic": [_sum_of_digits(2), _sum_of_digits(3), _sum_of_digits(4), _product],
+    "lists": [_place, _second_largest, _second_smallest, _median],
 }
 """The kinds of each task."""
 
