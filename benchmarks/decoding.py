@@ -1,12 +1,12 @@
-"""Microseconds of a token while completions are sampled: of its kernels, of the whole, and what the
-whole consists of.
+"""Measure a token while completions are sampled: its kernels one by one, and all of it.
 
     python benchmarks/decoding.py [--rows 64 256] [--places 256 640 4096] [--tune] [--compile]
-    [--shape 1.5b]
+        [--shape 1.5b]
 
-A model of Qwen2.5's shape with random weights in bfloat16; the attention of a small one in float32,
-too. Medians of replays of a CUDA graph. `limit` is what reading weights, cache or logits once takes
-at 4.3 TB/s, an H200's rate. With `--shape tiny` it can be tried on a CPU.
+Prints microseconds, medians of replays of a CUDA graph, for a model of Qwen2.5's shape with random
+weights in bfloat16, and for the attention of a small model in float32. `limit` is what it takes to
+read weights, cache or logits once at 4.3 TB/s, an H200's rate. With `--shape tiny` it can be tried
+on a CPU.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 BYTES_A_MICROSECOND = 4.3e6
 SMALL_BODY = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
-"""Of a model whose sweeps are many small runs in float32."""
+"""A model such as sweeps of many small runs train, in float32."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--rows", nargs="+", type=int, default=[64, 256], help="completions at a time, by 8"
     )
@@ -67,43 +67,56 @@ def main() -> None:
     with torch.device(DEVICE):
         model = Qwen2ForCausalLM(Qwen2Config(**body))
     model = model.to(torch.bfloat16).eval().requires_grad_(False)
-    cases, parts = list(itertools.product(arguments.rows, arguments.places)), {}
-    for how in ["", ", compiled"] if arguments.compile else [""]:
-        if how:
-            switch_on(model)
-            model = _merged(model)
-        parts |= {case: _whole(model, *case, how) for case in cases}
-    for (rows, places), kernels in list(parts.items())[-len(arguments.places) :]:
-        print(f"\nkernels of a token{how}, {rows} rows, {places} places: us, how many, and which")
-        for name, (microseconds, count) in sorted(
-            kernels.items(), key=lambda kernel: -kernel[1][0]
-        )[:16]:
+    cases = list(itertools.product(arguments.rows, arguments.places))
+    suffix = ""
+    kernels_of = {case: _token(model, *case, suffix) for case in cases}
+    if arguments.compile:
+        suffix = ", compiled"
+        switch_on(model)
+        model = _merged(model)
+        kernels_of = {case: _token(model, *case, suffix) for case in cases}
+    most_rows = arguments.rows[-1]
+    for places in arguments.places:
+        kernels = kernels_of[most_rows, places]
+        print(
+            f"\nkernels of a token{suffix}, {most_rows} rows, {places} places: us, how many, and "
+            "which"
+        )
+        longest = sorted(kernels.items(), key=lambda kernel: -kernel[1][0])[:16]
+        for name, (microseconds, count) in longest:
             print(f"{microseconds:9.1f} {count:6.1f}  {name[:80]}")
 
 
-def _say(what: str, rows: int, places: int | str, microseconds: float, num_bytes: float) -> None:
+def _print_row(
+    name: str, rows: int, places: int | str, microseconds: float, num_bytes: float
+) -> None:
     limit = num_bytes / BYTES_A_MICROSECOND
-    print(f"{what:42} {rows:5} {places:>6} {microseconds:9.1f} {limit:7.1f}", flush=True)
+    print(f"{name:42} {rows:5} {places:>6} {microseconds:9.1f} {limit:7.1f}", flush=True)
 
 
 def _microseconds(step: Callable[[], object], times: int = 20) -> float:
-    """Of one step, of several in a graph: the median of five replays."""
+    """Return the time of one step, the median of five replays of a graph of `times` steps.
+
+    A CPU has no graphs and replays a single step.
+    """
     step()
-    replay, per_replay = step, 1
+    replay = step
+    per_replay = 1
     if GPU:
-        graph, per_replay = torch.cuda.CUDAGraph(), times
+        graph = torch.cuda.CUDAGraph()
+        per_replay = times
         with torch.cuda.graph(graph):
             for _ in range(times):
                 step()
         replay = graph.replay
-    found = []
+    measured = []
     for _ in range(5):
         _wait()
         start = time.perf_counter()
         replay()
         _wait()
-        found.append(1e6 * (time.perf_counter() - start) / per_replay)
-    return statistics.median(found)
+        measured.append(1e6 * (time.perf_counter() - start) / per_replay)
+    return statistics.median(measured)
 
 
 def _wait() -> None:
@@ -120,68 +133,79 @@ def _drawn(logits: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _draws(rows: int, vocabulary: int) -> None:
-    logits, uniform = (
-        3 * torch.randn(rows, vocabulary, device=DEVICE),
-        torch.rand(rows, device=DEVICE).double(),
-    )
-    for what, function in (("draw, the kernel", _drawn), ("draw, PyTorch", draw)):
-        _say(
-            what, rows, "", _microseconds(lambda f=function: f(logits, uniform)), 4 * logits.numel()
-        )
+    logits = 3 * torch.randn(rows, vocabulary, device=DEVICE)
+    uniform = torch.rand(rows, device=DEVICE).double()
+    for name, function in (("draw, the kernel", _drawn), ("draw, PyTorch", draw)):
+        microseconds = _microseconds(lambda f=function: f(logits, uniform))
+        _print_row(name, rows, "", microseconds, 4 * logits.numel())
 
 
 def _attention(rows: int, places: int, body: dict, dtype: torch.dtype, tune: bool) -> None:
-    """Each row's last place is the same: the limit is of that much, as where all are equally
-    long."""
-    heads, groups = body["num_attention_heads"], body["num_key_value_heads"]
+    """Print the attention of a token to `places` of each row, by our kernel and by PyTorch."""
+    heads = body["num_attention_heads"]
+    groups = body["num_key_value_heads"]
     width = body["hidden_size"] // heads
-    made = {"device": DEVICE, "dtype": dtype}
-    query, key, value = (torch.randn(rows, n, 1, width, **made) for n in (heads, groups, groups))
-    keys, values = (torch.randn(rows, groups, places, width, **made) for _ in range(2))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE, dtype=dtype)
+
+    query = random(rows, heads, 1, width)
+    key = random(rows, groups, 1, width)
+    value = random(rows, groups, 1, width)
+    keys = random(rows, groups, places, width)
+    values = random(rows, groups, places, width)
     positions = torch.full((rows,), places - 1, device=DEVICE)
-    mask = torch.zeros(rows, 1, 1, places, **made)
+    mask = torch.zeros(rows, 1, 1, places, device=DEVICE, dtype=dtype)
     grouped = query.view(rows, groups, -1, width)
 
-    def pytorchs():
+    def by_pytorch() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, mask)
 
-    def ours():
+    def ours() -> torch.Tensor:
         if not GPU:
             return decoding._attend(query, key, value, keys, values, positions, width**-0.5, None)
         from pgtoolkit.kernels.triton_attention import attend
 
         return attend(query, key, value, keys, values, positions, width**-0.5, None)
 
-    for what, function in (("kernel", ours), ("PyTorch", pytorchs)):
-        what = f"attention of a layer, {what}, {str(dtype)[6:]}"
-        _say(what, rows, places, _microseconds(function), 2 * keys.nbytes)
+    for author, function in (("kernel", ours), ("PyTorch", by_pytorch)):
+        name = f"attention of a layer, {author}, {str(dtype)[6:]}"
+        _print_row(name, rows, places, _microseconds(function), 2 * keys.nbytes)
     if tune:
-        from pgtoolkit.kernels import triton_attention as own
+        _tune(ours, rows, places, 2 * keys.nbytes)
 
-        before = own._BLOCK_BYTES, own._WARPS, own._PROGRAMS
-        for programs, size, warps in itertools.product((1, 512, 1024), (4096, 8192, 16384), (2, 4)):
-            own._BLOCK_BYTES, own._WARPS, own._PROGRAMS = size, warps, programs
-            what = f"  {programs} programs, {size} bytes, {warps} warps"
-            _say(what, rows, places, _microseconds(ours), 2 * keys.nbytes)
-        own._BLOCK_BYTES, own._WARPS, own._PROGRAMS = before
+
+def _tune(attend: Callable[[], object], rows: int, places: int, num_bytes: int) -> None:
+    """Print the attention kernel's time at other sizes than its own."""
+    from pgtoolkit.kernels import triton_attention as kernel
+
+    before = (kernel._BLOCK_BYTES, kernel._WARPS, kernel._PROGRAMS)
+    for programs, size, warps in itertools.product((1, 512, 1024), (4096, 8192, 16384), (2, 4)):
+        kernel._BLOCK_BYTES = size
+        kernel._WARPS = warps
+        kernel._PROGRAMS = programs
+        name = f"  {programs} programs, {size} bytes, {warps} warps"
+        _print_row(name, rows, places, _microseconds(attend), num_bytes)
+    kernel._BLOCK_BYTES, kernel._WARPS, kernel._PROGRAMS = before
 
 
 @torch.no_grad()
-def _whole(
-    model: Qwen2ForCausalLM, rows: int, places: int, how: str
+def _token(
+    model: Qwen2ForCausalLM, rows: int, places: int, suffix: str
 ) -> dict[str, tuple[float, float]]:
-    """Says how long a token takes at some `places`; gives its kernels, each with microseconds and
-    count."""
+    """Print how long a token takes when its rows have `places` tokens.
+
+    Returns the microseconds and the count of each of its kernels, by name.
+    """
     tokens = min(64, places // 2)
-    prompts = (
-        torch.randint(9, model.config.vocab_size, (rows // GROUP, places - tokens)).tolist() * GROUP
-    )
+    prompt_shape = (rows // GROUP, places - tokens)
+    prompts = torch.randint(9, model.config.vocab_size, prompt_shape).tolist() * GROUP
     uniform = torch.rand(rows, tokens, device=DEVICE).double()
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         return linear(hidden, model.lm_head.weight, None, True)
 
-    body = MergedBody(model) if how else None
+    body = MergedBody(model) if suffix else None
     with decoding.decoding(model):
         decoder = decoding.Decoding(
             model, logits, 1.0 if GPU else draw, uniform, lambda: None, [], body=body
@@ -201,32 +225,30 @@ def _whole(
             step = graph.replay
         step()
         _wait()
-        start, several = time.perf_counter(), tokens - 9
-        for _ in range(several):
+        num_timed = tokens - 9
+        start = time.perf_counter()
+        for _ in range(num_timed):
             step()
         _wait()
-        taken = 1e6 * (time.perf_counter() - start) / several
-        parts = _kernels(step)
+        per_token = 1e6 * (time.perf_counter() - start) / num_timed
+        kernels = _kernels(step)
     per_place = 2 * 2 * model.config.num_hidden_layers * model.config.num_key_value_heads
     per_place *= model.config.hidden_size // model.config.num_attention_heads
     weights = (*model.model.layers.parameters(), *model.lm_head.parameters())
-    whole = sum(weight.nbytes for weight in weights) + 2 * 4 * rows * model.config.vocab_size
-    _say(f"prompts and first token{how}", rows, places - tokens, first, 0)
-    _say(f"a token{how}", rows, places, taken, whole + per_place * rows * places)
+    # The weights, the logits written and read in float32, and the cache.
+    num_bytes = sum(weight.nbytes for weight in weights)
+    num_bytes += 2 * 4 * rows * model.config.vocab_size + per_place * rows * places
+    _print_row(f"prompts and first token{suffix}", rows, places - tokens, first, 0)
+    _print_row(f"a token{suffix}", rows, places, per_token, num_bytes)
     if GPU:
-        kernels = sum(microseconds for microseconds, _ in parts.values())
-        _say(
-            f"  its {sum(count for _, count in parts.values()):.0f} kernels",
-            rows,
-            places,
-            kernels,
-            0,
-        )
-    return parts
+        microseconds = sum(duration for duration, _ in kernels.values())
+        count = sum(count for _, count in kernels.values())
+        _print_row(f"  its {count:.0f} kernels", rows, places, microseconds, 0)
+    return kernels
 
 
 def _merged(model: Qwen2ForCausalLM) -> nn.Module:
-    """A copy as it samples from a compiled policy, whose products with a common input are one."""
+    """Return a copy as a compiled policy samples from it: products with a common input are one."""
     policy = Policy(model, None, torch.bfloat16, compiled=True)
     copied = policy.copied(policy.compute_dtype)
     copied.load(policy.weights())
@@ -234,18 +256,19 @@ def _merged(model: Qwen2ForCausalLM) -> nn.Module:
 
 
 def _kernels(step: Callable[[], object], times: int = 4) -> dict[str, tuple[float, float]]:
+    """Return the microseconds and the count of each kernel of a step, by name."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * GPU]) as profile:
         for _ in range(times):
             step()
         _wait()
-    microseconds, counts = Counter(), Counter()
+    microseconds: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for event in profile.events():
         if GPU and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        microseconds[event.name] += (
-            event.time_range.elapsed_us() if GPU else event.self_cpu_time_total
-        ) / times
+        duration = event.time_range.elapsed_us() if GPU else event.self_cpu_time_total
+        microseconds[event.name] += duration / times
         counts[event.name] += 1 / times
     return {name: (microseconds[name], counts[name]) for name in counts}
 

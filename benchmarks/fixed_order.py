@@ -1,10 +1,9 @@
-"""What a fixed order of sums costs on a GPU (`trainer.deterministic`): backward passes of attention
-and embeddings.
+"""Measure what a fixed order of sums costs on a GPU (`trainer.deterministic`).
 
     python benchmarks/fixed_order.py
 
-Milliseconds are medians of 12 calls; *differs*: how many of 20 further calls give other bits than
-the first.
+The cases are backward passes of attention and of embeddings. Milliseconds are medians of 12 calls;
+*differs*: how many of 20 further calls give other bits than the first.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ ATTENTION = [
     (128, 256, 14, 64),
     (64, 640, 14, 64),
     (16, 2048, 14, 64),
+    (8, 4096, 28, 128),
+    (1, 32768, 14, 64),
+    (1, 32768, 28, 128),
 ]
-ATTENTION += [(8, 4096, 28, 128), (1, 32768, 14, 64), (1, 32768, 28, 128)]
 """Documents, tokens of each, heads and their width."""
 
 EMBEDDINGS = [(3000, 14, 128), (5000, 14, 128), (32768, 14, 128), (32768, 151936, 896)]
@@ -40,18 +41,19 @@ def main() -> None:
         _row("embedding: tokens, rows, width", case, _embedding)
 
 
-def _row(what: str, case: tuple[int, ...], backward_of: Callable) -> None:
-    found = []
+def _row(name: str, case: tuple[int, ...], backward_of: Callable) -> None:
+    columns = []
     for on in (False, True):
         fixed_order.switch(on)
         torch.manual_seed(0)
         backward = backward_of(*case)
         kept = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        milliseconds, different = _timed(backward), _different(backward)
+        milliseconds = _timed(backward)
+        different = _different(backward)
         room = (torch.cuda.max_memory_allocated() - kept) / 1e6
-        found.append(f"{milliseconds:.3f} ms, differs {different}/20, {room:.0f} MB")
-    print(f"{what} {case}: any order {found[0]}; fixed {found[1]}", flush=True)
+        columns.append(f"{milliseconds:.3f} ms, differs {different}/20, {room:.0f} MB")
+    print(f"{name} {case}: any order {columns[0]}; fixed {columns[1]}", flush=True)
 
 
 def _attention(
@@ -62,8 +64,8 @@ def _attention(
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     ]
-    whole = Documents.whole([length] * documents, shape[0], torch.device("cuda"))
-    out = by_document(*inputs, whole, None, None)
+    packed = Documents.whole([length] * documents, shape[0], torch.device("cuda"))
+    out = by_document(*inputs, packed, None, None)
     gradient = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
 
@@ -79,7 +81,8 @@ def _embedding(tokens: int, rows: int, width: int) -> Callable[[], tuple[Tensor,
 def _timed(backward: Callable[[], tuple[Tensor, ...]]) -> float:
     times = []
     for _ in range(14):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         backward()
         end.record()

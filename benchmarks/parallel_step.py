@@ -1,13 +1,13 @@
-"""The training step on 1, 2 and 4 GPUs: tokens/s under each kind of parallelism, and the time spent
-in communication.
+"""Measure the training step on 1, 2 and 4 GPUs under each kind of parallelism.
 
     python benchmarks/parallel_step.py OUTPUT_FOLDER [MAX_TOKENS]
 
-Trains a Qwen2-like model of 0.55 billion parameters with random weights on made-up recorded
-rollouts, with the program's own main job, the same step of 64 documents however many GPUs there
-are, in micro-batches of MAX_TOKENS (default 65536; a pipeline, which needs several, takes a
-fourth). The last step runs under PyTorch's profiler and counts for the shares only. Runs that fit
-beside each other run at the same time. Without a GPU it rehearses with a small model on the CPU.
+Prints tokens per second, and which share of the time went into communication. Trains a Qwen2-like
+model of 0.55 billion parameters with random weights on made-up recorded rollouts, with the
+program's own main job, the same step of 64 documents however many GPUs there are, in micro-batches
+of MAX_TOKENS (default 65536; a pipeline, which needs several, takes a fourth). The last step runs
+under PyTorch's profiler and counts for the shares only. Runs that fit beside each other run at the
+same time. Without a GPU it rehearses with a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch
 from made_up_job import overrides, write_inputs
 
 ON_GPU = torch.cuda.is_available()
-STEPS, DOCUMENTS_PER_STEP = (8, 64) if ON_GPU else (3, 8)
-PROMPT, COMPLETION, MAX_TOKENS = (
-    ((256, 512), (1024, 2048), 65536) if ON_GPU else ((2, 6), (8, 24), 128)
-)
+STEPS = 8 if ON_GPU else 3
+DOCUMENTS_PER_STEP = 64 if ON_GPU else 8
+PROMPT = (256, 512) if ON_GPU else (2, 6)
+COMPLETION = (1024, 2048) if ON_GPU else (8, 24)
+MAX_TOKENS = 65536 if ON_GPU else 128
 MODEL = {
     "hidden_size": 1024 if ON_GPU else 32,
     "intermediate_size": 4096 if ON_GPU else 64,
@@ -56,12 +57,14 @@ def main() -> int:
     max_tokens = int(sys.argv[2]) if len(sys.argv) > 2 else MAX_TOKENS
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder, MODEL, STEPS * DOCUMENTS_PER_STEP, PROMPT, COMPLETION)
-    results, waiting = [], list(RUNS)
+    results = []
+    waiting = list(RUNS)
     while waiting:
         runs = [waiting.pop(0)]
         while waiting and sum(number for _, number in [*runs, waiting[0]]) <= NUMBER:
             runs.append(waiting.pop(0))
-        children, first_gpu = [], 0
+        children = []
+        first_gpu = 0
         for kind, number in runs:
             children.append(_start(folder, kind, number, first_gpu, max_tokens))
             first_gpu += number
@@ -78,11 +81,11 @@ def _line(run: dict, results: list[dict]) -> str:
     name = f"{run['kind']:14s}{run['gpus']} GPUs "
     if "error" in run:
         return name + run["error"]
-    one = next(
+    of_one_gpu = next(
         (r["tokens_per_second"] for r in results if r["gpus"] == 1 and "error" not in r),
         float("nan"),
     )
-    scaling = run["tokens_per_second"] / one
+    scaling = run["tokens_per_second"] / of_one_gpu
     shares = ", ".join(f"{part} {100 * share:.0f}%" for part, share in run["shares"].items())
     parts = (
         f"{name}{run['tokens_per_second']:9.0f} trained tokens/s",
@@ -138,13 +141,14 @@ def _result(child: subprocess.Popen, where: Path) -> dict:
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
     output = (where / "output").read_text()
-    found = [line for line in output.splitlines() if line.startswith('{"seconds_of_steps"')]
-    if not found:
+    printed = [line for line in output.splitlines() if line.startswith('{"seconds_of_steps"')]
+    if not printed:
         return {"error": f"ended with {child.returncode}\n{output[-1500:]}"}
-    result = json.loads(found[0])
+    result = json.loads(printed[0])
     # The first steps compile kernels, load cuBLAS's and fill the allocator.
     later = slice(2, None) if ON_GPU else slice(1, None)
-    seconds, tokens = result["seconds_of_steps"][later], result["tokens_of_steps"][later]
+    seconds = result["seconds_of_steps"][later]
+    tokens = result["tokens_of_steps"][later]
     result["seconds"] = statistics.median(seconds)
     result["tokens_per_second"] = statistics.median(
         n / s for n, s in zip(tokens, seconds, strict=True)
@@ -153,12 +157,15 @@ def _result(child: subprocess.Popen, where: Path) -> dict:
 
 
 def _run_child(job: list[str]) -> int:
-    """The main job, timed step by step, until its last step is done."""
+    """Run the main job, timed step by step, until its last step is done."""
     from pgtoolkit.cli import main as pgtk
     from pgtoolkit.training.module import PolicyGradientModule
 
     training_step = PolicyGradientModule.training_step
-    seconds_of_steps, tokens_of_steps, norms, peaks = [], [], [], []
+    seconds_of_steps = []
+    tokens_of_steps = []
+    norms = []
+    peaks = []
     rank = int(os.environ.get("RANK", "0"))
 
     def timed(self, step, index):
@@ -172,19 +179,19 @@ def _run_child(job: list[str]) -> int:
             profile.start()
         _wait()
         if torch.distributed.is_initialized():
-            # over gloo: the start of a profiler takes its time
+            # Over gloo: the start of a profiler takes its time, other than on other ranks.
             torch.distributed.all_reduce(torch.zeros(()))
         started = time.perf_counter()
-        found = training_step(self, step, index)
+        output = training_step(self, step, index)
         _wait()
-        peaks.append(found["metrics"].get("peak_memory_gb", 0.0))
+        peaks.append(output["metrics"].get("peak_memory_gb", 0.0))
         if profile is not None:
             profile.stop()
         if not last:
             seconds_of_steps.append(time.perf_counter() - started)
             tokens_of_steps.append(step.totals.num_tokens)
-            norms.append((found["metrics"]["loss"], found["metrics"]["grad_norm"]))
-            return found
+            norms.append((output["metrics"]["loss"], output["metrics"]["grad_norm"]))
+            return output
         if rank == 0:
             result = {"seconds_of_steps": seconds_of_steps, "tokens_of_steps": tokens_of_steps}
             result |= {"shares": _shares(profile), "loss": norms[0][0], "norm": norms[0][1]}
@@ -204,8 +211,10 @@ def _wait() -> None:
 
 
 def _shares(profile) -> dict[str, float]:
-    """What rank 0's GPU did in the profiled step; where several kernels run at a time, the first of
-    these counts."""
+    """Return the shares of the profiled step in which rank 0's GPU did each kind of work.
+
+    Where several kernels run at a time, the first kind of the result counts.
+    """
     if profile is None:
         return {}
     words = {
@@ -223,19 +232,21 @@ def _shares(profile) -> dict[str, float]:
             )
             parts[part].append((event.time_range.start, event.time_range.end))
     parts["communication"] = parts.pop("communication")  # last: only where nothing else runs
-    everything = [span for spans in parts.values() for span in spans]
-    whole = max(end for _, end in everything) - min(start for start, _ in everything)
-    covered, shares = [], {}
+    all_spans = [span for spans in parts.values() for span in spans]
+    duration = max(end for _, end in all_spans) - min(start for start, _ in all_spans)
+    covered = []
+    shares = {}
     for part, spans in parts.items():
         before = _length(covered)
         covered += spans
-        shares[part] = (_length(covered) - before) / whole
+        shares[part] = (_length(covered) - before) / duration
     return shares | {"no kernel": 1.0 - sum(shares.values())}
 
 
 def _length(spans: list[tuple[float, float]]) -> float:
-    """Of their union."""
-    total, until = 0.0, float("-inf")
+    """Return the length of the union of spans."""
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

@@ -38,8 +38,15 @@ def run(case: Case) -> None:
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *_overrides(case, folder, model)]
     iterations = []
     peak = 0.0
+    # Not a cluster of Ray that somebody else runs on this machine.
+    environment = os.environ | {"RAY_ADDRESS": "local"}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     ) as child:
         assert child.stdout is not None
         for line in child.stdout:
@@ -134,6 +141,8 @@ def _overrides(case: Case, folder: Path, model: Path) -> list[str]:
         f"reward.custom_reward_function.path={Path(__file__).resolve()}",
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
+        # Of Ray's bookkeeping: verl's actors ask for more than a small machine has.
+        "ray_kwargs.ray_init.num_cpus=32",
         "trainer.logger=[console]",
         f"trainer.total_training_steps={case.iterations}",
         "trainer.val_before_train=False",
