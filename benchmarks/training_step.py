@@ -82,6 +82,9 @@ PEAK_OPERATIONS = 989e12
 MICRO_BATCHES = 2
 """Micro-batches of a step in prime-rl's benchmark, each of them one document."""
 
+PRIME_RL_STEPS = 4
+"""Steps of a run, as many as in prime-rl's benchmark."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -177,7 +180,7 @@ def _prime_rl(folder: Path, tiny: bool) -> list[dict]:
         inputs = folder / published.name
         inputs.mkdir(exist_ok=True)
         # A group has eight documents, of which the last steps may take a part.
-        num_documents = -(-STEPS * MICRO_BATCHES // 8) * 8
+        num_documents = -(-PRIME_RL_STEPS * MICRO_BATCHES // 8) * 8
         # The first token of a document has no log-prob, so it is the prompt. prime-rl draws its
         # tokens from the first hundred of the vocabulary.
         write_inputs(
@@ -189,7 +192,7 @@ def _prime_rl(folder: Path, tiny: bool) -> list[dict]:
             num_words=100,
             weights=published.lora_rank is not None,
         )
-        job = overrides(inputs, MICRO_BATCHES, length, STEPS)
+        job = overrides(inputs, MICRO_BATCHES, length, PRIME_RL_STEPS)
         job += ["model.compile=" + ("false" if tiny else "true")]
         if published.lora_rank is not None:
             job.remove("model.random_weights=true")  # adapters need weights that are there
