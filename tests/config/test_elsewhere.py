@@ -16,7 +16,7 @@ from pgtoolkit.config.explain import explain
 from pgtoolkit.config.files import options
 from pgtoolkit.config.keys import KEYS, plain_value
 from pgtoolkit.config.schema import Config
-from pgtoolkit.config.translate import default_of
+from pgtoolkit.config.translate_file import default_of
 from pgtoolkit.config.validate import validated
 
 
@@ -227,7 +227,7 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     # top_k=0 changes nothing
     assert without.strip() == "num_iterations=2: each completion is trained on once"
     assert "warmup_ratio=0.1: optimizer.warmup_steps, a share of trainer.max_steps" in page
-    assert page.endswith("What is no key of TRL's that is known:\n  zzz\n")
+    assert page.endswith("Keys that TRL is not known to have:\n  zzz\n")
 
 
 @pytest.mark.parametrize(
