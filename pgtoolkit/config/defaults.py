@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pgtoolkit.config.key import value_of
+from pgtoolkit.config.key import holds, value_of
 
 REQUIRED = "???"
 """The default of a key that must be given, as OmegaConf writes it."""
@@ -19,11 +19,11 @@ class ByWeights:
     weights are trained. adapters: for LoRA; None for the same as `trained`.
     """
 
-    random: Any
-    trained: Any
-    adapters: Any = None
+    random: float
+    trained: float
+    adapters: float | None = None
 
-    def resolve(self, config: object) -> Any:
+    def resolve(self, config: object) -> float:
         """Return the value in a configuration, see `value_of`."""
         is_pretrained = value_of(config, "model.name") == "huggingface"
         if not is_pretrained or value_of(config, "model.random_weights"):
@@ -46,6 +46,27 @@ class ByWeights:
 
 
 @dataclass(frozen=True)
+class ByCondition:
+    """A default that is `value` where a condition holds, see `holds`, and `otherwise` elsewhere."""
+
+    condition: str
+    value: float
+    otherwise: float
+
+    def resolve(self, config: object) -> float:
+        """Return the value in a configuration, see `value_of`."""
+        return self.value if holds(self.condition, config) else self.otherwise
+
+    def __str__(self) -> str:
+        return f"{number(self.otherwise)}, with {self.condition} {number(self.value)}"
+
+    @property
+    def interpolation(self) -> str:
+        """The default as it stands in conf/, for OmegaConf's resolver `pgtk.if`."""
+        return f"${{pgtk.if:'{self.condition}',{number(self.value)},{number(self.otherwise)}}}"
+
+
+@dataclass(frozen=True)
 class SameAs:
     """A default that is the value of another key."""
 
@@ -64,7 +85,7 @@ class SameAs:
         return f"${{{self.key}}}"
 
 
-Computed = ByWeights | SameAs
+Computed = ByWeights | ByCondition | SameAs
 
 
 def number(value: float) -> str:

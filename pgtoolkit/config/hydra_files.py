@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pgtoolkit.config import refusals
 from pgtoolkit.config.composable import changeable
-from pgtoolkit.config.defaults import ByWeights
+from pgtoolkit.config.defaults import ByCondition, ByWeights
 from pgtoolkit.config.files import config_directory, options, read_options
 from pgtoolkit.config.hydra_keys import name_in
 from pgtoolkit.config.key import value_of
@@ -159,8 +159,9 @@ def register() -> None:
         "sweep_name": _sweep_name,
         "divide": _divide,
         "by_weights": _by_weights,
+        "if": _if,
+        "digest": _digest,
     }
-    resolvers["digest"] = _digest
     for name, resolver in resolvers.items():
         OmegaConf.register_new_resolver(f"pgtk.{name}", resolver, replace=True)
 
@@ -196,6 +197,10 @@ def _divide(dividend: float, divisor: float) -> float:
     """For files of sweeps: what must change as another key does, such as steps for a number of
     documents."""
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
+
+
+def _if(condition: str, value: float, otherwise: float, *, _root_: DictConfig) -> float:
+    return ByCondition(condition, value, otherwise).resolve(_root_)
 
 
 def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:

@@ -34,7 +34,7 @@ class Key:
     names: tuple[str, ...] = ()
     """The values that a key may have that is one of several names."""
     default: Any = field(default=None, compare=False)  # lists cannot be hashed
-    """Plain, computed from other keys (`ByWeights`, `SameAs`), or REQUIRED."""
+    """Plain, computed from other keys (`defaults.Computed`), or REQUIRED."""
     help: str = ""
     """What the key means, in sentences: the comment in conf/ and the text of `pgtk explain`."""
     range: tuple[float, float] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.defaults import ByWeights, Computed, SameAs, number
+from pgtoolkit.config.defaults import Computed, SameAs, number
 from pgtoolkit.config.explain import entries
 from pgtoolkit.config.files import config_directory
 from pgtoolkit.config.key import Key
@@ -109,12 +109,12 @@ def keys_page() -> str:
 
 def _key_lines(key: Key, value: Any) -> Iterator[str]:
     """Yield the lines of a key: its meaning as a comment, and its value."""
-    help_of = key.help
-    if isinstance(value, ByWeights):
-        help_of += f" By default {value}."
-    elif isinstance(value, SameAs):
-        help_of += f" By default the value of {value}."
-    yield from _comment(help_of)
+    meaning = key.help
+    if isinstance(value, SameAs):
+        meaning += f" By default the value of {value}."
+    elif isinstance(value, Computed):
+        meaning += f" By default {value}."
+    yield from _comment(meaning)
     yield f"{key.leaf}: {_in_yaml(value)}"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-from pgtoolkit.config.defaults import REQUIRED, ByWeights, SameAs
+from pgtoolkit.config.defaults import REQUIRED, ByCondition, ByWeights, SameAs
 from pgtoolkit.config.key import Declared, Needs, Option, Refusal, key
 from pgtoolkit.losses.corrections import CORRECTIONS, Factor, MaskMean, Mean  # noqa: F401  (types of keys, by their names)
 from pgtoolkit.losses.families import FAMILIES, Divergence  # noqa: F401  (as above)
@@ -286,7 +286,8 @@ def _schema_of(kind: type, base: type) -> type:
     """Return the class of the keys of a family or correction: its parameters after the keys of
     `base`."""
     parameters = [
-        (given.name, given.type, field(metadata=given.metadata)) for given in fields(kind)
+        (parameter.name, parameter.type, field(metadata=_declared_by(parameter)))
+        for parameter in fields(kind)
     ]
     name = kind.__name__ + base.__name__
     schema = make_dataclass(
@@ -295,6 +296,15 @@ def _schema_of(kind: type, base: type) -> type:
     # where pickle looks for it: workers get the configuration as an object
     globals()[name] = schema
     return schema
+
+
+def _declared_by(parameter: Field) -> dict[str, Any]:
+    """Return what a parameter of a family or correction declares of its key."""
+    declared = dict(parameter.metadata)
+    if "default_if" in declared:
+        condition, value = declared.pop("default_if")
+        declared["default"] = ByCondition(condition, value, otherwise=declared["default"])
+    return declared
 
 
 def _option_of(kind: type, base: type) -> Option:

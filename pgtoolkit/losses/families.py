@@ -275,23 +275,27 @@ class Gmpo(Family):
 
 @dataclass(frozen=True)
 class Dppo(Family):
-    """DPPO: tokens whose probability has moved too far are left out (arXiv 2602.04879)."""
+    """DPPO: tokens whose probability has moved too far are left out (arXiv 2602.04879).
+
+    With divergence=binary_kl, bounds of 0.05 are usual: the configuration has them as defaults, and
+    in Python they are to be given.
+    """
 
     delta_low: float = parameter(
         0.2,
+        default_if=("loss.divergence=binary_kl", 0.05),
         least=1e-9,
         most=1,
         help="Where the advantage is negative, a token whose probability has fallen by a "
-        "divergence of more than this gets no gradient (0 to 1). With divergence=binary_kl others "
-        "take 0.05.",
+        "divergence of more than this gets no gradient (0 to 1).",
     )
     delta_high: float = parameter(
         0.2,
+        default_if=("loss.divergence=binary_kl", 0.05),
         least=1e-9,
         most=1,
         help="Where the advantage is positive, a token whose probability has risen by a "
-        "divergence of more than this gets no gradient (0 to 1). With divergence=binary_kl others "
-        "take 0.05.",
+        "divergence of more than this gets no gradient (0 to 1).",
     )
     ratio_cap: float = parameter(
         20.0,
@@ -331,9 +335,8 @@ class Dppo(Family):
     def notes(self) -> list[str]:
         widest = max(self.delta_low, self.delta_high)
         note = (
-            f"loss.divergence=binary_kl with a bound of {widest:g}, which total_variation has: a "
-            "binary KL is smaller, and others bound it by 0.05 (loss.delta_low=0.05 "
-            "loss.delta_high=0.05)."
+            f"loss.divergence=binary_kl with a bound of {widest:g}, which suits total_variation: a "
+            "binary KL is smaller, and is bounded by 0.05 by default."
         )
         return [note] if self.divergence == "binary_kl" and widest >= 0.2 else []
 

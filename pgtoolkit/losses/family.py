@@ -40,16 +40,19 @@ def parameter(
     help: str,
     least: float | None = None,
     most: float | None = None,
+    default_if: tuple[str, Any] | None = None,
     **declared: Any,
 ) -> Any:
     """Declare a parameter of a family or a correction: a field of its dataclass, a key of its
     option.
 
     help: its meaning, in sentences. least, most: the range of a number, both ends included.
-        declared: other
-    attributes of the key, see `config.key.Key`.
+    default_if: (condition, default): the default of the key where a condition on other keys holds.
+    declared: other attributes of the key, see `config.key.Key`.
     """
     declared |= {"default": default, "help": help}
+    if default_if is not None:
+        declared["default_if"] = default_if
     if least is not None:
         declared["range"] = (least, most)
     return field(default=default, metadata=declared)

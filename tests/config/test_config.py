@@ -94,6 +94,19 @@ def test_defaults_depend_on_whether_the_model_was_trained_before():
         assert validated(compose(overrides))[1] == Report()
 
 
+def test_the_bounds_of_dppo_depend_on_its_divergence():
+    def bounds(*overrides):
+        loss = compose(["loss=dppo", *overrides]).config.loss
+        return loss.delta_low, loss.delta_high
+
+    binary_kl = "loss.divergence=binary_kl"
+    assert bounds() == bounds("loss.divergence=total_variation") == (0.2, 0.2)
+    assert bounds(binary_kl) == (0.05, 0.05)
+    assert bounds(binary_kl, "loss.delta_high=0.1") == (0.05, 0.1)
+    jobs = check(["loss=dppo", "loss.divergence=total_variation,binary_kl"], multirun=True).runs
+    assert [job.config.loss.delta_low for job in jobs] == [0.2, 0.05]
+
+
 def test_an_older_run_is_continued_at_its_own_rate(tmp_path):
     old = plain_config(
         compose(["model=huggingface", "model.path=hub/name", "optimizer.learning_rate=1e-3"]).config

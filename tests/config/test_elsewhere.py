@@ -215,7 +215,7 @@ def test_a_configuration_of_trl_becomes_a_command(tmp_path, capsys):
     }
     assert {key: plain_value(config, key) for key in expected} == expected
     assert {"loss=grpo", "aggregation=token_mean", "advantage=grpo", "kl=k3_ratio"} <= {*overrides}
-    silent = page.partition("Here they differ:\n")[2].partition("\n\n")[0]
+    silent = page.partition("that differ here:\n")[2].partition("\n\n")[0]
     assert (
         "aggregation=token_mean: loss_type=dapo there, sample_mean here; gradients have another "
         "size"
