@@ -1,5 +1,4 @@
-"""What the files of a run directory say: read and checked, or refused with the file's name and what
-is wrong."""
+"""Reads the files of a run directory, and refuses damaged ones by name, with what is wrong."""
 
 from __future__ import annotations
 
@@ -13,64 +12,75 @@ from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, TypeVar
 
 from pgtoolkit.errors import StorageError, first_line
 from pgtoolkit.system.yaml_text import plain_yaml
 
+_Kind = TypeVar("_Kind")
+
+Row = dict[str, Any]
+"""A JSON object of a file that a run writes. Its values were checked when it was read."""
+
 STATES = ("running", "done", "failed", "interrupted")
 TIME = "%Y-%m-%dT%H:%M:%S%z"
-"""How times are written, but for those of metrics, which are seconds since 1970."""
+"""The format of times. Only those of metrics are seconds since 1970."""
 
 
 def read_config(run_dir: str | Path) -> tuple[dict, list[str]]:
-    """(configuration, overrides) of a run, from config.yaml and overrides.yaml."""
-    return read_resolved(run_dir), _yaml(Path(run_dir) / "overrides.yaml", list)
+    """Return (configuration, overrides) of a run, from config.yaml and overrides.yaml."""
+    return read_resolved(run_dir), _read_yaml(Path(run_dir) / "overrides.yaml", list)
 
 
 def read_resolved(run_dir: str | Path) -> dict:
-    """The configuration of a run, from config.yaml alone."""
-    return _yaml(Path(run_dir) / "config.yaml", dict)
+    """Return the configuration of a run, from config.yaml."""
+    return _read_yaml(Path(run_dir) / "config.yaml", dict)
 
 
-def read_leaves(run_dir: Path) -> dict[str, Any]:
-    """The same as dotted keys with their values, not to be changed: what runs have in common is
-    parsed once."""
+def read_leaves(run_dir: Path) -> Row:
+    """Return the configuration of a run as dotted keys with their values.
+
+    Groups that runs have in common are parsed once, so the values must not be changed.
+    """
     path = run_dir / "config.yaml"
     with storage(path):
-        groups = re.split(rb"(?m)^(?=\w+:)", path.read_bytes())
+        # One part for each top-level key, behind an empty one.
+        parts = re.split(rb"(?m)^(?=\w+:)", path.read_bytes())
     try:
-        found = [_leaves_of_group(group) for group in groups[1:]]
-        is_whole = not groups[0] and groups[-1].endswith(b"\n")
-        if is_whole and len({group.partition(b":")[0] for group in groups}) == len(groups):
-            return {key: value for pairs in found for key, value in pairs}
-    except ValueError:  # what is wrong with the whole is said below
+        groups = [_leaves_of_group(part) for part in parts[1:]]
+        is_complete = not parts[0] and parts[-1].endswith(b"\n")
+        has_repeated_key = len({part.partition(b":")[0] for part in parts}) < len(parts)
+        if is_complete and not has_repeated_key:
+            return {key: value for pairs in groups for key, value in pairs}
+    except ValueError:  # read_resolved raises an error that says what is wrong with the file
         pass
     return dict(leaves(read_resolved(run_dir)))
 
 
 @functools.lru_cache(2**12)
 def _leaves_of_group(text: bytes) -> list[tuple[str, Any]]:
-    """Of one top-level key and its value. Raises ValueError where the text is anything else."""
+    """Return the leaves of one top-level key. Raises ValueError for any other text."""
     value = plain_yaml(text)
     if not isinstance(value, dict) or [*value] != [text.partition(b":")[0].decode()]:
         raise ValueError
     return leaves(value)
 
 
-def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """A run's status.json, or {} before its first. A killed run still says `running`, though its
-    lock is free."""
-    return _object(Path(run_dir) / "status.json", _STATUS)
+def read_status(run_dir: str | Path) -> Row:
+    """Return a run's status.json, or {} before its first.
+
+    The status of a killed run is still `running`, though its lock is free.
+    """
+    return _read_object(Path(run_dir) / "status.json", _STATUS)
 
 
 def read_provenance(run_dir: Path) -> dict:
-    """provenance.json; {} where there is none. Raises StorageError if it is damaged."""
-    return _object(run_dir / "provenance.json", _PROVENANCE)
+    """Return provenance.json; {} where there is none. Raises StorageError if it is damaged."""
+    return _read_object(run_dir / "provenance.json", _PROVENANCE)
 
 
 def known_provenance(run_dir: Path) -> dict:
-    """The same for those who can do without: {} also where it is damaged."""
+    """Return provenance.json; {} also where it is damaged, for callers that can do without."""
     try:
         return read_provenance(run_dir)
     except StorageError:
@@ -78,57 +88,55 @@ def known_provenance(run_dir: Path) -> dict:
 
 
 def read_data(run_dir: Path) -> dict:
-    """data.json, the digests of the data that a run reads; {} where there is none."""
-    return _object(run_dir / "data.json", _DATA)
+    """Return data.json, the digests of the data that a run reads; {} where there is none."""
+    return _read_object(run_dir / "data.json", _DATA)
 
 
 def read_sweep(folder: Path) -> dict:
-    """sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none.
+    """Return sweep.json of a sweep's folder: `name`, `command` and `jobs`; {} where there is none.
 
-    What became of jobs since it was written is in sweep.jsonl: a line is an entry of `jobs` in
-        place of an earlier one.
+    sweep.jsonl has what became of jobs since: each line replaces an entry of `jobs`.
     """
-    if sweep := _object(folder / "sweep.json", _SWEEP):
-        rows = [*sweep["jobs"], *_rows(folder / "sweep.jsonl", _JOB)]
+    sweep = _read_object(folder / "sweep.json", _SWEEP)
+    if sweep:
+        rows = [*sweep["jobs"], *_read_rows(folder / "sweep.jsonl", _JOB)]
         sweep["jobs"] = [*{row["directory"]: row for row in rows}.values()]
     return sweep
 
 
-def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run scored on held-out prompts, the rows of evaluations.jsonl; none where there is no
-    such file.
+def read_evaluations(run_dir: Path) -> list[Row]:
+    """Return what a run scored on held-out prompts, the rows of evaluations.jsonl, if there are
+    any.
 
-    A line is a JSON object: one set of prompts at one step. Those of a step are written together,
-        before the checkpoint
-    of that step, and a resume takes away those of later steps than its own. Step 0 is before the
-    first update.
+    Each line is a JSON object for one set of prompts at one step. The lines of a step are written
+    together, before the checkpoint of that step. A resume drops those of later steps than its own.
+    Step 0 is before the first update.
 
         {"step": 20, "time": 1763800000.1, "documents": 1280, "set": "held_out", "prompts": 128,
          "completions_per_prompt": 4, "avg": 0.41, "avg_error": 0.02, "pass@1": 0.12,
          "pass@1_error": 0.02, "pass@2": 0.19, "pass@2_error": 0.03, "length": 6.9, "truncated":
          0.01, "seconds": 1.3}
 
-    documents: seen in training by then. avg: mean reward, of a prompt over its completions, then
-        over prompts. pass@k:
-    the unbiased estimate of the probability that one of k completions is an exact match: the mean
-    over prompts of 1 - C(n - c, k) / C(n, k), where c of a prompt's n completions are (arXiv
-    2107.03374). NAME_error: the standard error of that mean, over prompts; missing where there is
-    one prompt. length: mean tokens of a completion. truncated:
-    share that did not end by itself. seconds: that it took, which lie between the times of this
-        step's row of
-    metrics.jsonl and of the next one. Further numbers are means of what the verifiers measure, such
-    as reward/NAME.
+    documents: seen in training by then.
+    avg: mean reward, of a prompt over its completions, then over prompts.
+    pass@k: the unbiased estimate of the probability that one of k completions is an exact match:
+        the mean over prompts of 1 - C(n - c, k) / C(n, k), where c of a prompt's n completions
+        match (arXiv 2107.03374).
+    NAME_error: the standard error of that mean, over prompts; missing where there is one prompt.
+    length: mean tokens of a completion.
+    truncated: the share of completions that did not end by themselves.
+    seconds: the time that it took, between the times of this step's row of metrics.jsonl and of the
+        next one.
+    Further numbers are means of what the verifiers measure, such as reward/NAME.
     """
-    return _rows(run_dir / "evaluations.jsonl", EVALUATION_ROW)
+    return _read_rows(run_dir / "evaluations.jsonl", EVALUATION_ROW)
 
 
-def best_of(
-    rows: list[dict[str, Any]], watched: tuple[str, str], steps: Container[int]
-) -> dict[str, Any] | None:
-    """The row with the highest value among those of these steps; None without any.
+def best_of(rows: list[Row], watched: tuple[str, str], steps: Container[int]) -> Row | None:
+    """Return the row with the highest value among those of these steps; None where there is none.
 
-    Of equal ones, such as a pass@1 of 0 while nothing succeeds, that with the highest avg; of these
-    the latest.
+    Of rows with equal values, such as a pass@1 of 0 while nothing succeeds, the one with the
+    highest avg is best, and of these the latest.
 
     watched: the name of the set, and of the number.
     """
@@ -138,9 +146,11 @@ def best_of(
 
 
 def checkpoint_steps(run_dir: Path) -> list[int]:
-    """Return the steps that a run has a checkpoint of, in their order."""
+    """Return the steps of a run's checkpoints, in ascending order."""
     names = [path.name for path in (run_dir / "checkpoints").glob("step-*")]
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
+    return sorted(
+        int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-\d+", name)
+    )
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -150,30 +160,35 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def read_saved_rows(checkpoint: Path) -> dict[str, dict[str, int]]:
-    """Return size and CRC-32 of the files of rows when a checkpoint was saved, by their names.
+    """Return, by file name, size and CRC-32 that the files of rows had when a checkpoint was saved.
 
-    Empty for a checkpoint without them.
+    Empty for a checkpoint that has not recorded them.
     """
-    return _object(checkpoint / "manifest.json", _MANIFEST).get("rows", {})
+    return _read_object(checkpoint / "manifest.json", _MANIFEST).get("rows", {})
 
 
-def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> dict[str, Any] | None:
-    """The row of the best step that a run has a checkpoint of; None without any, or without a
-    number to go by."""
+def best_checkpoint(run_dir: Path, watched: tuple[str, str] | None) -> Row | None:
+    """Return the row of the best among the steps that a run has a checkpoint of.
+
+    watched: the name of the set, and of the number. None where there is no such row, or no number
+    to compare.
+    """
     if watched is None:
         return None
     return best_of(read_evaluations(run_dir), watched, checkpoint_steps(run_dir))
 
 
-def read_drift(run_dir: Path) -> list[dict[str, Any]]:
-    """The changes that resumes made to the configuration: `step` and `changes`, {key: [old, new]},
-    of each."""
-    return _rows(run_dir / "drift.jsonl", _DRIFT)
+def read_drift(run_dir: Path) -> list[Row]:
+    """Return the changes that resumes made to the configuration.
+
+    Each has a `step`, and `changes` as {key: [old, new]}.
+    """
+    return _read_rows(run_dir / "drift.jsonl", _DRIFT)
 
 
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
-    """What the operating system refuses, as StorageError."""
+    """Raise an OSError in the block as StorageError."""
     try:
         yield
     except OSError as error:
@@ -184,7 +199,8 @@ def storage(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """As `storage`; what the reader of a damaged file raises becomes a StorageError, too."""
+    """Raise as StorageError an OSError in the block, and what the reader of a damaged file
+    raises."""
     with storage(path):
         try:
             yield
@@ -200,7 +216,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
-    """The nested configuration as (dotted key, plain value) pairs, in order."""
+    """Return a nested configuration as (dotted key, plain value) pairs, in order."""
     pairs = []
     for key, value in config.items():
         if isinstance(value, dict) and value:
@@ -210,8 +226,8 @@ def leaves(config: dict, prefix: str = "") -> list[tuple[str, Any]]:
     return pairs
 
 
-def plain(value: Any) -> Any:
-    """The value in the types JSON and YAML know: enums by value, paths as text, tuples as lists."""
+def plain(value: object) -> Any:
+    """Return a value in types of JSON and YAML: enums by value, paths as text, tuples as lists."""
     if isinstance(value, dict):
         return {str(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -221,69 +237,77 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _object(path: Path, shape: dict) -> dict:
-    """The JSON object in a file, checked; {} where there is no file."""
+def _read_object(path: Path, shape: dict) -> dict:
+    """Return the JSON object in a file, checked; {} where there is no file."""
     with reading(path):
-        return _parsed(path.read_bytes(), shape) if path.exists() else {}
+        return _parse(path.read_bytes(), shape) if path.exists() else {}
 
 
-def parse_row(line: bytes, shape: dict, path: Path, number: int) -> dict:
-    """The JSON object in a line of a file, checked; number: of the line."""
+def parse_row(line: bytes, shape: dict, path: Path, number: int) -> Row:
+    """Return the JSON object in a line of a file, checked. number: of the line."""
     with reading(Path(f"{path}:{number}")):
-        return _parsed(line, shape)
+        return _parse(line, shape)
 
 
-def _rows(path: Path, shape: dict) -> list[dict]:
-    """The JSON objects in the lines of a file, checked, but for a torn last one; none where there
-    is no file."""
+def _read_rows(path: Path, shape: dict) -> list[Row]:
+    """Return the JSON objects in the lines of a file, checked.
+
+    A torn last line is left out. The list is empty where there is no file.
+    """
     with storage(path):
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [parse_row(line, shape, path, number) for number, line in enumerate(lines, start=1)]
 
 
-def _parsed(data: bytes, shape: dict) -> dict:
+def _parse(data: bytes, shape: dict) -> Row:
     value = json.loads(data)
     expect(value, shape)
     return value
 
 
-def _yaml(path: Path, kind: type) -> Any:
+def _read_yaml(path: Path, kind: type[_Kind]) -> _Kind:
     with reading(path):
         data = path.read_bytes()
-        # of which ten in each of ten lines stand for gigabytes, too
+        # Ten interpolations in each of ten lines would expand to gigabytes.
         if re.search(rb"\$\{.*\$\{", data):
             raise ValueError("a line has several ${...}, and a run writes values")
         value = plain_yaml(data)
-        if not data.endswith(b"\n"):  # half of a file may be YAML, too
+        if not data.endswith(b"\n"):  # half of a file may still be valid YAML
             raise ValueError("its last line is torn")
         expect(value, kind)
         return value
 
 
 def expect(value: Any, shape: Any, name: str = "content") -> None:
-    """ValueError if a value does not have a shape: a type, or a function that is true of it; a list
-    of the shape of all items; a dictionary of the shapes of its keys, where `key?` may be missing,
-    and str is any other.
+    """Raise ValueError if a value does not have the shape that pgtk writes.
+
+    shape: a type; a function that returns whether a value is right; a list with the shape of all
+        items; or a dictionary with the shapes of its keys, where `key?` may be missing and str
+        stands for any other key.
+    name: of the value, for the error.
     """
     kind = type(shape) if isinstance(shape, (dict, list)) else shape
-    if not (isinstance(value, kind) if isinstance(kind, (type, UnionType)) else kind(value)):
+    is_right = isinstance(value, kind) if isinstance(kind, (type, UnionType)) else kind(value)
+    if not is_right:
         raise ValueError(f"its {name} is not what pgtk writes there")
     if isinstance(shape, list):
         for item in value:
             expect(item, shape[0], name)
     elif isinstance(shape, dict):
         shapes = {key.strip("?"): expected for key, expected in shape.items() if key is not str}
-        for key in shapes | (value if str in shape else {}):
-            if key in value or f"{key}?" not in shape:
+        keys = shapes | value if str in shape else shapes
+        for key in keys:
+            is_optional = f"{key}?" in shape
+            if key in value or not is_optional:
                 expect(value.get(key), shapes.get(key, shape.get(str)), key)
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**53
 
 
 def is_number(value: Any) -> bool:
-    # OverflowError for a whole number that no float can hold
+    # math.isfinite raises OverflowError for a whole number that no float can hold.
     return type(value) in (int, float) and math.isfinite(value) is not None
 
 
@@ -291,8 +315,19 @@ def _is_share(value: Any) -> bool:
     return is_number(value) and 0 <= value <= 1
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: object) -> bool:
     return bool(datetime.strptime(str(value), TIME))
+
+
+def _are_texts(value: object) -> bool:
+    """Return whether a value is empty, or a dictionary of texts. Raises ValueError for others."""
+    if value:
+        expect(value, {str: str})
+    return True
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 _STATUS = {
@@ -301,9 +336,11 @@ _STATUS = {
     "saved?": is_count,
     "started?": _is_time,
     "id?": str,
+    "mlflow?": _are_texts,
+    "reason?": str | None,
+    "sweep?": str | None,
+    "parent?": str | None,
 }
-_STATUS |= {"mlflow?": lambda info: not info or expect(info, {str: str}) is None}
-_STATUS |= {"reason?": str | None, "sweep?": str | None, "parent?": str | None}
 METRICS_ROW = {"step": is_count, str: is_number}
 EVALUATION_ROW = {
     "set": str,
@@ -312,13 +349,18 @@ EVALUATION_ROW = {
     "pass@1": _is_share,
     **METRICS_ROW,
 }
-_DRIFT = {
-    "step": is_count,
-    "changes": {str: lambda pair: isinstance(pair, list) and len(pair) == 2},
+_DRIFT = {"step": is_count, "changes": {str: _is_pair}}
+_START = {
+    "git?": [{"commit?": str | None, "diff": str}],
+    "gpus?": [dict],
+    "packages?": {str: str},
+    "memory_bytes?": int,
+    "command?": [str],
+    "directory?": str,
+    "step?": is_count,
+    "modules?": {str: str},
+    "evaluation_modules?": {str: str},
 }
-_START = {"git?": [{"commit?": str | None, "diff": str}], "gpus?": [dict], "packages?": {str: str}}
-_START |= {"memory_bytes?": int, "command?": [str], "directory?": str}
-_START |= {"step?": is_count, "modules?": {str: str}, "evaluation_modules?": {str: str}}
 _PROVENANCE = {**_START, "resumed?": [{**_START, "time": _is_time}]}
 _CHECKSUM = {"bytes": is_count, "crc32": is_count}
 _MANIFEST = {"rows?": {"metrics.jsonl?": _CHECKSUM, "evaluations.jsonl?": _CHECKSUM}}

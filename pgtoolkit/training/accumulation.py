@@ -1,5 +1,4 @@
-"""Dynamic accumulation: one optimizer update over as many micro-batches as the documents of a step
-need."""
+"""Dynamic accumulation: one optimizer update over all micro-batches that a step needs."""
 
 from __future__ import annotations
 
@@ -32,31 +31,29 @@ _MUST_BE_FINITE = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
 
 
 class StepOutput(TypedDict):
-    """What `training_step` returns to Lightning, which keeps the key "loss" at the top level for a
-    tensor."""
+    """The result of `training_step`, nested since Lightning expects a tensor at the key "loss"."""
 
     metrics: dict[str, float]
 
 
 class DynamicAccumulation(lightning.LightningModule):
-    """A LightningModule whose batch is a whole Step: each `training_step` is one update of its
-    single optimizer.
+    """A LightningModule whose batch is a Step, and whose `training_step` makes one update.
 
-    A subclass says what a micro-batch's share of the loss is (`micro_batch_loss`) and which
-    optimizer takes it (`configure_optimizers`). The rest is here: forward and backward of every
-    micro-batch, the sum of gradients and metrics over ranks, clipping, and the update, which is
-    left out where nothing is trained or a number is not finite.
-    Steps come with their totals: from `rollouts.steps.StepLoader`, which gathers documents until
-        `docs_per_step`, or
-    from a DataLoader that collates with `rollouts.steps.make_step`.
+    A subclass defines a micro-batch's share of the loss (`micro_batch_loss`) and its single
+    optimizer (`configure_optimizers`). This class does the rest: forward and backward of every
+    micro-batch, the sum of gradients and metrics over ranks, clipping, and the update. The update
+    is skipped where nothing is trained or a number is not finite.
+    Steps come with their totals, from `rollouts.steps.StepLoader`, which gathers documents until
+    `docs_per_step`, or from a DataLoader that collates with `rollouts.steps.make_step`.
 
     layout: the ranks that share each step. To Lightning each of them trains alone, on one device.
-    max_grad_norm: the gradient is scaled down to this norm; None: never. max_bad_steps: so many
-        steps in a row whose loss or gradient is not finite raise NumericalError.
-    num_updates counts the updates made; documents_seen all documents delivered, also those of a
-    step that was skipped.
-    loss_scale: for gradients that pass through float16; None: they do not. A step in which they
-        overflow makes no update on any rank, and does not count among the bad ones.
+    max_grad_norm: the gradient is scaled down to this norm; None: never.
+    max_bad_steps: this number of steps in a row whose loss or gradient is not finite raises
+        NumericalError.
+    num_updates: the updates made so far.
+    documents_seen: the documents delivered so far, also those of skipped steps.
+    loss_scale: for gradients in float16; None for other types. A step whose gradient overflows
+        makes no update on any rank, and does not count as a bad step.
     """
 
     loss_scale: LossScale | None = None
@@ -78,73 +75,74 @@ class DynamicAccumulation(lightning.LightningModule):
         self._bad_steps_in_a_row = 0
 
     def micro_batch_loss(self, micro_batch: MicroBatch, totals: StepTotals) -> PolicyLoss:
-        """This micro-batch's share of the step's loss, as `pgtoolkit.policy_loss(...,
-        totals=totals)` gives it.
+        """Return this micro-batch's share of the step's loss, as `pgtoolkit.policy_loss` does.
 
-        micro_batch: on the module's device; without any token where other ranks have more
+        micro_batch: on the module's device; without tokens where other ranks have more
             micro-batches.
+        totals: of the step, to be handed on to `policy_loss`.
         """
         raise TypeError(
             f"{type(self).__name__} needs a method micro_batch_loss(micro_batch, totals)"
         )
 
     def before_update(self) -> dict[str, float]:
-        """May set the learning rate of the update that follows; what it returns is among the step's
-        metrics."""
+        """Return further metrics of the step; a subclass may set the learning rate here."""
         return {}
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
-        """After a step's last backward: (group, parameters whose gradients here are to be summed
-        over it), in order."""
+        """Return, in order, the process groups over which gradients are summed after a step's
+        backward passes, each with the parameters concerned."""
         if self.layout.loss_group is None:
             return []
         return [(self.layout.loss_group, [p for p in self.parameters() if p.requires_grad])]
 
     def parameters_to_clip(self) -> Iterable[nn.Parameter]:
-        """Those whose gradient has the norm that is measured and bounded."""
+        """Return the parameters whose gradient norm is measured and clipped."""
         return self.parameters()
 
     def is_finite(self, metrics: dict[str, float]) -> bool:
-        """Whether a step may be made: its losses and the norms of its gradients are numbers."""
+        """Return whether the losses and gradient norms of a step are all finite."""
         return all(math.isfinite(metrics[name]) for name in _MUST_BE_FINITE if name in metrics)
 
     def backward_of_all(
         self, micro_batches: list[MicroBatch], totals: StepTotals
     ) -> list[PolicyLoss]:
-        """Forward and backward of each micro-batch; gradients add up in the parameters."""
+        """Run forward and backward of each micro-batch; gradients add up in the parameters."""
         outputs = []
         for micro_batch in micro_batches:
-            out = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
-            self.manual_backward(self.scaled(out.loss))
-            outputs.append(out)
+            output = self.micro_batch_loss(micro_batch.counted().to(self.device), totals)
+            self.manual_backward(self.scaled(output.loss))
+            outputs.append(output)
         return outputs
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return what a micro-batch's backward pass starts from."""
+        """Return a loss times the loss scale, if there is one, for its backward pass."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        # Lightning's wrapper holds copies of its fields, which a loaded state would not reach.
+        # Not Lightning's wrapper: it has copies of the fields, which a loaded state does not reach.
         return cast("torch.optim.Optimizer", self.optimizers(use_pl_optimizer=False))
 
     def on_fit_start(self) -> None:
-        """Refuses what would silently give other gradients."""
+        """Refuse a Trainer of several devices, which would silently change the gradients."""
         if self.trainer.world_size > 1:
             raise ValueError(
                 "DynamicAccumulation needs a Trainer of one device in each process (got "
-                f"{self.trainer.world_size} devices). Lightning would average gradients that are "
-                "shares of one sum. Use devices=1, and a layout for several processes."
+                f"{self.trainer.world_size} devices). Lightning would average gradients that have "
+                "to be summed. Use devices=1, and a layout for several processes."
             )
 
     def transfer_batch_to_device(
         self, batch: Step, device: torch.device, dataloader_idx: int
     ) -> Step:
-        return batch  # the micro-batches are moved one at a time
+        return batch  # each micro-batch is moved when its turn comes
 
     def training_step(self, step: Step, batch_index: int) -> StepOutput:
-        """One optimizer update, or none; the step's metrics by name, for `on_train_batch_end`,
-        under "metrics"."""
+        """Make one optimizer update, or skip it, and return the step's metrics.
+
+        They reach `Callback.on_train_batch_end` under the key "metrics".
+        """
         started = time.perf_counter()
         self.documents_seen += int(step.totals.num_documents)
         metrics = data_metrics(step.documents, self.num_updates)
@@ -156,22 +154,21 @@ class DynamicAccumulation(lightning.LightningModule):
             "documents_seen": self.documents_seen,
             "num_skipped_steps": self.num_skipped_steps,
         }
-        metrics |= self._measured(step, started)
+        metrics |= self._time_and_memory(step, started)
         return {"metrics": metrics}
 
-    def _measured(self, step: Step, started: float) -> dict[str, float]:
-        """What the step took of this process: time and, on a GPU, memory."""
+    def _time_and_memory(self, step: Step, started: float) -> dict[str, float]:
+        """Return the time that the step took, and on a GPU its peak memory."""
         measured: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
             measured["peak_memory_gb"] = torch.cuda.max_memory_allocated(self.device) / 1e9
             torch.cuda.reset_peak_memory_stats(self.device)
-        update = time.perf_counter() - started
-        measured |= {
-            f"seconds_{stage}": value
-            for stage, value in (step.seconds | {"update": update}).items()
-        }
-        return measured | {"tokens_per_second": int(step.totals.num_tokens) / update}
+        update_seconds = time.perf_counter() - started
+        seconds = step.seconds | {"update": update_seconds}
+        measured |= {f"seconds_{stage}": value for stage, value in seconds.items()}
+        measured["tokens_per_second"] = int(step.totals.num_tokens) / update_seconds
+        return measured
 
     def _update(self, step: Step) -> dict[str, float]:
         self.optimizer.zero_grad()
@@ -189,7 +186,7 @@ class DynamicAccumulation(lightning.LightningModule):
         overflowed = False
         if self.loss_scale is not None:
             metrics["loss_scale"] = self.loss_scale.value
-            overflowed = self._move_scale(self.loss_scale, metrics, is_finite)
+            overflowed = self._adapt_scale(self.loss_scale, metrics, is_finite)
             metrics["num_overflows"] = self.loss_scale.num_overflows
         if is_finite:
             optimizer = cast(
@@ -199,12 +196,12 @@ class DynamicAccumulation(lightning.LightningModule):
             self.num_updates += 1
             self._bad_steps_in_a_row = 0
         elif not overflowed:
-            self._skip_bad_step(step, _not_finite(micro_batches, outputs), metrics)
+            bad_documents = _not_finite_documents(micro_batches, outputs)
+            self._skip_bad_step(step, bad_documents, metrics)
         return metrics
 
-    def _move_scale(self, scale: LossScale, metrics: dict[str, float], is_finite: bool) -> bool:
-        """Return whether the step's gradient has overflowed float16, which the next steps' scale
-        follows."""
+    def _adapt_scale(self, scale: LossScale, metrics: dict[str, float], is_finite: bool) -> bool:
+        """Adapt the loss scale to a step, and return whether its gradient overflowed float16."""
         if is_finite:
             scale.rise()
             return False
@@ -212,16 +209,18 @@ class DynamicAccumulation(lightning.LightningModule):
             return False
         if scale.num_overflows == 1:
             log.info(
-                f"the gradient of a loss times {metrics['loss_scale']:g} overflowed float16: the "
-                "step made no update, and the scale is halved. Said once; the metrics loss_scale "
-                "and num_overflows tell more."
+                f"the gradient of a loss times {metrics['loss_scale']:g} overflowed float16: this "
+                "step made no update, and the scale is halved. This is printed once; see the "
+                "metrics loss_scale and num_overflows."
             )
         return True
 
     def _step_metrics(self, outputs: list[PolicyLoss], step: Step) -> dict[str, float]:
-        """Clips the gradient and reads all numbers of the step, those of all ranks, in one transfer
-        to the host."""
-        loss, sums = self._over_ranks(outputs)
+        """Clip the gradient, and return the step's metrics over all ranks.
+
+        All numbers reach the host in one transfer.
+        """
+        loss, sums = self._sum_over_ranks(outputs)
         limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         metrics = {
             "loss": loss,
@@ -233,17 +232,18 @@ class DynamicAccumulation(lightning.LightningModule):
         ).tolist()
         counts = {name for name, value in metrics.items() if not value.is_floating_point()}
         return {
-            name: int(x) if name in counts else x for name, x in zip(metrics, values, strict=True)
+            name: int(value) if name in counts else value
+            for name, value in zip(metrics, values, strict=True)
         }
 
-    def _over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
-        """The step's loss and metrics, from the shares of every rank that has one."""
+    def _sum_over_ranks(self, outputs: list[PolicyLoss]) -> tuple[Tensor, MetricSums]:
+        """Return the step's loss and sums of metrics, added up over micro-batches and ranks."""
         if outputs:
-            loss = torch.stack([out.loss.detach().double() for out in outputs]).sum()
-            sums = functools.reduce(MetricSums.merge, [out.metric_sums for out in outputs])
+            loss = torch.stack([output.loss.detach().double() for output in outputs]).sum()
+            sums = functools.reduce(MetricSums.merge, [output.metric_sums for output in outputs])
         else:
-            # A pipeline stage before the last. Several stages have metrics of level none only: one
-            # sum, no extrema.
+            # A pipeline stage before the last has no loss. With several stages the metrics are of
+            # level none, which is one sum and no extrema.
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
             sums = MetricSums("none", loss.new_zeros(1), loss.new_empty(0))
         for group in (self.layout.loss_group, self.layout.group("pipeline_parallel")):
@@ -253,22 +253,25 @@ class DynamicAccumulation(lightning.LightningModule):
     def _skip_bad_step(
         self, step: Step, bad_documents: list[str], metrics: dict[str, float]
     ) -> None:
-        """Leaves the weights as they are; raises NumericalError after `max_bad_steps` in a row."""
+        """Warn of a step that makes no update.
+
+        bad_documents: names of this rank's documents that were not finite before any gradient.
+        Raises NumericalError for the last of `max_bad_steps` in a row.
+        """
         self.num_skipped_steps += 1
         self._bad_steps_in_a_row += 1
-        names = [
-            name
-            for of_rank in gather_objects(bad_documents, self.layout.world_group)
-            for name in of_rank
-        ]
-        where, names = "Not finite already in the log-probs of", list(dict.fromkeys(names))
-        if not names:
-            where = "Every log-prob is finite; the step's documents are"
+        gathered = gather_objects(bad_documents, self.layout.world_group)
+        names = list(dict.fromkeys(name for rank_names in gathered for name in rank_names))
+        if names:
+            introduction = "Log-probs or data are not finite in"
+        else:
+            introduction = "All log-probs are finite. The step's documents"
             names = [document.name for document in step.documents]
         values = [f"{name}={metrics[name]:g}" for name in _MUST_BE_FINITE if name in metrics]
         further = f"; and {len(names) - 8} more" if len(names) > 8 else ""
         message = (
-            f"{', '.join(values)}: no update was made. {where}: {'; '.join(names[:8])}{further}."
+            f"{', '.join(values)}: no update was made. {introduction}: {'; '.join(names[:8])}"
+            f"{further}."
         )
         if self._bad_steps_in_a_row >= self.max_bad_steps:
             raise NumericalError(
@@ -278,13 +281,14 @@ class DynamicAccumulation(lightning.LightningModule):
         log.warning(message)
 
 
-def _not_finite(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
-    """Names of this rank's documents that have a number which is not finite before any gradient."""
+def _not_finite_documents(micro_batches: list[MicroBatch], outputs: list[PolicyLoss]) -> list[str]:
+    """Return the names of this rank's documents whose log-probs or data are not finite."""
     names = []
-    # no output on early pipeline stages
-    for micro_batch, out in zip(micro_batches, outputs, strict=False):
-        vectors = "advantages", *known_vectors(micro_batch)
-        total = sum((getattr(micro_batch, name) for name in vectors), out.log_probs.cpu())
+    # Pipeline stages before the last have no outputs.
+    for micro_batch, output in zip(micro_batches, outputs, strict=False):
+        vectors = ("advantages", *known_vectors(micro_batch))
+        total = sum((getattr(micro_batch, name) for name in vectors), output.log_probs.cpu())
         bad = ~torch.isfinite(total) & (micro_batch.labels >= 0)
-        names += [micro_batch.names[i] for i in micro_batch.document_index[bad].unique().tolist()]
+        bad_documents = micro_batch.document_index[bad].unique().tolist()
+        names += [micro_batch.names[index] for index in bad_documents]
     return names

@@ -1,5 +1,4 @@
-"""From the configuration to what is trained, its reference, the steps it is trained on, and the
-loop that does it."""
+"""Builds what a run needs from its configuration: policy, reference, critic, steps and the loop."""
 
 from __future__ import annotations
 
@@ -50,12 +49,11 @@ log = logging.getLogger("pgtoolkit")
 def build(
     config: Config, resume: bool = False, layout: Layout = ONE_PROCESS, run_dir: Path | None = None
 ) -> tuple[PolicyGradientModule, StepLoader]:
-    """The module, and the steps it trains on from the start of the data; nothing is trained yet.
+    """Return the module to train, and the loader of its steps from the start of the data.
 
-    run_dir: where servers that are started write their logs, and the index of recorded rollouts is
-        kept; None: servers
-    write in the current directory, and no index is kept.
-    Whoever calls this closes the steps when the run is over, whatever ends it.
+    run_dir: where servers that the run starts write their logs, and where the index of recorded
+        rollouts is kept; None: logs go to the current directory, and no index is kept.
+    The caller has to close the loader's source when the run is over, whatever ends it.
     """
     begin(config)
     on_gpu = accelerator(config) == "gpu"
@@ -70,58 +68,66 @@ def build(
     if reference is not None and reference is not policy:
         reference = parallelize(reference, layout, config)
     critic = critic_of(config, policy, layout)
-    spread = parallelize(policy, layout, config)
-    module = PolicyGradientModule(
-        config, spread, layout, spread if reference is policy else reference
-    )
+    spread_policy = parallelize(policy, layout, config)
+    if reference is policy:
+        reference = spread_policy
+    module = PolicyGradientModule(config, spread_policy, layout, reference)
     if critic is not None:
         module.add_critic(parallelize(critic, layout, config))
-    room = min(policy.max_positions, config.accumulation.max_tokens)
-    source = source_of(config, task, module, room, resume, run_dir)
+    longest_document = min(policy.max_positions, config.accumulation.max_tokens)
+    source = source_of(config, task, module, longest_document, resume, run_dir)
     if is_on(config):
-        trained = task if isinstance(source, PolicyRollouts) else None
-        module.evaluator = evaluator_of(config, trained, module, source, run_dir or Path())
+        training_task = task if isinstance(source, PolicyRollouts) else None
+        module.evaluator = evaluator_of(config, training_task, module, source, run_dir or Path())
     return module, loader_of(source, config, layout)
 
 
 def policy_of(config: Config, alphabet: str | None, layout: Layout, run: Config | None) -> Policy:
-    """The policy, as it computes in a run of the configuration `run`; None: in none."""
+    """Return the policy, compiled or not as it is in a run.
+
+    run: the configuration of that run; None where nothing is trained.
+    Raises ConfigError for a model whose configured parts it does not have.
+    """
     on_gpu = accelerator(config) == "gpu"
-    compiles, reason = (
-        compilation(run, on_gpu)
-        if run
-        else (config.model.compile is True, "since nothing is trained")
-    )
-    policy = build_policy(config.model, alphabet, on_gpu, layout, compiles)
-    if problem := unknown_parts(config.model, policy.model.config.model_type):
+    if run is not None:
+        is_compiled, reason = compilation(run, on_gpu)
+    else:
+        is_compiled = config.model.compile is True
+        reason = "since nothing is trained"
+    policy = build_policy(config.model, alphabet, on_gpu, layout, is_compiled)
+    problem = unknown_parts(config.model, policy.model.config.model_type)
+    if problem:
         raise ConfigError(problem)
     if (
         config.model.compile == "auto"
         and config.model.name == "huggingface"
-        and policy.compiled == compiles
+        and policy.compiled == is_compiled
     ):
-        log.info(f"model.compile=auto: {'on' if compiles else 'off'}, {reason}")
+        log.info(f"model.compile=auto: {'on' if is_compiled else 'off'}, {reason}")
     return policy
 
 
 def refuse_any_order(policy: Policy) -> None:
-    """A model whose attention on a GPU is not ours, where trainer.deterministic=true was asked
-    for."""
-    if not policy.by_document:
-        raise ConfigError(
-            refusal(
-                setting="trainer.deterministic=true",
-                needs=f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16 or float16",
-                got=f"{policy.model.config.model_type} in "
-                f"{str(policy.compute_dtype).removeprefix('torch.')}",
-                reason="PyTorch may add up attention's gradients in any order in others.",
-                use="trainer.deterministic=auto",
-            )
+    """Raise ConfigError for a model that trainer.deterministic=true cannot train on a GPU.
+
+    It needs the attention of pgtoolkit's own kernels.
+    """
+    if policy.by_document:
+        return
+    dtype = str(policy.compute_dtype).removeprefix("torch.")
+    raise ConfigError(
+        refusal(
+            setting="trainer.deterministic=true",
+            needs=f"on a GPU a model of type {', '.join(MODEL_TYPES)} in bfloat16 or float16",
+            got=f"{policy.model.config.model_type} in {dtype}",
+            reason="For others PyTorch may add up attention's gradients in any order.",
+            use="trainer.deterministic=auto",
         )
+    )
 
 
 def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> StepLoader:
-    """The steps that a run of this configuration makes of the documents of a source."""
+    """Return the loader of the steps that a run makes of a source's documents."""
     closes_on_groups = AGGREGATIONS[config.aggregation.mode].needs_groups
     return StepLoader(
         source, config.accumulation, closes_on_groups, config.trainer.max_steps, layout
@@ -129,25 +135,27 @@ def loader_of(source: Source, config: Config, layout: Layout = ONE_PROCESS) -> S
 
 
 def begin(config: Config) -> None:
-    """The random numbers of new weights, and the settings of torch that all of it starts with."""
+    """Seed the random numbers of new weights, and set torch as the configuration says."""
     lightning.seed_everything(config.seed, verbose=False)
     prepare_torch(config.trainer.num_threads)
-    repeats = config.trainer.deterministic
-    fixed_order.switch(not samples_async(config) if repeats == "auto" else repeats)
+    is_deterministic = config.trainer.deterministic
+    if is_deterministic == "auto":
+        is_deterministic = not samples_async(config)
+    fixed_order.switch(is_deterministic)
 
 
 def fit(
     module: PolicyGradientModule, loader: StepLoader, config: Config, recorder: lightning.Callback
 ) -> None:
     """Train until the last step or until the recorder stops it."""
-    kind = accelerator(config)
-    several = module.layout.world_size > 1
+    device = accelerator(config)
+    has_ranks = module.layout.world_size > 1
     trainer = lightning.Trainer(
-        accelerator=kind,
-        devices=[torch.cuda.current_device()] if several and kind == "gpu" else 1,
-        # To Lightning each rank trains alone; it must not take part in a launcher's or SLURM's
-        # world on its own.
-        plugins=[LightningEnvironment()] if several else None,
+        accelerator=device,
+        devices=[torch.cuda.current_device()] if has_ranks and device == "gpu" else 1,
+        # To Lightning each rank trains alone. Without this plug-in it would join the processes of a
+        # launcher or of SLURM.
+        plugins=[LightningEnvironment()] if has_ranks else None,
         max_epochs=1,
         logger=False,
         callbacks=[recorder],
@@ -159,52 +167,50 @@ def fit(
 
 
 def accelerator(config: Config) -> str:
-    """What to compute on, "gpu" or "cpu"; ConfigError where it is asked for and missing."""
-    # not only where it was typed: a sweep's job may run on another machine
-    if problems := lacking_devices(config):
+    """Return the device to compute on, "gpu" or "cpu".
+
+    Raises ConfigError where the configured device is missing. `pgtk check` has looked for it, but a
+    sweep's job may run on another machine.
+    """
+    problems = lacking_devices(config)
+    if problems:
         raise ConfigError(" ".join(problems))
     return "gpu" if torch.cuda.is_available() and config.trainer.device != "cpu" else "cpu"
 
 
 def reference_of(config: Config, policy: Policy, layout: Layout = ONE_PROCESS) -> Policy | None:
-    """Return the reference, without gradient and whole, or the policy itself where its adapters are
-    left out.
+    """Return the reference without gradients, not yet spread over ranks.
 
-    None where none is needed. One that moves has weights in float32, as the policy has.
+    This is the policy itself where the reference is the policy without its adapters, and None where
+    the loss needs no reference. A reference that moves has weights in float32, as the policy has.
 
-    policy: as a run starts with it, from the seed or model.path: a resumed run, too, before its
-        checkpoint is read. So
-    the initial weights need no place in a checkpoint. Raises ConfigError for one that cannot be
-    loaded, or whose tokens are others.
+    policy: as the run starts, from the seed or model.path. A resumed run starts so, too, before its
+        checkpoint is read: so no checkpoint needs to hold the initial weights.
+    Raises ConfigError for a model that cannot be loaded, or that has another vocabulary.
     """
     if not config.kl.needs_model:
         return None
-    own = config.kl.reference in NO_FOLDER
-    if own and adapted_layers(policy.model):
-        return policy  # the frozen weights under the adapters are those that the run starts from
-    if own:
-        loaded = replace(policy, model=copy.deepcopy(policy.model))
+    if config.kl.reference in NO_FOLDER:
+        if adapted_layers(policy.model):
+            return policy  # the frozen weights under the adapters are the initial weights
+        reference = replace(policy, model=copy.deepcopy(policy.model))
     else:
         assert config.kl.reference is not None
         dtype = NumberType(str(policy.compute_dtype).removeprefix("torch."))
-        loaded = _loaded(
-            "kl.reference",
-            config.kl.reference,
-            policy,
-            layout,
-            dtype,
-            partial(other_vocabulary, config),
+        refused = partial(other_vocabulary, config)
+        reference = _load_beside(
+            "kl.reference", config.kl.reference, policy, layout, dtype, refused
         )
-    model = loaded.model.requires_grad_(False)
+    model = reference.model.requires_grad_(False)
     if policy.compute_dtype != torch.float32 and config.kl.update_every is None:
         _narrow(model, policy.compute_dtype)
-    return loaded
+    return reference
 
 
 def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
-    """Return the critic whole, as a run starts with it; None where none is needed.
+    """Return the critic, not yet spread over ranks; None where the run has none.
 
-    policy: as the run starts with it. Raises ConfigError as `reference_of` does.
+    policy: as the run starts. Raises ConfigError as `reference_of` does.
     """
     if config.advantage.estimator != AdvantageEstimator.gae:
         return None
@@ -213,7 +219,7 @@ def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
         return with_value_head(policy)
     assert isinstance(config.model, HuggingFaceModelConfig)
     checkpointing = config.model.gradient_checkpointing
-    dtype = NumberType.float32  # which is that of trained weights; it computes in the policy's
+    dtype = NumberType.float32  # of trained weights; the forward pass is in the policy's type
 
     def refused(needs: str, got: str) -> str:
         return refusal(
@@ -224,11 +230,11 @@ def critic_of(config: Config, policy: Policy, layout: Layout) -> Policy | None:
             use="a model of the same family, or critic.path=null",
         )
 
-    loaded = _loaded("critic.path", path, policy, layout, dtype, refused, checkpointing)
-    return with_value_head(replace(loaded, compute_dtype=policy.compute_dtype))
+    critic = _load_beside("critic.path", path, policy, layout, dtype, refused, checkpointing)
+    return with_value_head(replace(critic, compute_dtype=policy.compute_dtype))
 
 
-def _loaded(
+def _load_beside(
     key: str,
     path: str,
     policy: Policy,
@@ -237,54 +243,60 @@ def _loaded(
     refused: Callable[[str, str], str],
     gradient_checkpointing: bool = False,
 ) -> Policy:
-    """Return another model with the policy's tokens.
+    """Load a further model that reads the policy's tokens.
 
-    key: that names it. dtype: of its weights. refused: (needs, got) -> what is said of one whose
-        tokens are others.
+    key: the configuration key that has its path. dtype: of its weights.
+    refused: makes the error's message for another vocabulary, from (needs, got).
+    Raises ConfigError for a model that cannot be loaded, or that has another vocabulary.
     """
-    off = {"random_weights": False, "fp32_lm_head": False, "compile": False}
-    no_lora = {"lora_rank": None, "lora_alpha": 1.0, "lora_targets": []}
-    chosen = HuggingFaceModelConfig(
+    model_config = HuggingFaceModelConfig(
         name="huggingface",
         path=path,
         dtype=dtype,
         gradient_checkpointing=gradient_checkpointing,
-        **off,
-        **no_lora,
+        random_weights=False,
+        fp32_lm_head=False,
+        compile=False,
+        lora_rank=None,
+        lora_alpha=1.0,
+        lora_targets=[],
     )
     try:
-        # as the policy was built
-        loaded = build_policy(chosen, None, policy.by_document, layout, policy.compiled)
+        # Attention and compilation as in the policy.
+        loaded = build_policy(model_config, None, policy.by_document, layout, policy.compiled)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.path=", f"{key}=")) from error
-    sizes, tokens = [len(one.head.weight) for one in (policy, loaded)], policy.tokenizer.get_vocab()
-    if loaded.tokenizer.get_vocab() != tokens or sizes[0] != sizes[1]:
-        own = len(set(tokens.items()) & set(loaded.tokenizer.get_vocab().items()))
+    policy_rows = len(policy.head.weight)
+    policy_tokens = policy.tokenizer.get_vocab()
+    rows = len(loaded.head.weight)
+    tokens = loaded.tokenizer.get_vocab()
+    if tokens != policy_tokens or rows != policy_rows:
+        num_equal = len(set(policy_tokens.items()) & set(tokens.items()))
         needs = (
-            f"the vocabulary of the policy, {sizes[0]} rows of the head and {len(tokens)} tokens"
+            f"the vocabulary of the policy, {policy_rows} rows of the head and "
+            f"{len(policy_tokens)} tokens"
         )
-        got = f"{sizes[1]} rows, and {own} of these tokens under the same number"
+        got = f"{rows} rows, and {num_equal} of these tokens under the same number"
         raise ConfigError(refused(needs, got))
     return loaded
 
 
 def _narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Keep what autocast would cast at each call in that type already: the matrices of linear
-    layers.
+    """Store the matrices of linear layers in the type to which autocast would cast them.
 
-    The rest, such as norms and embeddings, computes in float32 in the policy as well: at the start
-    of a run both then have the same log-probs to the last bit.
+    Norms, embeddings and the rest stay in float32, in which the policy computes them, too. So at
+    the start of a run both have the same log-probs to the last bit.
     """
     from transformers.pytorch_utils import Conv1D
 
     embeddings = {
-        id(p)
+        id(parameter)
         for module in model.modules()
         if isinstance(module, nn.Embedding)
-        for p in module.parameters()
+        for parameter in module.parameters()
     }
     for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and not embeddings & {
-            id(p) for p in module.parameters()
-        }:
-            module.to(dtype)
+        if isinstance(module, nn.Linear | Conv1D):
+            is_tied = any(id(parameter) in embeddings for parameter in module.parameters())
+            if not is_tied:
+                module.to(dtype)

@@ -1,12 +1,13 @@
-"""Checkpoints: folders that are whole or not there, written by any number of processes and read by
-any other.
+"""Folders of checkpoints: written whole or not at all, read, checked and deleted.
 
-`step-NNNNNN/` is a Hugging Face folder, which transformers loads as it lies: of a model, or of
+Any number of processes may write a checkpoint, and any other number read it.
+
+`step-NNNNNN/` is a Hugging Face folder, which transformers loads directly. It holds a model, or
 LoRA's adapters, which name their model. Its subfolder `training/` holds what else the next step
 depends on: the optimizer's moments by the names of their parameters, a reference that moves, a
-critic with its moments, and state.json, whose tensors are in state.safetensors. manifest.json names
-the format, and the size and CRC-32 of each file, and of the rows that the run had recorded by
-then. Nothing is pickled: reading a checkpoint runs no code.
+critic with its moments, and state.json, whose tensors are in state.safetensors. manifest.json has
+the number of the format, and size and CRC-32 of each file and of the rows that the run had recorded
+by then. Nothing is pickled: reading a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
@@ -36,34 +37,50 @@ from pgtoolkit.system.plain_files import remove, sync_folder
 
 log = logging.getLogger("pgtoolkit")
 
-WEIGHTS, ADAPTERS, MOMENTS, REFERENCE = (
-    "model",
-    "adapter_model",
-    "training/optimizer",
-    "training/reference",
-)
-CRITIC, CRITIC_MOMENTS = "training/critic", "training/moments_of_critic"
-"""Kinds of tensors, as their files' names begin; adapters are in one file, since peft reads no
-more."""
+# Kinds of tensors: with these words the names of their files begin.
+WEIGHTS = "model"
+ADAPTERS = "adapter_model"  # always one file, since peft reads one only
+MOMENTS = "training/optimizer"
+REFERENCE = "training/reference"
+CRITIC = "training/critic"
+CRITIC_MOMENTS = "training/moments_of_critic"
+
+_MANIFEST = "manifest.json"
+_STATE = "training/state"
 
 
 def _is_scale(value: object) -> bool:
     return isinstance(value, float) and 1 <= value < math.inf
 
 
-_MANIFEST, _STATE = "manifest.json", "training/state"
-_IN_EVERY_STATE = {"step", "num_updates", "num_skipped_steps", "documents_seen", "data", "config"}
-_STATE_SHAPE = dict.fromkeys(
-    ("step", "num_updates", "num_skipped_steps", "documents_seen"), is_count
-)
-_STATE_SHAPE |= {"data": {"position": is_count, "num_steps": is_count, "source": dict}}
-_STATE_SHAPE |= {
-    "loss_scale?": {"value": _is_scale, "good_steps": is_count, "num_overflows": is_count}
+_STATE_SHAPE = {
+    "step": is_count,
+    "num_updates": is_count,
+    "num_skipped_steps": is_count,
+    "documents_seen": is_count,
+    "data": {"position": is_count, "num_steps": is_count, "source": dict},
+    "config": str,
+    "loss_scale?": {"value": _is_scale, "good_steps": is_count, "num_overflows": is_count},
+    "without_moments?": [str],
+    "base_digest?": str | None,
+    "critic_updates?": is_count,
+    "critic_without_moments?": [str],
 }
-_STATE_SHAPE |= {"config": str, "without_moments?": [str], "base_digest?": str | None}
-_STATE_SHAPE |= {"critic_updates?": is_count, "critic_without_moments?": [str]}
+"""The values of a state, see `expect`; a question mark is on those that not every state has."""
+
 _SHARD_BYTES = 2**30
-"""A rank writes its tensors as soon as it holds so many bytes of them."""
+"""A rank writes a file of its tensors as soon as it holds this many bytes of them."""
+
+
+class _WrittenFile(NamedTuple):
+    """A file that a rank has written; it travels between ranks.
+
+    fingerprint: size and CRC-32. tensors: the names of the tensors in it.
+    """
+
+    name: str
+    fingerprint: dict[str, int]
+    tensors: list[str]
 
 
 def save_checkpoint(
@@ -76,19 +93,18 @@ def save_checkpoint(
     best: int | None = None,
     rows: dict[str, dict[str, int]] | None = None,
 ) -> Path:
-    """Write `step-NNNNNN/` and delete all but the newest `keep` checkpoints and that of step
-    `best`; by every rank.
+    """Write `step-NNNNNN/`, and delete old checkpoints. Called by every rank.
 
-    state: what is the same on all ranks, `step` included: values that JSON has, and tensors.
-        tensors: of WEIGHTS or
-    ADAPTERS, of MOMENTS, of a REFERENCE that moves, and of a critic, by name; DTensors are written
-    whole.
-    write_settings: puts the other files into a folder; called by rank 0. rows: checksums of the
-        rows that the run has
-    recorded, of rank 0.
-    All is written under a temporary name, flushed to disk, and renamed: killed at any moment,
-    `folder` holds only whole checkpoints beside at most one `.tmp`. Raises StorageError on all
-    ranks if the disk refuses any of them.
+    state: the values that are equal on all ranks, `step` among them: JSON values and tensors.
+    tensors: by kind and name: WEIGHTS or ADAPTERS, MOMENTS, a REFERENCE that moves, a critic's.
+        DTensors are written whole.
+    write_settings: writes the other files into a folder; only rank 0 calls it.
+    keep: the number of newest checkpoints to keep. best: the step of a further one to keep.
+    rows: checksums of the rows that the run has recorded; only rank 0's are read.
+
+    The folder is written under a temporary name, flushed to disk and renamed. So after a kill at
+    any moment, `folder` holds only whole checkpoints and at most one `.tmp`. Raises StorageError on
+    all ranks if the disk refuses any of them.
     """
     path = folder / f"step-{state['step']:06d}"
     temporary = folder / f".{path.name}.tmp"
@@ -98,13 +114,14 @@ def save_checkpoint(
                 remove(temporary)
                 (temporary / "training").mkdir(parents=True)
         with failing_together(layout), _storage(path):
-            written = _write_tensors(temporary, tensors, layout)
-        written = [file for part in gather_objects(written, layout.world_group) for file in part]
+            files_of_rank = _write_tensors(temporary, tensors, layout)
+        gathered = gather_objects(files_of_rank, layout.world_group)
+        written = [file for files in gathered for file in files]
         with failing_together(layout), _storage(path):
             if layout.rank == 0:
                 write_settings(temporary)
                 _write_rest(temporary, state, written, rows or {})
-                remove(path)  # written before the run was set back to an earlier step
+                remove(path)  # there is one if the run was set back to an earlier step
                 temporary.rename(path)
                 sync_folder(folder)
                 _prune(path, keep, best)
@@ -116,22 +133,19 @@ def save_checkpoint(
 
 
 def load_newest(folder: Path, before: int | None = None) -> dict | None:
-    """The state of the newest checkpoint that can be read; a damaged one is passed over with a
-    warning.
+    """Return the state of the newest checkpoint that can be read, or None if none was written yet.
 
-    before: a step; only checkpoints of earlier ones are looked at. `path` is added to the state;
-        weights and moments
-    stay in its folder. None where no checkpoint was written yet.
-    Raises StorageError if there are checkpoints but none can be read.
+    before: a step; later checkpoints and its own are not read. None: all are.
+    The state has a further value `path`: weights and moments stay in that folder. A damaged
+    checkpoint is skipped with a warning. Raises StorageError if there are checkpoints, but none can
+    be read.
     """
     paths = [path for path in list_checkpoints(folder) if before is None or step_of(path) < before]
     for path in reversed(paths):
         try:
             return read_checkpoint(path)
         except Exception as error:  # a damaged file of any kind, each with errors of its own
-            log.warning(
-                f"the checkpoint {path} cannot be read and is passed over: {first_line(error)}"
-            )
+            log.warning(f"the checkpoint {path} cannot be read and is skipped: {first_line(error)}")
     if paths:
         raise StorageError(
             f"none of the {len(paths)} checkpoints in {folder} can be read; start the run anew in "
@@ -141,17 +155,21 @@ def load_newest(folder: Path, before: int | None = None) -> dict | None:
 
 
 def read_checkpoint(path: Path, check: bool = True) -> dict:
-    """The state in one checkpoint, as `load_newest` gives it; without `check` its files are taken
-    for undamaged."""
+    """Return the state of a checkpoint, as `load_newest` does.
+
+    check: whether the checksums of its files are compared. Raises any exception if it is damaged.
+    """
     files = _manifest(path)
-    for name in files if check else ():
-        if checksum(path / name) != files[name]:
-            raise OSError(f"{name} is not as {_MANIFEST} says")
+    if check:
+        for name, fingerprint in files.items():
+            if checksum(path / name) != fingerprint:
+                raise OSError(f"{name} is not as {_MANIFEST} says")
     tensors = load((path / f"{_STATE}.safetensors").read_bytes())
-    state = json.loads(
-        (path / f"{_STATE}.json").read_bytes(),
-        object_hook=lambda value: tensors[value["tensor"]] if value.keys() == {"tensor"} else value,
-    )
+
+    def with_tensor(value: dict) -> dict | Tensor:
+        return tensors[value["tensor"]] if value.keys() == {"tensor"} else value
+
+    state = json.loads((path / f"{_STATE}.json").read_bytes(), object_hook=with_tensor)
     _check_state(state)
     for step in (state["step"], state["data"]["num_steps"]):
         if step != step_of(path):
@@ -159,19 +177,21 @@ def read_checkpoint(path: Path, check: bool = True) -> dict:
     return state | {"path": path}
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
     """Raise ValueError where a value that every state has is missing, or of another kind."""
     if not isinstance(state, dict):
         raise ValueError("its state is no JSON object")
-    if lacking := sorted(_IN_EVERY_STATE - state.keys()):
-        raise ValueError(f"its state lacks {', '.join(lacking)}")
+    in_every_state = {key for key in _STATE_SHAPE if not key.endswith("?")}
+    missing = sorted(in_every_state - state.keys())
+    if missing:
+        raise ValueError(f"its state lacks {', '.join(missing)}")
     expect(state, _STATE_SHAPE)
     expect(json.loads(state["config"]), dict, "config")
 
 
 @contextlib.contextmanager
 def reading_checkpoint(path: Path) -> Iterator[None]:
-    """Raise what a forged state raises inside the block as StorageError."""
+    """Raise as StorageError what using a forged state raises inside the block."""
     try:
         yield
     except (
@@ -186,16 +206,16 @@ def reading_checkpoint(path: Path) -> Iterator[None]:
 
 
 def damaged(path: Path, problem: str) -> str:
-    """Return what is said of a checkpoint that does not hold what pgtk writes there."""
+    """Return the message for a checkpoint that does not hold what pgtk writes there."""
     return (
-        f"the checkpoint {path} is damaged: {problem}. Remove it, and pgtk resume goes on from "
+        f"the checkpoint {path} is damaged: {problem}. Delete it; pgtk resume then continues from "
         "the one before."
     )
 
 
 @contextlib.contextmanager
 def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
-    """The tensors of one kind in a checkpoint: the open file of each, by the tensor's name."""
+    """Open the files of one kind of tensors, and yield the file of each tensor by its name."""
     with contextlib.ExitStack() as opened:
         names = [
             name
@@ -210,7 +230,7 @@ def open_tensors(path: Path, kind: str) -> Iterator[dict[str, safe_open]]:
 
 
 def settings_of(path: Path) -> dict[str, bytes]:
-    """The files of a checkpoint's Hugging Face folder but for the weights, by name."""
+    """Return the files of a checkpoint's Hugging Face folder but for the weights, by name."""
     kinds = (WEIGHTS, ADAPTERS, "training/")
     return {
         name: (path / name).read_bytes() for name in _manifest(path) if not name.startswith(kinds)
@@ -218,7 +238,7 @@ def settings_of(path: Path) -> dict[str, bytes]:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """All checkpoints, oldest first."""
+    """Return all checkpoints, oldest first."""
     return sorted(
         (path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)),
         key=step_of,
@@ -226,153 +246,170 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """After which step a checkpoint was written."""
+    """Return the step after which a checkpoint was written."""
     return int(path.name.removeprefix("step-"))
 
 
 def refuse_lost_checkpoint(run_dir: Path, use: str) -> None:
-    """ConfigError where the newest checkpoint that a run has saved was deleted; use: the command,
-    for what is said.
+    """Raise ConfigError where the newest checkpoint that a run has saved was deleted.
 
-    To go on from an earlier step, or from the first, would overwrite what the run has recorded
-    since.
+    To continue from an earlier step, or to start again, would overwrite what the run has recorded
+    since. use: the command, for the message.
     """
-    # damaged or not
+    # Damaged ones count: they were not deleted.
     newest = max(map(step_of, list_checkpoints(run_dir / "checkpoints")), default=0)
     saved = read_status(run_dir).get("saved", 0)
-    if newest < saved:
-        raise ConfigError(
-            f"{use} needs the checkpoint of step {saved}, which the run has saved (got "
-            f"{f'step {newest} as the newest' if newest else 'none'}). It was deleted, and to "
-            f"train the steps after step {newest} again would overwrite their record. Use a new "
-            "run in another directory"
-            + (
-                f", or a copy of this one without its status.json to go on from step {newest}."
-                if newest
-                else "."
-            )
-        )
+    if newest >= saved:
+        return
+    got = f"step {newest} as the newest" if newest else "none"
+    way_out = "a new run in another directory"
+    if newest:
+        way_out += f", or a copy of this one without its status.json to continue from step {newest}"
+    raise ConfigError(
+        f"{use} needs the checkpoint of step {saved}, which the run has saved (got {got}). It was "
+        f"deleted, and to train the steps after step {newest} again would overwrite their record. "
+        f"Use {way_out}."
+    )
 
 
 def _prune(newest: Path, keep: int, best: int | None) -> None:
-    """Delete all checkpoints beside `newest`, which was just written, but for the keep - 1 before
-    it and the best.
+    """Delete old checkpoints, but for the best and the `keep` - 1 before `newest`.
 
-    One of a later step goes, too: the run was continued from before it, since it was damaged. What
-        a kill left half
-    written or half deleted goes as well. That one cannot be deleted is a warning.
+    newest: was just written. A checkpoint of a later step is deleted, too: it is damaged, or else
+    the run had continued from there. So are folders that a kill left half written or half deleted.
+    A failure to delete is a warning.
     """
-    step, checkpoints = step_of(newest), list_checkpoints(newest.parent)
-    before = [path for path in checkpoints if step_of(path) < step]
-    kept = {newest, *(before[-(keep - 1) :] if keep > 1 else [])}
+    step = step_of(newest)
+    checkpoints = list_checkpoints(newest.parent)
+    earlier = [path for path in checkpoints if step_of(path) < step]
+    kept = {newest}
+    if keep > 1:
+        kept.update(earlier[-(keep - 1) :])
+    if best is not None:
+        kept.add(newest.parent / f"step-{best:06d}")
     for old in (*checkpoints, *newest.parent.glob(".step-*")):
-        if old not in kept and old.name != f"step-{best or 0:06d}":
-            try:
-                remove(old)
-            except OSError as error:
-                log.warning(
-                    f"the old checkpoint {old} cannot be deleted: {error.strerror or error}"
-                )
+        if old in kept:
+            continue
+        try:
+            remove(old)
+        except OSError as error:
+            log.warning(f"the old checkpoint {old} cannot be deleted: {error.strerror or error}")
 
 
 def _write_tensors(
     folder: Path, tensors: dict[str, dict[str, Tensor]], layout: Layout
-) -> list[tuple]:
-    """Write this rank's share of the tensors: (name, fingerprint, names of the tensors) of each
-    file."""
-    files, failure = [], None
-    for kind, named in tensors.items():
-        for number, shard in enumerate(_shards(named, layout, kind == ADAPTERS), start=1):
+) -> list[_WrittenFile]:
+    """Write this rank's share of the tensors, and return its files."""
+    files = []
+    failure = None
+    for kind, named_tensors in tensors.items():
+        shards = _shards(named_tensors, layout, in_one_file=kind == ADAPTERS)
+        for number, shard in enumerate(shards, start=1):
             name = f"{kind}-{layout.rank + 1:05d}-{number:05d}.safetensors"
             try:
                 save_file(shard, folder / name, {"format": "pt"})
-                files.append((name, checksum(folder / name), list(shard)))
+                files.append(_WrittenFile(name, checksum(folder / name), list(shard)))
             except (OSError, SafetensorError) as error:
-                # only now: other ranks need this one's parts of the tensors that they write
+                # Raised after the loop: other ranks need this one's parts of the tensors that they
+                # write.
                 failure = error
     if failure is not None:
         raise failure
-    _flush(folder / name for name, _, _ in files)
+    _flush(folder / file.name for file in files)
     return files
 
 
 def _shards(
     tensors: dict[str, Tensor], layout: Layout, in_one_file: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """The tensors that this rank is to write, whole and on the CPU, for each of its files.
+    """Yield the tensors of each file that this rank has to write, whole and on the CPU.
 
-    Ranks that hold parts of the same tensors, those of a pipeline stage, bring them together one at
-    a time and share them out evenly by size, or leave them all to the first.
+    The ranks of a pipeline stage hold parts of the same tensors. They gather them one at a time,
+    and each writes about the same number of bytes. For one file, the first rank writes all.
     """
-    count = layout.world_size // layout.size("pipeline_parallel")
-    shares, shard, size = [0] * count, {}, 0
+    num_writers = layout.world_size // layout.size("pipeline_parallel")
+    bytes_of_writers = [0] * num_writers
+    shard = {}
+    shard_bytes = 0
     for name, tensor in tensors.items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        whole = whole.detach()
-        writer = 0 if in_one_file else shares.index(min(shares))
-        shares[writer] += whole.nbytes
-        if writer == layout.rank % count:
-            shard[name], size = whole.cpu().contiguous(), size + whole.nbytes
-            if size >= _SHARD_BYTES and not in_one_file:
+        full_tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full_tensor = full_tensor.detach()
+        writer = 0 if in_one_file else bytes_of_writers.index(min(bytes_of_writers))
+        bytes_of_writers[writer] += full_tensor.nbytes
+        if writer == layout.rank % num_writers:
+            shard[name] = full_tensor.cpu().contiguous()
+            shard_bytes += full_tensor.nbytes
+            if shard_bytes >= _SHARD_BYTES and not in_one_file:
                 yield shard
-                shard, size = {}, 0
+                shard = {}
+                shard_bytes = 0
     if shard:
         yield shard
 
 
 def _write_rest(
-    folder: Path, state: dict, written: list[tuple], rows: dict[str, dict[str, int]]
+    folder: Path, state: dict, written: list[_WrittenFile], rows: dict[str, dict[str, int]]
 ) -> None:
-    """Write the state, the index of the weights and, at last, the manifest.
+    """Write the state, the index of the weights and, last, the manifest.
 
-    written: what `_write_tensors` gave on every rank. rows: as of `save_checkpoint`.
+    written: the files with tensors of all ranks. rows: as of `save_checkpoint`.
     """
-    files = {name: fingerprint for name, fingerprint, _ in written}
-    weights = {name: names for name, _, names in written if name.startswith((WEIGHTS, ADAPTERS))}
+    fingerprints = {file.name: file.fingerprint for file in written}
+    weights = [file for file in written if file.name.startswith((WEIGHTS, ADAPTERS))]
     if len(weights) == 1:
-        (only,) = weights
-        files[whole := f"{only.partition('-')[0]}.safetensors"] = files.pop(only)
-        (folder / only).rename(folder / whole)
+        name = weights[0].name
+        name_of_single_file = f"{name.partition('-')[0]}.safetensors"
+        fingerprints[name_of_single_file] = fingerprints.pop(name)
+        (folder / name).rename(folder / name_of_single_file)
     else:
-        index = {
-            "metadata": {},
-            "weight_map": {tensor: name for name in weights for tensor in weights[name]},
-        }
+        weight_map = {tensor: file.name for file in weights for tensor in file.tensors}
+        index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(
             json.dumps(index, indent=1), encoding="utf-8"
         )
-    stored = {}
-
-    def put_aside(tensor: Tensor) -> dict[str, str]:
-        stored[name := str(len(stored))] = tensor.clone()
-        return {"tensor": name}
-
-    (folder / f"{_STATE}.json").write_text(json.dumps(state, default=put_aside), encoding="utf-8")
-    save_file(stored, folder / f"{_STATE}.safetensors")
+    _write_state(folder, state)
     paths = {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }
-    new = {name: path for name, path in paths.items() if name not in files}
-    files |= {name: checksum(path) for name, path in new.items()}
-    (folder / _MANIFEST).write_text(
-        json.dumps({"format": 2, "files": files, "rows": rows}, indent=1), encoding="utf-8"
-    )
-    _flush([*new.values(), folder / _MANIFEST])
-    for part in {path.parent for path in paths.values()}:
-        sync_folder(part)
+    other_paths = {name: path for name, path in paths.items() if name not in fingerprints}
+    fingerprints |= {name: checksum(path) for name, path in other_paths.items()}
+    manifest = {"format": 2, "files": fingerprints, "rows": rows}
+    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    _flush([*other_paths.values(), folder / _MANIFEST])
+    for subfolder in {path.parent for path in paths.values()}:
+        sync_folder(subfolder)
+
+
+def _write_state(folder: Path, state: dict) -> None:
+    """Write the state as JSON, in which numbers stand for its tensors, and the tensors."""
+    tensors = {}
+
+    def replaced(tensor: Tensor) -> dict[str, str]:
+        number = str(len(tensors))
+        tensors[number] = tensor.clone()
+        return {"tensor": number}
+
+    text = json.dumps(state, default=replaced)
+    (folder / f"{_STATE}.json").write_text(text, encoding="utf-8")
+    save_file(tensors, folder / f"{_STATE}.safetensors")
 
 
 def _flush(paths: Iterable[Path]) -> None:
-    """Bring new files to the disk, all at once, which takes a fraction of the time of one after the
-    other's writing."""
+    """Bring new files to the disk.
+
+    Flushing them together takes a fraction of the time of flushing each after it is written.
+    """
     for path in paths:
-        path.chmod(0o644)  # safetensors writes for the owner alone
+        path.chmod(0o644)  # safetensors makes files that only their owner can read
         with path.open("rb") as file:
             os.fsync(file.fileno())
 
 
-def _manifest(path: Path) -> dict[str, dict]:
-    """Size and CRC-32 of each file of a checkpoint, by its name, which leads nowhere else."""
+def _manifest(path: Path) -> dict[str, dict[str, int]]:
+    """Return size and CRC-32 of each file of a checkpoint, by name.
+
+    Raises ValueError for a name that leads out of the folder.
+    """
     files = json.loads((path / _MANIFEST).read_bytes())["files"]
     for name in files:
         if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name):
@@ -382,7 +419,7 @@ def _manifest(path: Path) -> dict[str, dict]:
 
 @contextlib.contextmanager
 def _storage(path: Path) -> Iterator[None]:
-    """What the disk refuses, as StorageError."""
+    """Raise what the disk refuses as StorageError."""
     try:
         yield
     except (OSError, SafetensorError) as error:

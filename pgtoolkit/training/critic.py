@@ -1,5 +1,4 @@
-"""The critic of advantage=gae: a value for the state in which each token is drawn, its loss, and
-its updates."""
+"""The critic of advantage=gae: the value of each state, its loss and its updates."""
 
 from __future__ import annotations
 
@@ -24,15 +23,16 @@ from pgtoolkit.training.optimizer import learning_rate, make_optimizer
 
 
 def with_value_head(policy: Policy) -> Policy:
-    """Return a copy of a policy, not yet spread over ranks, with one value in the place of logits.
+    """Return a copy of a policy whose head gives one value instead of logits.
 
-    The head starts at 0. So does every value, whatever the body and the seed: the first advantages
-    are those of the rewards alone, and nothing of them is noise of a head that has learned nothing.
+    policy: not yet spread over ranks.
+    The head starts at 0, so every value does, whatever the body and the seed. The first advantages
+    come from the rewards alone, without the noise of an untrained head.
     """
     model = copy.deepcopy(policy.model)
-    before = cast("nn.Linear", model.get_output_embeddings())
-    with torch.device(before.weight.device):
-        head = nn.Linear(before.in_features, 1, dtype=before.weight.dtype)
+    lm_head = cast("nn.Linear", model.get_output_embeddings())
+    with torch.device(lm_head.weight.device):
+        head = nn.Linear(lm_head.in_features, 1, dtype=lm_head.weight.dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     model.set_output_embeddings(head)
@@ -41,10 +41,11 @@ def with_value_head(policy: Policy) -> Policy:
 
 
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Return the loss of each value: half its squared distance from the return.
+    """Return the (T,) loss of each value: half its squared distance from the return.
 
-    The larger one of it and of the distance of the value that has moved from the old one by at most
-    `clip`, as PPO clips its ratios (verl's `compute_value_loss`). All are (T,).
+    With `clip` the value is also bounded to within `clip` of the old value, as PPO clips its
+    ratios, and the larger of the two losses counts. values, old_values, returns: (T,).
+    Source: verl's `compute_value_loss`.
     """
     losses = (values - returns) ** 2
     if clip is not None:
@@ -54,12 +55,11 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, clip: floa
 
 
 class Critic:
-    """The value model with its optimizer, trained on the micro-batches that the policy is trained
-    on.
+    """The value model with its optimizer, trained on the micro-batches of the policy.
 
-    body: with one value in the place of logits, spread over the ranks of `layout` like the policy.
-        loss: of the
-    policy, whose weights the value loss has. num_updates: how many updates its weights have had.
+    body: a model as `with_value_head` gives it, spread over the ranks of `layout` like the policy.
+    loss: of the policy; the value loss weighs tokens as it does.
+    num_updates: how many updates the critic's weights have had.
     """
 
     optimizer: torch.optim.Optimizer
@@ -68,55 +68,56 @@ class Critic:
         self.config = config
         self.body = body
         self.layout = layout
-        # What of the loss its weights depend on.
+        # Only these parts of the loss decide the weights of tokens.
         self._loss = Loss(loss.family, loss.aggregation, masks_truncated=loss.masks_truncated)
-        self._rate = replace(config.optimizer, learning_rate=config.critic.learning_rate)
+        self._optimizer_config = replace(
+            config.optimizer, learning_rate=config.critic.learning_rate
+        )
         self.num_updates = 0
 
     @property
     def trains_alone(self) -> bool:
-        """Whether the step that follows leaves the policy as it is."""
+        """True if the next step updates the critic only, and not the policy."""
         return self.num_updates < self.config.critic.steps_before_policy
 
     def make_optimizer(self) -> None:
-        """Called once the weights lie on the device that they are trained on."""
-        self.optimizer = make_optimizer(self.body.model, self._rate)
+        """Make the optimizer, once the weights are on the device that trains them."""
+        self.optimizer = make_optimizer(self.body.model, self._optimizer_config)
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) value of the state that each position's token leads to;
-        differentiable."""
+        """Return the (T,) value of the state after each position's token, with its gradient."""
         hidden, head, _ = self.body.loss_inputs(micro_batch)
         return functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).squeeze(-1)
 
     def gradient(
         self, micro_batches: list[MicroBatch], totals: StepTotals, limit: float | None
     ) -> dict[str, float]:
-        """Compute the gradient of a step, over all ranks, scale it down to the norm `limit`, and
-        return the metrics.
+        """Compute the gradient of a step over all ranks, and return the step's metrics.
 
-        micro_batches: as many on each rank.
+        micro_batches: this rank's; every rank has the same number.
+        limit: the gradient is scaled down to this norm; None: it is not.
         """
         self.optimizer.zero_grad()
         device = self.body.model.device
         sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         for micro_batch in micro_batches:
-            loss, of_piece = self._piece(micro_batch.to(device), totals)
+            loss, micro_batch_sums = self._loss_and_sums(micro_batch.to(device), totals)
             loss.backward()
-            sums += of_piece
+            sums += micro_batch_sums
         for group, parameters in self.body.gradient_groups():
             sum_gradients(parameters, group)
-        norm = clip_gradients(
-            self.body.model.parameters(), self.layout, math.inf if limit is None else limit
-        )
+        max_norm = math.inf if limit is None else limit
+        norm = clip_gradients(self.body.model.parameters(), self.layout, max_norm)
         sums = all_sum(sums, self.layout.loss_group)
-        *totals_of_step, grad_norm = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
-        return _metrics(dict(zip(_SUMS, totals_of_step, strict=True)), int(totals.num_tokens)) | {
-            "critic_grad_norm": grad_norm
-        }
+        # One transfer to the host for all numbers.
+        *step_sums, grad_norm = torch.cat([sums, norm.reshape(1).to(sums)]).tolist()
+        metrics = _metrics(dict(zip(_SUMS, step_sums, strict=True)), int(totals.num_tokens))
+        return metrics | {"critic_grad_norm": grad_norm}
 
     def update(self) -> dict[str, float]:
-        """Make the update of the last gradient; returns its learning rate by the metric's name."""
-        rate = learning_rate(self._rate, self.num_updates, self.config.trainer.max_steps)
+        """Apply the last gradient, and return the learning rate as a metric."""
+        max_steps = self.config.trainer.max_steps
+        rate = learning_rate(self._optimizer_config, self.num_updates, max_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -124,44 +125,57 @@ class Critic:
         self.num_updates += 1
         return {"critic_learning_rate": rate}
 
-    def _piece(self, micro_batch: MicroBatch, totals: StepTotals) -> tuple[Tensor, Tensor]:
-        """Return this micro-batch's share of the value loss, and of the sums that metrics are made
-        of."""
+    def _loss_and_sums(self, micro_batch: MicroBatch, totals: StepTotals) -> tuple[Tensor, Tensor]:
+        """Return a micro-batch's share of the value loss, and of the sums in `_SUMS`."""
         values = self.values(micro_batch)
         trained = micro_batch.labels >= 0
-        # None where other ranks have more micro-batches, and this one is empty.
-        old_values, returns = (
-            values.new_zeros(len(values)) if known is None else known.to(values)
-            for known in (micro_batch.values, micro_batch.returns)
-        )
+        old_values = _or_zeros(micro_batch.values, values)
+        returns = _or_zeros(micro_batch.returns, values)
+        clip = self.config.critic.clip
         weights = make_objective(micro_batch, totals, self._loss, values.dtype, Ranks()).weights
-        losses = value_losses(values, old_values, returns, self.config.critic.clip)
+        losses = value_losses(values, old_values, returns, clip)
         loss = (weights * losses.where(trained, 0.0)).sum()
         with torch.no_grad():
-            numbers = torch.stack([values.detach(), returns]).double()[:, trained]
-            left = numbers[1] - numbers[0]
-            clip = self.config.critic.clip
-            moved = (numbers[0] - old_values.double()[trained]).abs()
+            trained_values = values.detach().double()[trained]
+            trained_returns = returns.double()[trained]
+            residuals = trained_returns - trained_values
+            moved = (trained_values - old_values.double()[trained]).abs()
             clipped = moved > (math.inf if clip is None else clip)
-            vectors = numbers[0], numbers[1], numbers[1] ** 2, left, left**2, clipped.double()
+            vectors = (
+                trained_values,
+                trained_returns,
+                trained_returns**2,
+                residuals,
+                residuals**2,
+                clipped.double(),
+            )
             sums = torch.stack([loss.detach().double(), *(vector.sum() for vector in vectors)])
         return loss, sums
 
 
-_SUMS = ("loss", "value", "return", "squared_return", "left", "squared_left", "clipped")
-"""What each micro-batch adds to: the loss, and sums over its trained tokens."""
+_SUMS = ("loss", "value", "return", "squared_return", "residual", "squared_residual", "clipped")
+"""Names of the sums of a step: the loss, then sums over trained tokens."""
+
+
+def _or_zeros(known: Tensor | None, values: Tensor) -> Tensor:
+    """Return `known` in the type of `values`.
+
+    It is None in the empty micro-batch of a rank whose others have more of them.
+    """
+    return values.new_zeros(len(values)) if known is None else known.to(values)
 
 
 def _metrics(sums: dict[str, float], num_tokens: int) -> dict[str, float]:
-    """Return the metrics of a step; explained_variance only where returns differ."""
+    """Return the metrics of a step, with explained_variance only where returns differ."""
     metrics = {
         "value_loss": sums["loss"],
         "value": sums["value"] / num_tokens,
         "return": sums["return"] / num_tokens,
         "value_clipped_fraction": sums["clipped"] / num_tokens,
     }
-    of_returns = sums["squared_return"] - sums["return"] ** 2 / num_tokens
-    of_rest = sums["squared_left"] - sums["left"] ** 2 / num_tokens
-    if of_returns > 1e-12 * max(1.0, sums["squared_return"]):
-        metrics["explained_variance"] = 1 - of_rest / of_returns
+    # Both are num_tokens times a variance.
+    return_variation = sums["squared_return"] - sums["return"] ** 2 / num_tokens
+    residual_variation = sums["squared_residual"] - sums["residual"] ** 2 / num_tokens
+    if return_variation > 1e-12 * max(1.0, sums["squared_return"]):
+        metrics["explained_variance"] = 1 - residual_variation / return_variation
     return metrics

@@ -1,5 +1,4 @@
-"""What a run reads from outside of its directory: prompts, recorded rollouts, model folders;
-whether they changed."""
+"""Digests of the prompts, recorded rollouts and model folders that a run reads, to see changes."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import json
 import logging
 import operator
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
@@ -23,23 +23,30 @@ from pgtoolkit.system.plain_files import write_atomically
 from pgtoolkit.tasks.prompt_rows import prompt_files
 from pgtoolkit.tasks.row_files import find_files
 
-WHOLE_BYTES = 64 * 2**20
-"""A larger file of a model is looked at in samples: weights of terabytes take seconds."""
+FileDigest = dict[str, int | str]
+"""{"bytes": size, "sha256": digest}, with "sampled": True for a large file of a model."""
 
-_SAMPLES, _SAMPLE_BYTES = 64, 2**16
+Digests = dict[str, FileDigest]
+"""Digests of the files of one key, by their paths below the folder that holds them all."""
+
+WHOLE_BYTES = 64 * 2**20
+"""Of a larger file of a model only samples are read, so that terabytes of weights take seconds."""
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 2**16
 _END_BYTES = 2**20
 
 log = logging.getLogger("pgtoolkit")
 
 
 def record_data(run_dir: Path, config: Config, step: int | None) -> None:
-    """Keep the digests of the run's data in its data.json: {key: {file: {"bytes", "sha256"}}}.
+    """Write the digests of the run's data to its data.json, as {key: Digests}.
 
-    Those of recorded rollouts are compared here; `record_rollouts` adds them where the run starts.
-    step: that the run is continued from; None where it starts. Raises ConfigError if it is
-        continued with other data
-    than were recorded, unless `trainer.accept_changed_data`; the data before are then added to the
-    list `accepted`.
+    Digests of recorded rollouts are compared here, but `record_rollouts` adds them to a new run.
+
+    step: after which the run is continued; None where it starts.
+    Raises ConfigError if the run is continued with changed data, unless
+    `trainer.accept_changed_data`. Then the data before are added to the list `accepted`.
     """
     current = digests(config)
     if step is not None and isinstance(config.rollout, RecordedRolloutConfig):
@@ -47,13 +54,12 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
         current["rollout.path"] = _digests(files, sampled=False, index=read_index(run_dir))
     before = read_data(run_dir) if step is not None else {}
     accepted = before.pop("accepted", [])
-    read = {
-        key: files
-        for key, files in before.items()
-        if key in current or not key.startswith("evaluation.")
-    }
-    changes = {key: _difference(files, current.get(key, {})) for key, files in read.items()}
-    changes = {key: difference for key, difference in changes.items() if difference}
+    changes = {}
+    for key, files in before.items():
+        is_removed_set = key.startswith("evaluation.") and key not in current
+        difference = _difference(files, current.get(key, {}))
+        if difference and not is_removed_set:
+            changes[key] = difference
     if changes:
         assert step is not None  # a run that starts has no data before
         if not config.trainer.accept_changed_data:
@@ -64,65 +70,76 @@ def record_data(run_dir: Path, config: Config, step: int | None) -> None:
         for key, difference in changes.items():
             log.warning(f"note: from step {step + 1} on {key} has other contents: {difference}.")
         accepted.append({"step": step, "before": {key: before[key] for key in changes}})
-    content = current | ({"accepted": accepted} if accepted else {})
+    content: dict[str, object] = {**current}
+    if accepted:
+        content["accepted"] = accepted
     _write(run_dir, content)
 
 
 def record_rollouts(run_dir: Path, index: RecordedIndex) -> None:
-    """Add the digests of recorded rollouts, as the run reads them. DataError where data.json has
-    others."""
-    data, current = read_data(run_dir), index.digests()
-    if difference := _difference(data.get("rollout.path", current), current):
+    """Add the digests of recorded rollouts to the run's data.json.
+
+    Raises DataError where it has other digests of these files.
+    """
+    data = read_data(run_dir)
+    current = index.digests()
+    difference = _difference(data.get("rollout.path", current), current)
+    if difference:
         raise DataError(
-            f"rollout.path needs files that stay as they are (got {difference}). Start the run "
-            "again."
+            f"rollout.path needs files that do not change while they are read (got {difference}). "
+            "Start the run again."
         )
     _write(run_dir, data | {"rollout.path": current})
 
 
-def _write(run_dir: Path, content: dict) -> None:
-    with storage(path := run_dir / "data.json"):
+def _write(run_dir: Path, content: Mapping[str, object]) -> None:
+    path = run_dir / "data.json"
+    with storage(path):
         write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
-def digests(config: Config) -> dict[str, dict[str, dict]]:
-    """By key: the files that it names, by their paths below the folder that holds them all; without
-    recorded rollouts.
+def digests(config: Config) -> dict[str, Digests]:
+    """Return the digests of the files that each key names, but for recorded rollouts.
 
-    Prompts are read whole. Of a model folder all files count that lie in it, but for hidden ones
-    and README.md; of one larger than WHOLE_BYTES its size, the first and the last MiB, and 64
-    blocks of 64 KiB between them. A model of the Hugging Face hub is known by its name alone.
+    Files of prompts are read as a whole. A model folder counts with all its files but hidden ones
+    and README.md. Of a file larger than WHOLE_BYTES, the digest is of the first and the last MiB
+    and of 64 blocks of 64 KiB between them. Of a model of the Hugging Face hub nothing is read.
     """
-    files: dict[str, list[Path]] = {}
-    models = (
-        {"model.path": config.model.path}
-        if isinstance(config.model, HuggingFaceModelConfig)
-        else {}
-    )
-    if config.kl.reference is not None and config.kl.reference not in NO_FOLDER:
-        models["kl.reference"] = config.kl.reference
-    if config.critic.path is not None:
-        models["critic.path"] = config.critic.path
-    for key, path in models.items():
-        if (folder := Path(path)).is_dir():
-            inside = [
-                file
-                for file in folder.iterdir()
-                if not file.name.startswith(".") and file.name != "README.md"
-            ]
-            files[key] = sorted(file for file in inside if file.is_file())
-    prompts = _prompts(config)
-    for key, task in prompts.items():
+    models = _model_paths(config)
+    files = {key: _model_files(Path(path)) for key, path in models.items() if Path(path).is_dir()}
+    for key, task in _tasks_with_files(config).items():
         assert task.path is not None
         files[key] = prompt_files(task.path, task.split, getattr(task, "config", None))
     return {key: _digests(paths, sampled=key in models) for key, paths in files.items()}
 
 
-def _prompts(config: Config) -> dict[str, PromptsTaskConfig | ConversationTaskConfig]:
-    """By the key of their path: the tasks that read prompts from files."""
+def _model_paths(config: Config) -> dict[str, str]:
+    """Return the folders, or names on the hub, of all models of a run by their keys."""
+    paths = {}
+    if isinstance(config.model, HuggingFaceModelConfig):
+        paths["model.path"] = config.model.path
+    if config.kl.reference is not None and config.kl.reference not in NO_FOLDER:
+        paths["kl.reference"] = config.kl.reference
+    if config.critic.path is not None:
+        paths["critic.path"] = config.critic.path
+    return paths
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and not file.name.startswith(".") and file.name != "README.md"
+    )
+
+
+def _tasks_with_files(
+    config: Config,
+) -> dict[str, PromptsTaskConfig | ConversationTaskConfig]:
+    """Return the tasks that read prompts from files, by the keys of their paths."""
     held_out = held_out_sets(config) if is_on(config) and config.evaluation.sets else ()
     tasks: dict[str, TaskConfig] = {"task.path": config.task}
-    tasks |= {f"evaluation.sets.{chosen.name}.path": chosen.task for chosen in held_out}
+    tasks |= {f"evaluation.sets.{prompt_set.name}.path": prompt_set.task for prompt_set in held_out}
     return {
         key: task
         for key, task in tasks.items()
@@ -130,34 +147,36 @@ def _prompts(config: Config) -> dict[str, PromptsTaskConfig | ConversationTaskCo
     }
 
 
-def _digests(
-    paths: list[Path], sampled: bool, index: RecordedIndex | None = None
-) -> dict[str, dict]:
-    """index: of the run; what it knows of a file whose size and time have not changed is not
-    computed again."""
+def _digests(paths: list[Path], sampled: bool, index: RecordedIndex | None = None) -> Digests:
+    """Return the digests of files.
+
+    sampled: whether only samples of large files are read.
+    index: of the run. It has the digests of files whose size and time have not changed.
+    """
     common = os.path.commonpath([path.absolute().parent for path in paths]) if paths else ""
-    names = {os.path.relpath(path.absolute(), common): path for path in paths}
-    known = (
-        {}
-        if index is None
-        else {name: index.digests()[name] for name in names if index.knows(name, names[name])}
-    )
-    return {name: known.get(name) or _digest(path, sampled) for name, path in names.items()}
+    result = {}
+    for path in paths:
+        name = os.path.relpath(path.absolute(), common)
+        if index is not None and index.knows(name, path):
+            result[name] = index.digests()[name]
+        else:
+            result[name] = _digest(path, sampled)
+    return result
 
 
-def _digest(path: Path, sampled: bool) -> dict:
+def _digest(path: Path, sampled: bool) -> FileDigest:
+    """Return size and SHA-256 of a file. Raises DataError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if not sampled or size <= WHOLE_BYTES:
                 return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            starts = range(_END_BYTES, size - _END_BYTES, (size - 2 * _END_BYTES) // _SAMPLES)
+            first_block = (0, _END_BYTES)
+            last_block = (size - _END_BYTES, -1)
+            blocks_between = [(start, _SAMPLE_BYTES) for start in starts]
             digest = hashlib.sha256()
-            between = range(_END_BYTES, size - _END_BYTES, (size - 2 * _END_BYTES) // _SAMPLES)
-            for start, length in [
-                (0, _END_BYTES),
-                *((b, _SAMPLE_BYTES) for b in between),
-                (size - _END_BYTES, -1),
-            ]:
+            for start, length in (first_block, *blocks_between, last_block):
                 file.seek(start)
                 digest.update(file.read(length))
             return {"bytes": size, "sha256": digest.hexdigest(), "sampled": True}
@@ -165,23 +184,23 @@ def _digest(path: Path, sampled: bool) -> dict:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _difference(before: dict, now: dict) -> str:
-    """What of some files changed, in words; nothing if they are the same."""
-    kinds = {
+def _difference(before: Digests, now: Digests) -> str:
+    """Return in words which files have changed; "" if none has."""
+    changes = {
         "changed": [name for name in before if name in now and before[name] != now[name]],
         "missing": [name for name in before if name not in now],
         "new": [name for name in now if name not in before],
     }
-    shown = {
-        kind: ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        for kind, names in kinds.items()
-        if names
-    }
-    return "; ".join(f"{names} {kind}" for kind, names in shown.items())
+    phrases = []
+    for change, names in changes.items():
+        if names:
+            further = ", …" if len(names) > 3 else ""
+            phrases.append(f"{', '.join(names[:3])}{further} {change}")
+    return "; ".join(phrases)
 
 
 def _refusal(config: Config, key: str, step: int, difference: str) -> str:
-    task = _prompts(config).get(key)
+    task = _tasks_with_files(config).get(key)
     value = operator.attrgetter(key)(config) if task is None else task.path
     return (
         f"{key}={value} needs the contents that the run began with (got {difference}). "

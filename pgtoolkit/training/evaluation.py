@@ -1,5 +1,4 @@
-"""Evaluations of a run: when they are made, the best checkpoint, the goal; and of a policy that is
-not trained."""
+"""Evaluations of a run, its best checkpoint and its goal; and the evaluation of any policy."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import contextlib
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import ONE_PROCESS
 from pgtoolkit.runs.directory import RunDirectory
-from pgtoolkit.runs.records import best_checkpoint, best_of, read_evaluations
+from pgtoolkit.runs.records import Row, best_checkpoint, best_of, read_evaluations
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tracking.progress import evaluation_line
 from pgtoolkit.training.build import accelerator, begin, policy_of
@@ -30,32 +28,34 @@ log = logging.getLogger("pgtoolkit")
 
 
 class Evaluations:
-    """Those of one run; every rank has one, and rank 0 writes them to the run directory.
+    """The evaluations of one run, which every rank makes and rank 0 writes.
 
-    run: None on other ranks. module: with its evaluator.
-    An evaluation leaves the training as it is, to the last bit.
+    run: the run directory; None on ranks other than 0. module: with its evaluator.
+    An evaluation leaves the training unchanged, to the last bit.
     """
 
-    def __init__(self, run: RunDirectory | None, module: Any):
-        self._run, self._module = run, module
-        self._config, self._watched = module.config, watched(module.config)
-        rows: list[dict[str, Any]] = []
-        best: dict[str, Any] | None = None
+    def __init__(self, run: RunDirectory | None, module: PolicyGradientModule):
+        self._run = run
+        self._module = module
+        self._config = module.config
+        self._watched = watched(module.config)
+        rows: list[Row] = []
+        best: Row | None = None
         with failing_together(module.layout):
             if run is not None:
-                rows, best = read_evaluations(run.path), best_checkpoint(run.path, self._watched)
+                rows = read_evaluations(run.path)
+                best = best_checkpoint(run.path, self._watched)
         rows, best = gather_objects((rows, best), module.layout.world_group)[0]
-        self._rows: list[dict[str, Any]] = rows
-        self._best: dict[str, Any] | None = best
+        self._rows: list[Row] = rows
+        self._best: Row | None = best
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint; that of the latest evaluation has to be saved yet where
-        it is the best."""
+        """The step of the best evaluation; its checkpoint may still have to be saved."""
         return None if self._best is None else self._best["step"]
 
     def is_due(self, step: int) -> bool:
-        """Whether the run is evaluated after this step, and has not been."""
+        """Return whether the run has to be evaluated after this step, and has not been yet."""
         is_planned = (
             step % self._config.evaluation.every == 0 or step == self._config.trainer.max_steps
         )
@@ -66,25 +66,24 @@ class Evaluations:
 
     def make(self, step: int) -> None:
         """Evaluate the weights after this step on every set. Called by every rank."""
-        rows, layout = measure(self._module, step), self._module.layout
+        rows = measure(self._module, step)
         if self._module.device.type == "cuda":
-            # what follows is the next step's
+            # The next step's peak memory is without that of the evaluation.
             torch.cuda.reset_peak_memory_stats(self._module.device)
-        with failing_together(layout):
+        with failing_together(self._module.layout):
             if self._run is not None:
                 self._run.append_evaluations(rows)
         self._rows += rows
-        # no checkpoint is of the weights before the first step
+        # The weights before the first step are in no checkpoint.
         if step > 0 and self._watched is not None:
-            candidates = [*([self._best] if self._best else []), *rows]
+            candidates = rows if self._best is None else [self._best, *rows]
             self._best = best_of(candidates, self._watched, {step, self.best_step})
+        max_steps = self._config.trainer.max_steps
         for row in rows:
-            log.info(
-                evaluation_line(row, self._config.trainer.max_steps, is_best=row is self._best)
-            )
+            log.info(evaluation_line(row, max_steps, is_best=row is self._best))
 
     def reached(self, step: int) -> str | None:
-        """In words that trainer.stop_at was reached at this step; None if it was not."""
+        """Return a sentence that trainer.stop_at was reached at this step; None if it was not."""
         goal = self._config.trainer.stop_at
         if goal is None or step == 0:
             return None
@@ -96,41 +95,44 @@ class Evaluations:
         return f"trainer.stop_at={goal:g} was reached: {name}/{number} is {row[number]:.4g}"
 
 
-def measure(module: Any, step: int) -> list[dict[str, Any]]:
-    """The rows of evaluations.jsonl of a module's evaluator, for its weights after this step;
-    called by every rank."""
+def measure(module: PolicyGradientModule, step: int) -> list[Row]:
+    """Evaluate a module on every set of its evaluator, and return the rows of evaluations.jsonl.
+
+    step: after which the weights are. Called by every rank.
+    """
+    assert module.evaluator is not None
     rows = []
-    for one in module.evaluator.sets:
-        numbers = module.evaluator.evaluate(one, step)
-        rows.append(
-            {
-                "step": step,
-                "time": round(time.time(), 3),
-                "documents": module.documents_seen,
-                **numbers,
-            }
-        )
+    for prompt_set in module.evaluator.sets:
+        numbers = module.evaluator.evaluate(prompt_set, step)
+        row = {
+            "step": step,
+            "time": round(time.time(), 3),
+            "documents": module.documents_seen,
+            **numbers,
+        }
+        rows.append(row)
     return rows
 
 
 def evaluate_policy(
     config: Config, folder: Path, trained: Config | None = None, state: dict | None = None
-) -> list[dict[str, Any]]:
-    """The rows, as of evaluations.jsonl, of the sets of a configuration; completions go to
-    `folder`.
+) -> list[Row]:
+    """Evaluate a policy on the sets of a configuration, and return the rows of evaluations.jsonl.
 
-    trained: the configuration of the run that a checkpoint is of. state: of the checkpoint; None
-        for the weights that
-    the configuration begins with. The numbers are those that the run itself has measured with these
-    weights, where the prompts and the machine are the same.
+    folder: where the completions are written.
+    trained: the configuration of the run that wrote the checkpoint, if there is one.
+    state: of the checkpoint; None for the weights that the configuration begins with.
+    The numbers equal those that the run has measured with these weights, where prompts and machine
+    are the same. Raises ConfigError for a checkpoint that does not fit the model.
     """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     begin(config)
-    origin, alphabet = trained or config, None
-    if isinstance(config.model, TinyModelConfig):  # whose vocabulary is that of the prompts
-        alphabet = make_task(origin.task, origin.seed).alphabet
+    alphabet = None
+    if isinstance(config.model, TinyModelConfig):  # its vocabulary is the task's characters
+        run_config = trained or config
+        alphabet = make_task(run_config.task, run_config.seed).alphabet
     policy = policy_of(config, alphabet, ONE_PROCESS, trained)
     module = PolicyGradientModule(config, policy, ONE_PROCESS)
     if state is not None:
@@ -140,7 +142,8 @@ def evaluate_policy(
             raise ConfigError(
                 f"the checkpoint does not fit the configured model: {first_line(error)}"
             ) from error
-        module.num_updates, module.documents_seen = state["num_updates"], state["documents_seen"]
+        module.num_updates = state["num_updates"]
+        module.documents_seen = state["documents_seen"]
     module.to("cuda" if accelerator(config) == "gpu" else "cpu")
     module.evaluator = evaluator_of(config, None, module, None, folder)
     with contextlib.closing(module.evaluator):

@@ -1,15 +1,13 @@
-"""Lightning and the parts of transformers that every model needs, without what they bring along for
-other purposes."""
+"""Lightning and transformers, without the libraries that they import for other purposes."""
 
 import sys
 
 from pgtoolkit.system.imports import without
 
-# Lightning asks whether something logged is a metric object of torchmetrics; here nothing is logged
-# through it.
+# Lightning asks whether a logged value is a metric of torchmetrics. Nothing is logged through it.
 _STAND_INS: dict[str, tuple[str, ...]] = {"torchmetrics": ("Metric", "MetricCollection")}
-# transformers matches boxes in images by scipy; where it is imported already, it has seen that
-# scipy is there.
+# transformers needs scipy to match boxes in images. One that is imported already knows that it has
+# scipy.
 if "transformers" not in sys.modules:
     _STAND_INS["scipy"] = ()
 

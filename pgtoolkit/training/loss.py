@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,64 +26,79 @@ from pgtoolkit.system.process_state import ProcessState
 
 
 def loss_of(config: Config) -> Loss:
-    """Family, aggregation, correction, penalties and what is measured; imports what is the user's
-    own."""
+    """Return the loss with its aggregation, correction, penalties and metrics.
+
+    Imports a family or a reducer of the user's own. Raises ConfigError where that fails.
+    """
     reducer = None
     if config.aggregation.reducer:
-        reducer = _imported_reducer(
-            typed_key("aggregation.reducer", config), config.aggregation.reducer
-        )
-    aggregation = aggregation_of(config.aggregation.mode.value, config.aggregation.divisor, reducer)
+        key = typed_key("aggregation.reducer", config)
+        reducer = _imported_reducer(key, config.aggregation.reducer)
     loss = config.loss
     if isinstance(loss, CustomLossConfig):
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
     else:
         family = configured(loss, FAMILIES)
-    correction = configured(config.correction, CORRECTIONS)
     penalty = None
     if config.kl.kind != KLKind.none and config.kl.place == KLPlace.loss:
         assert config.kl.coefficient is not None
         penalty = KL(config.kl.kind.value, config.kl.coefficient)
-    temperature, level = config.rollout.temperature, config.metrics.level.value
-    terms = correction, config.entropy.coefficient, penalty
     return Loss(
-        family, aggregation, temperature, level, *terms, config.rollout.truncated == Truncated.mask
+        family=family,
+        aggregation=aggregation_of(
+            config.aggregation.mode.value, config.aggregation.divisor, reducer
+        ),
+        temperature=config.rollout.temperature,
+        metrics=config.metrics.level.value,
+        correction=configured(config.correction, CORRECTIONS),
+        entropy_coefficient=config.entropy.coefficient,
+        kl=penalty,
+        masks_truncated=config.rollout.truncated == Truncated.mask,
     )
 
 
-def own_family(path: str, options: dict[str, Any], num_splits: int) -> Family:
-    """A family of the user's own; ConfigError for one that cannot be made, or whose slopes are not
-    its own."""
-    setting, made = f"loss={path}", import_function("loss", path, (), [*options], [*FAMILIES])
+def own_family(path: str, options: dict[str, object], num_splits: int) -> Family:
+    """Return a loss family of the user's own, whose methods are checked at each call.
+
+    path: of its class. options: arguments of the class. Raises ConfigError for a class that cannot
+    be imported or made, and for a family whose slope is not the derivative of its loss.
+    """
+    setting = f"loss={path}"
+    family_class = import_function("loss", path, (), [*options], [*FAMILIES])
     state = ProcessState()
     try:
-        family = made(**options)
+        family = family_class(**options)
         if not isinstance(family, Family):
-            raise TypeError(f"{type(family).__name__} is no Family")
+            raise TypeError(f"{type(family).__name__} does not inherit from Family")
         check_family(family)
         if family.by_document and num_splits != 1:
-            raise ValueError(f"loss.num_splits={num_splits} cuts the documents that it needs whole")
+            raise ValueError(
+                f"loss.num_splits={num_splits} would cut documents, which this family needs whole"
+            )
     except Exception as error:  # whatever the user's code raises
-        reason = "It inherits from pgtoolkit.families.Family, and docs/losses.md shows one."
-        got = shortened(str(error), 2000)
         raise ConfigError(
-            f"{setting} needs a family that agrees with itself (got: {got}). {reason}"
+            f"{setting} needs a loss family whose slope is the derivative of its loss (got: "
+            f"{shortened(str(error), 2000)}). Its class inherits from pgtoolkit.families.Family; "
+            "docs/losses.md shows an example."
         ) from error
     finally:
         state.restore(setting)
     for name in ("token", "surrogate", "cuts"):
-        # dataclasses may be frozen
+        # Its class may be a frozen dataclass, which refuses a plain assignment.
         object.__setattr__(family, name, _checked(getattr(family, name), setting))
     return family
 
 
 def _checked(function: Callable, setting: str) -> Callable:
-    """A method of the user's own family; ConfigError where it raises, or does not return one number
-    per token."""
+    """Wrap a method of a family of the user's own.
 
-    def method(log_ratio: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
+    The wrapped method raises ConfigError where the user's raises, or does not return one number per
+    token.
+    """
+
+    def method(log_ratio: Tensor, *arguments: Tensor) -> tuple[Tensor | None, ...]:
         with blaming(setting, ConfigError, f"a micro-batch of {len(log_ratio)} tokens"):
-            results = function(log_ratio, *others)
+            results = function(log_ratio, *arguments)
             for result in results:
                 if result is not None and result.shape != log_ratio.shape:
                     raise ValueError(
@@ -97,26 +111,28 @@ def _checked(function: Callable, setting: str) -> Callable:
 
 
 def _imported_reducer(key: str, path: str) -> Reducer:
-    """Return the function at a dotted path, which must return finite weights for tokens.
+    """Return the function at a dotted path, wrapped so that its weights are checked at each call.
 
-    key: that has the path. Raises ConfigError, also where the returned function is called, for
-        anything else.
+    key: the configuration key that holds the path. Raises ConfigError for a function that cannot be
+    imported. So does the wrapped function where it does not return one finite weight per token.
     """
     setting = f"{key}={path}"
     function = import_function(key, path, ("totals",), REDUCER_KEYWORDS, [*AGGREGATIONS])
 
-    def reducer(totals: StepTotals, *, mask: Tensor, **others) -> Tensor:
+    def reducer(totals: StepTotals, *, mask: Tensor, **indices: Tensor) -> Tensor:
         with blaming(setting, ConfigError, f"a micro-batch of {len(mask)} tokens"):
-            weights = function(totals, mask=mask, **others)
-        got, needs = type(weights).__name__, f"shape {tuple(mask.shape)} on {mask.device}"
+            weights = function(totals, mask=mask, **indices)
+        needs = f"shape {tuple(mask.shape)} on {mask.device}"
+        got = type(weights).__name__
         if isinstance(weights, Tensor):
             got = f"shape {tuple(weights.shape)} on {weights.device}"
-        if got == needs and torch.isfinite(weights[mask]).all():
-            return weights
+        if got == needs:
+            if torch.isfinite(weights[mask]).all():
+                return weights
+            got = "NaN or infinity"
         raise ConfigError(
-            f"{setting} needs to return one finite weight per token, {needs} (got "
-            f"{'NaN or infinity' if got == needs else got}). The weights of the step's tokens make "
-            "its loss."
+            f"{setting} needs to return one finite weight per token, {needs} (got {got}). The "
+            "step's loss is the sum of its tokens' losses times these weights."
         )
 
     _try_reducer(reducer)
@@ -124,10 +140,10 @@ def _imported_reducer(key: str, path: str) -> Reducer:
 
 
 def _try_reducer(reducer: Reducer) -> None:
-    """Call a reducer as a step does, on the micro-batch of two of its four documents; raises
-    ConfigError.
+    """Call a reducer as a step does, and raise ConfigError where that fails.
 
-    They are documents 1 and 3, of three and two trained tokens, each behind a token of its prompt.
+    The micro-batch has documents 1 and 3 of a step of four. They have three and two trained tokens,
+    each after one token of the prompt.
     """
     totals = StepTotals(4, 9, 0, num_groups=2, tokens_per_group=torch.tensor([4, 5]))
     reducer(

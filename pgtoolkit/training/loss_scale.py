@@ -1,26 +1,25 @@
-"""The scale of the loss where gradients pass through float16: when it falls, when it rises, what a
-checkpoint keeps."""
+"""The scale of the loss for gradients in float16: when it falls and rises, and its saved state."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
 _STEPS_TO_RISE = 2000
-"""As in torch.amp.GradScaler, whose first scale and factors these are, too."""
+"""The first scale, the factors and this interval are those of torch.amp.GradScaler."""
 
 
 @dataclass
 class LossScale:
-    """What the loss of every micro-batch is multiplied by before its backward pass (arXiv
-    1710.03740, section 3.2).
+    """Multiplies the loss of every micro-batch before its backward pass.
 
-    A gradient of a mean over a step is often too small for float16. The scale is a power of 2, so
-    that neither multiplying by it nor dividing the sum of all gradients, in float32, by it rounds.
-    It is the same for all micro-batches of a step and on every rank.
+    The gradient of a mean over a step is often too small for float16. The scale is a power of 2, so
+    neither the product with the loss nor the division of the summed gradient, in float32, rounds.
+    All micro-batches of a step have the same scale, on every rank.
 
-    value: halved by a step whose gradient overflows, doubled after 2000 others in a row.
-        good_steps: since it changed.
-    num_overflows: steps of the run that made no update since their gradient overflowed.
+    value: is halved by a step whose gradient overflows, and doubled after 2000 good ones in a row.
+    good_steps: since the value last changed.
+    num_overflows: steps of the run that made no update because their gradient overflowed.
+    Source: arXiv 1710.03740, section 3.2.
     """
 
     value: float = 65536.0
@@ -35,8 +34,10 @@ class LossScale:
             self.good_steps = 0
 
     def fall(self) -> bool:
-        """Count a step whose gradient is not finite; False, and nothing done, where the scale
-        cannot be the cause."""
+        """Count a step whose gradient is not finite, and return whether the scale may be the cause.
+
+        A scale of 1 cannot be. Then nothing is counted.
+        """
         if self.value <= 1:
             return False
         self.value /= 2
@@ -48,7 +49,7 @@ class LossScale:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a state of `state_dict`."""
+        """Continue from what `state_dict` returned."""
         self.value = state["value"]
         self.good_steps = int(state["good_steps"])
         self.num_overflows = int(state["num_overflows"])

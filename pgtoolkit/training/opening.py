@@ -17,8 +17,10 @@ from pgtoolkit.tracking.progress import entry
 
 
 def opening(config: Config, policy: Policy, on_gpu: bool, layout: Layout) -> str:
-    """Return the lines on model, device and sampler. policy: whole, as it is before ranks share
-    it."""
+    """Return the lines on model, device and sampler.
+
+    policy: before it is spread over ranks, so that all its weights are counted.
+    """
     lines = [entry("model", _model(config, policy)), entry("device", _device(on_gpu, layout))]
     if isinstance(config.rollout, RecordedRolloutConfig):
         lines.append(entry("rollouts", f"recorded in {config.rollout.path}"))
@@ -41,27 +43,24 @@ def _model(config: Config, policy: Policy) -> str:
 
 
 def _device(on_gpu: bool, layout: Layout) -> str:
+    processes = layout.world_size
     if not on_gpu:
         device = f"cpu, {plural(torch.get_num_threads(), 'thread')}"
-        return (
-            device
-            if layout.world_size == 1
-            else f"{device} in each of {layout.world_size} processes"
-        )
+        return device if processes == 1 else f"{device} in each of {processes} processes"
     name = torch.cuda.get_device_name()
-    return name if layout.world_size == 1 else f"{layout.world_size} x {name}"
+    return name if processes == 1 else f"{processes} x {name}"
 
 
 def _sampler(config: Config) -> str:
-    if not isinstance(config.sampler, VllmSamplerConfig):
-        copies = copies_of(config)
-        if not copies:
-            where = "in this process"
-        elif config.sampler.gpus is None:
-            where = f"on the CPU in processes with copies of the weights: {len(copies)}"
-        else:
-            where = f"in processes with copies of the weights on GPU {', '.join(map(str, copies))}"
-        return f"{config.sampler.name}, {where}"
-    if config.sampler.urls:
-        return f"vllm at {', '.join(config.sampler.urls)}"
-    return "vllm, on servers that this run starts"
+    if isinstance(config.sampler, VllmSamplerConfig):
+        if config.sampler.urls:
+            return f"vllm at {', '.join(config.sampler.urls)}"
+        return "vllm, on servers that this run starts"
+    copies = copies_of(config)
+    if not copies:
+        place = "in this process"
+    elif config.sampler.gpus is None:
+        place = f"on the CPU in processes with copies of the weights: {len(copies)}"
+    else:
+        place = f"in processes with copies of the weights on GPU {', '.join(map(str, copies))}"
+    return f"{config.sampler.name}, {place}"

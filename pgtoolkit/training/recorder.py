@@ -1,9 +1,4 @@
-"""The callback that makes a run durable: metrics and progress after each step, checkpoints, an
-orderly stop.
-
-Every rank has one: they stop after the same step and save together, but only that of rank 0 writes
-    to the run.
-"""
+"""The callback that makes a run durable: metrics after each step, checkpoints, an orderly stop."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from types import FrameType
 
 from pgtoolkit.batch import Document, Step
 from pgtoolkit.config.schema_run import TrainerConfig
@@ -25,29 +21,32 @@ from pgtoolkit.runs.directory import RunDirectory
 from pgtoolkit.system.child import parent_has_ended
 from pgtoolkit.tracking.progress import Progress
 from pgtoolkit.tracking.signals import answer_stop_signals, raise_swallowed
+from pgtoolkit.training.accumulation import StepOutput
 from pgtoolkit.training.checkpoint import save_checkpoint
 from pgtoolkit.training.evaluation import Evaluations
 from pgtoolkit.training.frameworks import lightning
+from pgtoolkit.training.module import PolicyGradientModule
 from pgtoolkit.training.state import restore, snapshot, write_settings
 
 log = logging.getLogger("pgtoolkit")
 
-
 _LAUNCHER_LOST = 1000
-"""Stands among the numbers of signals for the end of the process that started this one, which sends
-SIGTERM."""
+"""Among numbers of signals, the end of the process that started this one, which sends SIGTERM."""
 
 
 class Recorder(lightning.Callback):
-    """Writes what each step yields to the run directory; a step counts once its update is made.
+    """Writes each step to the run directory, once its update is made.
 
-    run: None on ranks other than 0. checkpoint: the state to continue from, or None for a fresh
-        run.
-    completions: an attribute, where some are kept; rank 0's.
-    The first of STOP_SIGNALS, to any rank, lets the step finish and saves it (`interrupted_by` is
-    then set); a second SIGINT acts at once. A process that `pgtk` has started, and ranks that
-    another launcher has, stop in the same way when the process that started them is gone. `reached`
-    says in words that the goal of trainer.stop_at was, which ends the run as well.
+    Every rank has a recorder. They stop after the same step and save together, but only rank 0
+    writes to the run directory.
+
+    run: the run directory; None on ranks other than 0.
+    checkpoint: the state to continue from; None for a fresh run.
+    completions: an attribute of rank 0's recorder, where completions are kept.
+    interrupted_by: the first of STOP_SIGNALS, to any rank, lets the step finish, saves it and is
+        named here. A second SIGINT acts at once. A process that `pgtk` has started, and ranks of
+        another launcher, stop in the same way when the process that started them has ended.
+    reached: a sentence that the goal of trainer.stop_at was reached, which ends the run as well.
     """
 
     def __init__(
@@ -58,65 +57,72 @@ class Recorder(lightning.Callback):
         self._config = config
         self._checkpoint = checkpoint
         self.progress = Progress(config.max_steps)
-        self.step = self.saved_step = 0 if checkpoint is None else checkpoint["step"]
+        self.step = 0 if checkpoint is None else checkpoint["step"]
+        self.saved_step = self.step
         self.interrupted_by: str | None = None
+        self.reached: str | None = None
+        self.completions: KeptCompletions | None = None
         self._num_updates = 0 if checkpoint is None else checkpoint["num_updates"]
-        self._not_finite = False
+        self._had_loss = False
         self._signal = 0
         self._parent = os.getppid()
-        self.completions: KeptCompletions | None = None
-        self._unsaved: dict | None = None  # where the data stands, while that is in no checkpoint
+        # The state of the data after the last step, until a checkpoint has it.
+        self._unsaved: dict | None = None
         self._evaluations: Evaluations | None = None
-        self.reached: str | None = None
 
-    def on_train_start(self, trainer, module) -> None:
-        # Only now does the optimizer exist.
+    def on_train_start(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if self._checkpoint is not None:
-            restore(module, self._checkpoint)
+            restore(module, self._checkpoint)  # not earlier, since only now the optimizer exists
             self._checkpoint = None
-        # Lightning puts its caller's handlers back at the end
+        # Lightning restores the handlers of its caller at the end.
         answer_stop_signals(self._stop_after_this_step)
         raise_swallowed()
         if self._run is not None:
             self.progress.begin(self.step)
         if module.evaluator is not None:
             self._evaluations = Evaluations(self._run, module)
-            # before the first step, or where a kill or a signal came before it
+            # Before the first step, or where a run was stopped between a step and its evaluation.
             if self._evaluations.is_due(self.step):
                 self._evaluations.make(self.step)
             self.reached = self._evaluations.reached(self.step)
             trainer.should_stop |= self.reached is not None
 
     def on_train_batch_end(
-        self, trainer, module, outputs: dict, batch: Step, batch_idx: int
+        self,
+        trainer: lightning.Trainer,
+        module: PolicyGradientModule,
+        outputs: StepOutput,
+        batch: Step,
+        batch_idx: int,
     ) -> None:
+        metrics = outputs["metrics"]
         self.step = batch.state_after["num_steps"]
         if self._run is not None:
-            metrics = outputs["metrics"]
             self._run.append_metrics(self.step, metrics)
             self.progress.show(self.step, metrics)
         if self.completions is not None:
             self.completions.add(self.step, batch.documents)
         if self._num_updates == 0:
-            self._before_the_first_update(module, outputs["metrics"], batch.documents)
+            self._follow_first_update(module, metrics, batch.documents)
         self._unsaved = batch.state_after
-        stop = self._asked_to_stop(module)
-        waits = stop and self.step < self._config.max_steps  # until the run is resumed
-        if not waits and self._evaluations is not None and self._evaluations.is_due(self.step):
-            # Before the checkpoint: one that is there has the evaluation of its step, and the best
-            #   one is kept.
+        stop_signal = self._asked_to_stop(module)
+        will_be_resumed = stop_signal and self.step < self._config.max_steps
+        is_due = self._evaluations is not None and self._evaluations.is_due(self.step)
+        if self._evaluations is not None and is_due and not will_be_resumed:
+            # Before the checkpoint: so each checkpoint has its evaluation, and the best one is
+            # kept.
             self._evaluations.make(self.step)
             self.reached = self._evaluations.reached(self.step)
-            stop = self._asked_to_stop(module)
+            stop_signal = self._asked_to_stop(module)
         is_best = self._evaluations is not None and self._evaluations.best_step == self.step
         if is_best or self.step % self._config.checkpoint_every == 0:
             self._save(module)
-        if stop:
-            self.interrupted_by = _name(stop)
-        if stop or self.reached:
+        if stop_signal:
+            self.interrupted_by = _name_of(stop_signal)
+        if stop_signal or self.reached:
             trainer.should_stop = True
 
-    def on_train_end(self, trainer, module) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, module: PolicyGradientModule) -> None:
         if (
             self._evaluations is not None
             and not self.interrupted_by
@@ -126,68 +132,84 @@ class Recorder(lightning.Callback):
         if self._unsaved is not None:
             self._save(module)
 
-    def _asked_to_stop(self, module) -> int:
-        """The number of a signal to any rank; 0 without one."""
-        # Another launcher, such as torchrun, is no parent of ours to follow.
+    def _asked_to_stop(self, module: PolicyGradientModule) -> int:
+        """Return the number of a signal to any rank; 0 if there was none."""
+        # A rank of another launcher, such as torchrun, is not told when the launcher ends.
         if module.layout.world_size > 1 and os.getppid() != self._parent:
             self._signal = _LAUNCHER_LOST
         return largest(self._signal, module.layout)
 
-    def on_exception(self, trainer, module, exception: BaseException) -> None:
-        """A server that samples was lost, for all ranks alike, between two steps: none of those
-        made is to be lost."""
+    def on_exception(
+        self,
+        trainer: lightning.Trainer,
+        module: PolicyGradientModule,
+        exception: BaseException,
+    ) -> None:
+        """Save the steps made so far where a server that samples was lost.
+
+        All ranks learn of that between the same two steps, so they can save together.
+        """
         if isinstance(exception, SamplerLost) and self._unsaved is not None:
             self._save(module)
 
     def check_trained(self) -> None:
-        """Raises an error if the run has come to its end without a single update."""
+        """Raise an error if the run has ended without a single update."""
         if self._num_updates > 0 or self.interrupted_by:
             return
-        reason = (
-            "The loss of each was not finite"
-            if self._not_finite
-            else "Their documents have no trained token"
-        )
-        error = (NumericalError if self._not_finite else DataError)(
+        if self._had_loss:
+            error_class = NumericalError
+            reason = "The loss of each was not finite"
+        else:
+            error_class = DataError
+            reason = "Their documents have no trained token"
+        error = error_class(
             f"nothing was trained: none of the {self.step} steps made an update. {reason}."
         )
         error.on_all_ranks = True
         raise error
 
-    def _before_the_first_update(self, module, metrics: dict, documents: list[Document]) -> None:
+    def _follow_first_update(
+        self, module: PolicyGradientModule, metrics: dict[str, float], documents: list[Document]
+    ) -> None:
+        """Note whether a step up to the first update had a loss, and whether log-probs match."""
         self._num_updates = module.num_updates
-        self._not_finite |= "loss" in metrics
-        if "new_logprobs" in metrics and (
-            note := mismatch_note(documents, metrics["new_logprobs"], module.config.rollout)
-        ):
-            log.warning(f"note: {note}")
+        self._had_loss |= "loss" in metrics
+        if "new_logprobs" in metrics:
+            note = mismatch_note(documents, metrics["new_logprobs"], module.config.rollout)
+            if note:
+                log.warning(f"note: {note}")
 
-    def _save(self, module) -> None:
+    def _save(self, module: PolicyGradientModule) -> None:
         assert self._unsaved is not None
         if self.completions is not None:
-            # first: a run that goes on from this checkpoint has those up to it
+            # First, so that a run that continues from this checkpoint has the completions up to it.
             self.completions.write()
         state, tensors = snapshot(module, loadable(self._unsaved))
-        settings, keep = functools.partial(write_settings, module), self._config.keep_checkpoints
-        best = self._evaluations and self._evaluations.best_step
-        rows = None if self._run is None else self._run.checksums()
-        save_checkpoint(self._folder, state, tensors, settings, keep, module.layout, best, rows)
-        self._unsaved, self.saved_step = None, self.step
+        save_checkpoint(
+            self._folder,
+            state,
+            tensors,
+            functools.partial(write_settings, module),
+            self._config.keep_checkpoints,
+            module.layout,
+            None if self._evaluations is None else self._evaluations.best_step,
+            None if self._run is None else self._run.checksums(),
+        )
+        self._unsaved = None
+        self.saved_step = self.step
         if self._run is not None:
             self._run.set_status("running", self.step, saved=self.step)
 
-    def _stop_after_this_step(self, number, _frame) -> None:
+    def _stop_after_this_step(self, number: int, _frame: FrameType | None) -> None:
         self._signal = _LAUNCHER_LOST if parent_has_ended.is_set() else number
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Not by the log: the signal may have come while a line of it is written, and a stream is
-        #   not written to twice.
+        # Not through the log: the signal may have come while the log writes a line, and its stream
+        # must not be entered twice.
         if self._run is not None:
+            text = f"{_name_of(self._signal)}: finishing this step, then saving"
             with contextlib.suppress(OSError):
-                os.write(
-                    1,
-                    self.progress.above(f"{_name(self._signal)}: finishing this step, then saving"),
-                )
+                os.write(1, self.progress.above(text))
 
 
-def _name(number: int) -> str:
+def _name_of(number: int) -> str:
     return "the end of its launcher" if number == _LAUNCHER_LOST else signal.Signals(number).name

@@ -1,5 +1,4 @@
-"""What a policy's completions come from: the rollouts that it is trained on, and the evaluator of
-held-out prompts."""
+"""Makes the rollouts that a policy is trained on, and its evaluator of held-out prompts."""
 
 from __future__ import annotations
 
@@ -53,45 +52,31 @@ def source_of(
     config: Config,
     task: Task,
     module: PolicyGradientModule,
-    room: int,
+    longest_document: int,
     resume: bool,
     run_dir: Path | None,
 ) -> Source:
-    """The rollouts that the module is trained on, from the start of the data. room: tokens of the
-    longest document.
+    """Return the rollouts that the module is trained on, from the start of the data.
 
-    run_dir: of the run, which keeps the index of recorded rollouts; None: none is kept.
+    longest_document: in tokens.
+    run_dir: of the run, which keeps the index of recorded rollouts; None: no index is kept.
     """
-    rollout = config.rollout
-    if isinstance(rollout, PolicyRolloutConfig):
-        folder = None
-        if rollout.save_path and module.layout.rank == 0:
-            folder = recording_folder(rollout.save_path, resume)
-        with failing_together(module.layout):
-            if module.reference is not None:
-                room = min(room, module.reference.max_positions)
-            tokenized = _tokenized(
-                config, config.task, task, module, room, config.kl.reference_prompt
-            )
-            for note in [*_notes_on_template(tokenized), *notes_on_rows(tokenized, config.task)]:
-                log.warning(f"note: {note}")
-        _check_prompts(module.layout, "the task", task)
-        sampler = _sampler(config, module, tokenized, room, run_dir or Path())
-        ignored = ignored_settings(module.policy, rollout)
-        if ignored and isinstance(config.model, HuggingFaceModelConfig):
-            values = ", ".join(f"{name}={value}" for name, value in ignored.items())
-            log.warning(
-                f"note: {config.model.path}/generation_config.json suggests {values}, which is "
-                "ignored: completions are sampled as rollout.temperature and rollout.top_p say, "
-                "and nothing else."
-            )
-        return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
+    if isinstance(config.rollout, PolicyRolloutConfig):
+        return _policy_rollouts(
+            config, config.rollout, task, module, longest_document, resume, run_dir or Path()
+        )
     layout = module.layout
     tokenizer = module.policy.tokenizer
-    known = tokenizer, end_tokens(module.model.generation_config, tokenizer)
-    vocabulary = module.policy.vocabulary_size
+    tokenizer_and_ends = (tokenizer, end_tokens(module.model.generation_config, tokenizer))
     source = recorded_rollouts(
-        config, module.loss, vocabulary, room, None, layout, run_dir, lambda: known
+        config,
+        module.loss,
+        module.policy.vocabulary_size,
+        longest_document,
+        None,
+        layout,
+        run_dir,
+        lambda: tokenizer_and_ends,
     )
     with failing_together(layout):
         if layout.rank == 0 and run_dir is not None:
@@ -99,140 +84,180 @@ def source_of(
     return source
 
 
+def _policy_rollouts(
+    config: Config,
+    rollout: PolicyRolloutConfig,
+    task: Task,
+    module: PolicyGradientModule,
+    longest_document: int,
+    resume: bool,
+    run_dir: Path,
+) -> PolicyRollouts:
+    """Return rollouts of the policy in training, and print notes on its prompts and settings."""
+    folder = None
+    if rollout.save_path and module.layout.rank == 0:
+        folder = recording_folder(rollout.save_path, resume)
+    with failing_together(module.layout):
+        if module.reference is not None:
+            longest_document = min(longest_document, module.reference.max_positions)
+        tokenized = _tokenized_task(
+            config, config.task, task, module, longest_document, config.kl.reference_prompt
+        )
+        for note in [*_notes_on_template(tokenized), *notes_on_rows(tokenized, config.task)]:
+            log.warning(f"note: {note}")
+    _check_prompts(module.layout, "the task", task)
+    sampler = _sampler(config, module, tokenized, longest_document, run_dir)
+    ignored = ignored_settings(module.policy, rollout)
+    if ignored and isinstance(config.model, HuggingFaceModelConfig):
+        values = ", ".join(f"{name}={value}" for name, value in ignored.items())
+        log.warning(
+            f"note: {config.model.path}/generation_config.json suggests {values}, which is "
+            "ignored: only rollout.temperature and rollout.top_p decide how completions are "
+            "sampled."
+        )
+    return PolicyRollouts(config, tokenized, sampler, module, module.layout, folder)
+
+
 def evaluator_of(
     config: Config,
-    trained: Task | None,
+    training_task: Task | None,
     module: PolicyGradientModule,
     source: Source | None,
     run_dir: Path,
 ) -> Evaluator:
-    """What evaluates the policy of a module. trained: the prompts that it is trained on, if it is.
-    source: likewise.
+    """Return the evaluator of a module's policy, and print notes on its sets of prompts.
 
-    Raises ConfigError or DataError for sets whose prompts cannot be read, or have no room.
+    training_task: has the prompts that the policy is trained on; None where it is not trained on
+        prompts.
+    source: the rollouts that it is trained on, if it is.
+    Raises ConfigError or DataError for a set whose prompts cannot be read, or are too long.
     """
-    evaluated, room = as_evaluated(config), module.policy.max_positions
-    assert isinstance(evaluated.rollout, PolicyRolloutConfig)
+    evaluated_config = as_evaluated(config)
+    assert isinstance(evaluated_config.rollout, PolicyRolloutConfig)
+    longest_document = module.policy.max_positions
     if config.sampler.name == "vllm":
-        room = min(room, config.accumulation.max_tokens)
+        longest_document = min(longest_document, config.accumulation.max_tokens)
     with failing_together(module.layout):
         sets = [
-            _prompt_set(evaluated, prompt_set, module, room) for prompt_set in held_out_sets(config)
+            _prompt_set(evaluated_config, held_out, module, longest_document)
+            for held_out in held_out_sets(config)
         ]
-        if trained is None:  # else training has said the same
-            for note in dict.fromkeys(
-                note for prompt_set in sets for note in _notes_on_template(prompt_set.task)
-            ):
-                log.warning(f"note: {note}")
-        for prompt_set in sets:
-            task = prompt_set.task.task
-            if trained is not None and (count := asked_by_both(trained, task, prompt_set.count)):
-                log.warning(
-                    f"note: {count} of the {prompt_set.count} prompts of evaluation set "
-                    f"{prompt_set.name} are also prompts of training: what is measured on those is "
-                    "not held out."
-                )
-            # which may begin alike, and go on by the prompts' seeds
-            if isinstance(task, ConversationTask):
-                continue
-            if count := prompt_set.count - len(
-                different(map(task.prompt, range(prompt_set.count)))
-            ):
-                log.warning(
-                    f"note: {count} of the {prompt_set.count} prompts of {prompt_set.name} repeat "
-                    "one before."
-                )
+        _note_on_sets(sets, training_task)
     for prompt_set in sets:
         _check_prompts(module.layout, f"evaluation set {prompt_set.name}", prompt_set.task.task)
     if isinstance(source, PolicyRollouts) and isinstance(
         source.sampler, ServerSampler | CopySampler
     ):
-        sampler = source.sampler.sampling_otherwise(evaluated.rollout, source.state_dict)
+        sampler = source.sampler.sampling_otherwise(evaluated_config.rollout, source.state_dict)
     else:
-        sampler = _sampler(evaluated, module, sets[0].task, room, run_dir)
-    return Evaluator(sets, sampler, module, evaluated.rollout, module.layout, run_dir)
+        sampler = _sampler(evaluated_config, module, sets[0].task, longest_document, run_dir)
+    return Evaluator(sets, sampler, module, evaluated_config.rollout, module.layout, run_dir)
+
+
+def _note_on_sets(sets: list[PromptSet], training_task: Task | None) -> None:
+    """Print notes on chat templates, on prompts that training has too, and on repeated prompts."""
+    if training_task is None:  # otherwise the same notes came with the prompts of training
+        notes = [note for prompt_set in sets for note in _notes_on_template(prompt_set.task)]
+        for note in dict.fromkeys(notes):
+            log.warning(f"note: {note}")
+    for prompt_set in sets:
+        task = prompt_set.task.task
+        num_shared = 0
+        if training_task is not None:
+            num_shared = asked_by_both(training_task, task, prompt_set.count)
+        if num_shared:
+            log.warning(
+                f"note: {num_shared} of the {prompt_set.count} prompts of evaluation set "
+                f"{prompt_set.name} are also prompts of training: what is measured on those is "
+                "not held out."
+            )
+        if isinstance(task, ConversationTask):
+            continue  # conversations may begin alike, and differ by the seeds of their prompts
+        prompts = map(task.prompt, range(prompt_set.count))
+        num_repeated = prompt_set.count - len(different(prompts))
+        if num_repeated:
+            log.warning(
+                f"note: {num_repeated} of the {prompt_set.count} prompts of {prompt_set.name} "
+                "repeat an earlier one."
+            )
 
 
 def _prompt_set(
-    config: Config, chosen: HeldOut, module: PolicyGradientModule, room: int
+    config: Config, held_out: HeldOut, module: PolicyGradientModule, longest_document: int
 ) -> PromptSet:
-    place = f"evaluation.sets.{chosen.name}" if config.evaluation.sets else "task"
+    place = f"evaluation.sets.{held_out.name}" if config.evaluation.sets else "task"
+
+    def with_keys_of_set(message: str) -> str:
+        message = message.replace("task.", f"{place}.")
+        return message.replace("rollout.max_comp", "evaluation.max_comp")
+
+    once = functools.partial(read_once, module.layout)
     try:
-        task = make_task(
-            chosen.task, chosen.seed, functools.partial(read_once, module.layout), held_out=True
-        )
-        tokenized = _tokenized(config, chosen.task, task, module, room)
+        task = make_task(held_out.task, held_out.seed, once, held_out=True)
+        tokenized = _tokenized_task(config, held_out.task, task, module, longest_document)
     except (ConfigError, DataError) as error:
-        problem = (
-            str(error)
-            .replace("task.", f"{place}.")
-            .replace("rollout.max_comp", "evaluation.max_comp")
-        )
-        raise type(error)(f"evaluation set {chosen.name}: {problem}") from error
-    for note in notes_on_rows(tokenized, chosen.task):
-        of_set = note.replace("task.", f"{place}.").replace(
-            "rollout.max_comp", "evaluation.max_comp"
-        )
-        log.warning(f"note: evaluation set {chosen.name}: {of_set}")
-    return PromptSet(
-        chosen.name, tokenized, min(chosen.prompts, task.num_prompts or chosen.prompts), chosen.seed
-    )
+        problem = with_keys_of_set(str(error))
+        raise type(error)(f"evaluation set {held_out.name}: {problem}") from error
+    for note in notes_on_rows(tokenized, held_out.task):
+        log.warning(f"note: evaluation set {held_out.name}: {with_keys_of_set(note)}")
+    count = min(held_out.prompts, task.num_prompts or held_out.prompts)
+    return PromptSet(held_out.name, tokenized, count, held_out.seed)
 
 
-def _tokenized(
+def _tokenized_task(
     config: Config,
-    chosen: TaskConfig,
+    task_config: TaskConfig,
     task: Task,
     module: PolicyGradientModule,
-    room: int,
+    longest_document: int,
     template: str | None = None,
 ) -> TokenizedTask:
-    """A task as the policy's tokenizer sees it, its prompts measured against the room for a
-    document."""
+    """Return a task with the policy's tokenizer, once the lengths of its prompts are checked.
+
+    template: of the prompts that the reference reads, if they are other ones.
+    Raises ConfigError or DataError for prompts that are too long, or conversations that the model
+    has no tokens for.
+    """
     assert isinstance(config.rollout, PolicyRolloutConfig)
     tokenizer = module.policy.tokenizer
-    ends = end_tokens(module.model.generation_config, tokenizer)
-    chat = chat_of(chosen, tokenizer)
-    vocabulary = module.policy.vocabulary_size
-    longest = config.rollout.max_completion_length
+    chat = chat_of(task_config, tokenizer)
+    longest_completion = config.rollout.max_completion_length
     tokenized = TokenizedTask(
         task,
         tokenizer,
-        ends,
+        end_tokens(module.model.generation_config, tokenizer),
         chat,
         config.rollout.stop,
-        vocabulary,
+        module.policy.vocabulary_size,
         template,
-        longest,
+        longest_completion,
         config.trainer.max_steps,
     )
     unscaled = module.policy.unscaled_positions
-    if config.sampler.name == "transformers" and unscaled < room:
-        # One token after the other, a document would begin with other positions than a forward pass
-        # of it has.
+    if config.sampler.name == "transformers" and unscaled < longest_document:
+        # Sampled token by token, the first tokens would have other positions than in training.
         log.warning(
-            f"note: documents have at most {unscaled} tokens, since the model's rotary positions "
-            "(longrope) change for all tokens of a longer one: it could not be sampled token by "
-            "token as it is trained."
+            f"note: documents have at most {unscaled} tokens. In a longer one the model's rotary "
+            "positions (longrope) change for all tokens, so sampling token by token would not "
+            "agree with training."
         )
-        room = unscaled
-    skip = getattr(chosen, "too_long", None) == TooLong.skip
-    longest_prompt = getattr(chosen, "max_prompt_length", None)
+        longest_document = unscaled
+    skips_long_prompts = getattr(task_config, "too_long", None) == TooLong.skip
+    longest_prompt = getattr(task_config, "max_prompt_length", None)
     once = functools.partial(read_once, module.layout)
-    tokenized.check_lengths(room, longest, skip, longest_prompt, once)
+    tokenized.check_lengths(
+        longest_document, longest_completion, skips_long_prompts, longest_prompt, once
+    )
     if isinstance(task, ConversationTask):
-        if (
-            chat is None
-            and config.model.name == "huggingface"
-            and getattr(chosen, "chat", Chat.never) == Chat.auto
-        ):
+        asks_for_template = getattr(task_config, "chat", Chat.never) == Chat.auto
+        if chat is None and config.model.name == "huggingface" and asks_for_template:
             raise ConfigError(
                 refusal(
                     setting="task.chat=auto",
-                    needs="a chat template of the model's",
+                    needs="a model with a chat template",
                     got="none",
                     reason="A conversation's messages have roles.",
-                    use="task.chat=never, with which they are their contents",
+                    use="task.chat=never, which writes their contents alone",
                 )
             )
         tokenized.between.check(task.prompt(0).messages or ())
@@ -244,15 +269,19 @@ def _notes_on_template(tokenized: TokenizedTask) -> list[str]:
 
 
 def _check_prompts(layout: Layout, place: str, task: Task) -> None:
-    """RankLost where ranks, each of which has its share of the prompts completed, have read other
-    ones."""
+    """Raise RankLost where ranks, each of which completes its share of the prompts, have read
+    different ones."""
     if layout.world_size > 1:
         rows = [(prompt.text, prompt.messages, prompt.answer) for prompt in task.rows()]
         check_same(layout, f"the prompts of {place}", zlib.crc32(repr(rows).encode()))
 
 
 def _sampler(
-    config: Config, module: PolicyGradientModule, task: TokenizedTask, room: int, run_dir: Path
+    config: Config,
+    module: PolicyGradientModule,
+    task: TokenizedTask,
+    longest_document: int,
+    run_dir: Path,
 ) -> Sampler:
     if copies_of(config):
         return CopySampler(config, module.policy, module.layout, run_dir)
@@ -262,4 +291,6 @@ def _sampler(
     with failing_together(module.layout):
         prompts = task.encode([task.prompt(number) for number in range(16)])
     settings = functools.partial(write_settings, module, merged=True)
-    return ServerSampler(Vllm(), config, module, module.layout, prompts, room, settings, run_dir)
+    return ServerSampler(
+        Vllm(), config, module, module.layout, prompts, longest_document, settings, run_dir
+    )

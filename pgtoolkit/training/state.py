@@ -1,14 +1,14 @@
-"""What a run is made of at the end of a step, taken from a module and put back into one."""
+"""The state of a run at the end of a step, taken from a module and restored into one."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -32,16 +32,19 @@ from pgtoolkit.training.checkpoint import (
     damaged,
     open_tensors,
 )
+from pgtoolkit.training.module import PolicyGradientModule
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter, in its order: so a resumed run cuts its files as one that was
-never stopped."""
+"""The fields that AdamW keeps of each parameter, in its order. So a resumed run divides tensors
+into files as a run that was never stopped."""
 
 
-def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor]]]:
-    """Return all that the next step depends on, for `save_checkpoint`.
+def snapshot(
+    module: PolicyGradientModule, data_state: dict
+) -> tuple[dict, dict[str, dict[str, Tensor]]]:
+    """Return the state, and the weights and moments by kind and name, for `save_checkpoint`.
 
-    These are the state, and weights and moments themselves. Called by every rank.
+    The tensors are those of the module, not copies. Called by every rank.
     """
     state = {
         "step": data_state["num_steps"],
@@ -55,69 +58,84 @@ def snapshot(module, data_state: dict) -> tuple[dict, dict[str, dict[str, Tensor
         state["loss_scale"] = module.loss_scale.state_dict()
     if module.policy.base_digest is not None:
         state["base_digest"] = module.policy.base_digest
-    kind, weights = stored(module.policy)
-    moments, without = _moments(module.optimizer, weights, module.layout)
-    state["without_moments"] = without
+    kind, weights = stored_weights(module.policy)
+    moments, without_moments = _moments(module.optimizer, weights, module.layout)
+    state["without_moments"] = without_moments
     tensors = {kind: weights, MOMENTS: moments}
     if module.config.kl.update_every is not None:
+        assert module.reference is not None
         tensors[REFERENCE] = named_weights(module.reference.model)
-    if module.critic is not None:
-        tensors[CRITIC] = named_weights(module.critic.body.model)
-        moments, without = _moments(module.critic.optimizer, tensors[CRITIC], module.layout)
+    critic = module.critic
+    if critic is not None:
+        tensors[CRITIC] = named_weights(critic.body.model)
+        moments, without_moments = _moments(critic.optimizer, tensors[CRITIC], module.layout)
         tensors[CRITIC_MOMENTS] = moments
-        state |= {"critic_updates": module.critic.num_updates, "critic_without_moments": without}
+        state["critic_updates"] = critic.num_updates
+        state["critic_without_moments"] = without_moments
     return state, tensors
 
 
 def _moments(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], layout: Layout
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the moments of weights, and the names of those of which no step had a gradient, on any
-    rank."""
-    of_each = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
-    moments = {
-        f"{name}.{field}": value
-        for name, fields in of_each.items()
-        for field, value in fields.items()
-    }
-    without = [name for name, fields in of_each.items() if not fields]
-    return moments, sorted(set().union(*gather_objects(without, layout.world_group)))
+    """Return the moments of weights, and the names of the weights without moments on any rank.
 
-
-def write_settings(module, folder: Path, merged: bool = False) -> None:
-    """Write what transformers needs beside the weights; OSError if that fails.
-
-    These are the configuration, whose `dtype` is the number type of the weights that training began
-    with (it keeps them in float32 whatever they came in), how completions are sampled, and the
-    tokenizer. merged: the folder's weights are those of the whole model. Otherwise a folder of
-    LoRA's adapters gets their own configuration: beside the model's, transformers would take it for
-    a whole model.
+    A weight has none if no step gave it a gradient.
     """
-    chosen, sampling = module.config.model, sampling_settings(module.policy, module.config.rollout)
+    moments = {}
+    without_moments = []
+    for name, weight in weights.items():
+        fields = optimizer.state.get(weight, {})
+        moments |= {f"{name}.{field}": value for field, value in fields.items()}
+        if not fields:
+            without_moments.append(name)
+    return moments, sorted(_union_over_ranks(without_moments, layout))
+
+
+def _union_over_ranks(names: Iterable[str], layout: Layout) -> set[str]:
+    return set().union(*gather_objects(set(names), layout.world_group))
+
+
+def write_settings(module: PolicyGradientModule, folder: Path, merged: bool = False) -> None:
+    """Write the files that transformers needs beside the weights. Raises OSError if that fails.
+
+    They are the model's configuration, the settings of sampling, and the tokenizer. The
+    configuration's `dtype` is the number type that training began with, though it keeps the weights
+    in float32.
+
+    merged: the folder has the weights of the whole model. Otherwise a folder of LoRA's adapters
+        gets their configuration alone: with the model's, transformers would read it as a model.
+    """
+    model_config = module.config.model
+    sampling = sampling_settings(module.policy, module.config.rollout)
     if module.policy.base_digest is not None and not merged:
-        config = lora.settings(module.model, chosen.path)
+        assert isinstance(model_config, HuggingFaceModelConfig)
+        config = lora.settings(module.model, model_config.path)
     else:
         config = copy.deepcopy(module.model.config)
         config.architectures = [type(module.model).__name__.removeprefix("FSDP")]
-        config.use_cache, config.dtype = True, torch.float32
-        if isinstance(chosen, HuggingFaceModelConfig) and not chosen.random_weights:
-            config.dtype = load_config(chosen.path).dtype or torch.float32
+        config.use_cache = True
+        config.dtype = torch.float32
+        if isinstance(model_config, HuggingFaceModelConfig) and not model_config.random_weights:
+            config.dtype = load_config(model_config.path).dtype or torch.float32
     try:
         for part in (config, sampling, module.policy.tokenizer):
             part.save_pretrained(str(folder))
-    except Exception as error:  # tokenizers raises no other type, whatever the disk says
+    except Exception as error:  # tokenizers raises a bare Exception for a full disk
         raise OSError(first_line(error)) from error
 
 
-def restore(module, state: dict) -> None:
-    """Continue from a checkpoint of any number of ranks, but for the data, which the step loader
-    restores.
+def restore(module: PolicyGradientModule, state: dict) -> None:
+    """Restore a module from a checkpoint of any number of ranks. Called by every rank.
 
-    state: as `load_newest` gives it; called by every rank. Of the optimizer only its moments are
-        taken over: its
-    settings are the configuration's, which a resume may change.
+    The step loader restores the data. Of the optimizer only the moments are restored: its settings
+    are those of the configuration, which a resume may change.
+
+    state: as `load_newest` returns it. Raises ConfigError for a checkpoint of another model, and
+    StorageError for a damaged one.
     """
-    names = set().union(*gather_objects(set(stored(module.policy)[1]), module.layout.world_group))
+    _, weights = stored_weights(module.policy)
+    names = _union_over_ranks(weights, module.layout)
     with failing_together(module.layout):
         try:
             _restore_tensors(module, state, names)
@@ -130,37 +148,51 @@ def restore(module, state: dict) -> None:
         module.documents_seen = state["documents_seen"]
         if module.critic is not None:
             module.critic.num_updates = state["critic_updates"]
-        # not of a run in another type before
+        # A run that had another number type before has no scale to restore.
         if module.loss_scale is not None and "loss_scale" in state:
             module.loss_scale.load_state_dict(state["loss_scale"])
 
 
 @torch.no_grad()
-def _restore_tensors(module, state: dict, names: set[str]) -> None:
-    """This rank's part of weights and moments. names: of the whole model's weights."""
+def _restore_tensors(module: PolicyGradientModule, state: dict, names: set[str]) -> None:
+    """Restore this rank's part of weights and moments. names: of the whole model's weights."""
+    path = state["path"]
     load_weights(module.policy, state, names)
     if module.config.kl.update_every is not None:
-        with open_tensors(state["path"], REFERENCE) as files:
-            for name, weight in named_weights(module.reference.model).items():
-                fill(weight, name, files)
-    weights = stored(module.policy)[1]
-    without = state.get("without_moments")
+        assert module.reference is not None
+        _fill_all(named_weights(module.reference.model), path, REFERENCE)
+    _, weights = stored_weights(module.policy)
     _restore_moments(
-        state["path"], MOMENTS, module.optimizer, weights, names, state["num_updates"], without
+        path,
+        MOMENTS,
+        module.optimizer,
+        weights,
+        names,
+        state["num_updates"],
+        state.get("without_moments"),
     )
-    if module.critic is None:
+    critic = module.critic
+    if critic is None:
         return
     if "critic_updates" not in state:
         raise ValueError("it holds no critic")
-    weights = named_weights(module.critic.body.model)
-    with open_tensors(state["path"], CRITIC) as files:
-        for name, weight in weights.items():
-            fill(weight, name, files)
-    updates, without = state["critic_updates"], state["critic_without_moments"]
-    optimizer = module.critic.optimizer
+    weights = named_weights(critic.body.model)
+    _fill_all(weights, path, CRITIC)
     _restore_moments(
-        state["path"], CRITIC_MOMENTS, optimizer, weights, set(weights), updates, without
+        path,
+        CRITIC_MOMENTS,
+        critic.optimizer,
+        weights,
+        set(weights),
+        state["critic_updates"],
+        state["critic_without_moments"],
     )
+
+
+def _fill_all(weights: Mapping[str, Tensor], path: Path, kind: str) -> None:
+    with open_tensors(path, kind) as files:
+        for name, weight in weights.items():
+            _fill(weight, name, files)
 
 
 def _restore_moments(
@@ -170,28 +202,34 @@ def _restore_moments(
     weights: Mapping[str, Tensor],
     names: set[str],
     updates: int,
-    without: list[str] | None,
+    without_moments: list[str] | None,
 ) -> None:
-    """This rank's part of the moments of weights. names, without: see `_check_moments`."""
+    """Restore this rank's part of the moments of weights.
+
+    names, updates, without_moments: see `_check_moments`. Raises StorageError for a damaged
+    checkpoint.
+    """
     with open_tensors(path, kind) as files:
         if updates and not files:
             raise StorageError(damaged(path, "the optimizer's moments are missing"))
-        _check_moments(files.keys(), names, path, updates, without)
+        _check_moments(files.keys(), names, path, updates, without_moments)
         for name, parameter in weights.items():
-            if f"{name}.step" in files:
-                # beside the parameter, as fused AdamW has it
-                count = torch.zeros((), device=parameter.device)
-                rooms = {
-                    field: count if field == "step" else torch.zeros_like(parameter)
-                    for field in _MOMENTS
-                }
-                optimizer.state[parameter] = rooms
-                for field, room in rooms.items():
-                    fill(room, f"{name}.{field}", files)
-                    part = local(room)
-                    if not part.isfinite().all() or (field != "exp_avg" and (part < 0).any()):
-                        problem = f"{name}.{field} of the optimizer holds negative numbers or NaN"
-                        raise StorageError(damaged(path, problem))
+            if f"{name}.step" not in files:
+                continue
+            moments = {
+                # Fused AdamW has the count of steps on the device, too.
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+            optimizer.state[parameter] = moments
+            for field, target in moments.items():
+                _fill(target, f"{name}.{field}", files)
+                values = local(target)
+                is_negative = field != "exp_avg" and (values < 0).any()
+                if not values.isfinite().all() or is_negative:
+                    problem = f"{name}.{field} of the optimizer holds negative numbers or NaN"
+                    raise StorageError(damaged(path, problem))
 
 
 def _check_moments(
@@ -199,31 +237,33 @@ def _check_moments(
     names: set[str],
     path: Path,
     updates: int,
-    without: list[str] | None,
+    without_moments: list[str] | None,
 ) -> None:
-    """Raise an error where moments are missing, or are of no weight.
+    """Raise an error where moments are missing, or belong to no weight.
 
-    names: of the whole model's weights. updates: that were made of them. without: which of them
-        have no moments, as the
-    checkpoint says; one that does not say so may lack all moments of a weight, but not some of
-    them.
+    names: of the whole model's weights.
+    updates: the number that was made of them.
+    without_moments: names of the weights that have none, as the checkpoint says. One that does not
+        say it may lack all moments of any weight, but not some of them.
     """
-    for name in sorted(
-        {*stored_names} - {f"{name}.{field}" for name in names for field in _MOMENTS}
-    ):
-        raise ValueError(f"{name} is none of the optimizer's moments")
+    expected = {f"{name}.{field}" for name in names for field in _MOMENTS}
+    unknown = sorted({*stored_names} - expected)
+    if unknown:
+        raise ValueError(f"{unknown[0]} is none of the optimizer's moments")
     if not updates:
         return
     for name in sorted(names):
         missing = [field for field in _MOMENTS if f"{name}.{field}" not in stored_names]
-        may_lack_all = without is None or name in without
+        may_lack_all = without_moments is None or name in without_moments
         if missing and not (may_lack_all and len(missing) == len(_MOMENTS)):
             raise StorageError(damaged(path, f"{name}.{missing[0]} of the optimizer is missing"))
 
 
-def stored(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:
-    """What a checkpoint holds of the model: the kind, and the tensors themselves by their names
-    there."""
+def stored_weights(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:
+    """Return the kind of the weights that a checkpoint holds of a policy, and these by name.
+
+    They are the policy's tensors themselves: all weights, or LoRA's adapters.
+    """
     if policy.base_digest is None:
         return WEIGHTS, named_weights(policy.model)
     return ADAPTERS, lora.adapter_weights(policy.model)
@@ -231,40 +271,51 @@ def stored(policy: Policy) -> tuple[str, Mapping[str, Tensor]]:
 
 @torch.no_grad()
 def load_weights(policy: Policy, state: dict, names: set[str] | None = None) -> None:
-    """This rank's part of a checkpoint's weights, or of its adapters; names: of all of them, where
-    others hold some.
+    """Load this rank's part of a checkpoint's weights, or adapters, into a policy.
 
-    Raises ValueError or SafetensorError where they are not those of the policy, and ConfigError for
-    adapters that do not fit to it.
+    names: of the whole model's weights; None where this rank has all.
+    Raises ValueError or SafetensorError where the checkpoint has other weights than the policy, and
+    ConfigError for adapters that do not fit it.
     """
-    kind, tensors = stored(policy)
-    names = {*tensors} if names is None else names
-    if (found := state.get("base_digest")) != policy.base_digest:
-        why = (
-            "its adapters were trained beside other weights than model.path has now. Use the "
-            "model as it was."
-        )
-        if found is None:
-            why = "it holds all weights. Use model.lora_rank=null."
+    saved_digest = state.get("base_digest")
+    if saved_digest != policy.base_digest:
+        if saved_digest is None:
+            reason = "it holds all weights. Use model.lora_rank=null."
         elif policy.base_digest is None:
-            why = "it holds LoRA's adapters alone. Use model.lora_rank as it was."
-        raise ConfigError(f"the checkpoint does not fit the configured model: {why}")
+            reason = "it holds LoRA's adapters alone. Use model.lora_rank as it was."
+        else:
+            reason = (
+                "its adapters were trained on other weights than model.path has now. Use the "
+                "model as it was."
+            )
+        raise ConfigError(f"the checkpoint does not fit the configured model: {reason}")
+    kind, weights = stored_weights(policy)
+    names = {*weights} if names is None else names
     with open_tensors(state["path"], kind) as files:
-        for name in sorted(names ^ files.keys()):
-            raise ValueError(f"{name} is {'missing' if name in names else 'none of its weights'}")
-        for name, tensor in tensors.items():
-            fill(tensor, name, files)
+        differing = sorted(names ^ files.keys())
+        if differing:
+            name = differing[0]
+            problem = "missing" if name in names else "none of its weights"
+            raise ValueError(f"{name} is {problem}")
+        for name, weight in weights.items():
+            _fill(weight, name, files)
 
 
-def fill(target: Tensor, name: str, files: dict) -> None:
-    """Copy a stored tensor, or this rank's part of it, into `target`."""
+def _fill(target: Tensor, name: str, files: Mapping[str, safe_open]) -> None:
+    """Copy a stored tensor, or this rank's part of it, into `target`.
+
+    files: as `open_tensors` gives them. Raises ValueError where it is missing or does not fit.
+    """
     if name not in files:
         raise ValueError(f"{name} is missing")
-    whole = files[name].get_tensor(name)
-    if (whole.shape, whole.dtype) != (target.shape, target.dtype):
-        found, needed = ([*tensor.shape, tensor.dtype] for tensor in (whole, target))
-        raise ValueError(f"{name} is of {found}, not of {needed}")
-    if isinstance(target, DTensor):  # every rank reads the file, so that none needs to send
-        whole = whole.to(target.device)
-        whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(whole)
+    tensor = files[name].get_tensor(name)
+    if (tensor.shape, tensor.dtype) != (target.shape, target.dtype):
+        got = [*tensor.shape, tensor.dtype]
+        needed = [*target.shape, target.dtype]
+        raise ValueError(f"{name} is of {got}, not of {needed}")
+    if isinstance(target, DTensor):
+        # Every rank reads the file itself, so none has to send parts of the tensor.
+        tensor = distribute_tensor(
+            tensor.to(target.device), target.device_mesh, target.placements, src_data_rank=None
+        )
+    target.copy_(tensor)

@@ -174,10 +174,10 @@ def test_a_step_in_which_nothing_is_taught_is_said_once(folder, tmp_path, capsys
     train(config_of(*with_prompts(folder, tmp_path), "trainer.max_steps=3"), tmp_path / "run")
     said = [line for line in capsys.readouterr().out.splitlines() if "every advantage" in line]
     assert said == [
-        "note: every advantage of the step that ends at document 8 is 0: the completions of each "
-        "prompt have equal rewards, so it teaches nothing. Is the task too hard, too easy, or an "
-        "answer longer than a completion? Said once; the metric zero_advantage_group_fraction "
-        "tells more."
+        "note: every advantage of the step that ends at document 8 is 0, so the step teaches "
+        "nothing: all completions of a prompt have equal rewards. Is the task too hard or too "
+        "easy, or are answers longer than rollout.max_completion_length? This note is printed "
+        "once; see the metric zero_advantage_group_fraction."
     ]
     assert [row["zero_advantage_group_fraction"] for row in metrics_of(tmp_path / "run")] == [
         1,

@@ -126,8 +126,8 @@ def test_what_is_ignored_is_said_once(folder, tmp_path, capsys):
     said = [line for line in capsys.readouterr().out.splitlines() if "generation_config" in line]
     assert said == [
         f"note: {folder}/generation_config.json suggests top_k=20, repetition_penalty=1.1, which "
-        "is ignored: completions are sampled as rollout.temperature and rollout.top_p say, and "
-        "nothing else."
+        "is ignored: only rollout.temperature and rollout.top_p decide how completions are "
+        "sampled."
     ]
 
 

@@ -136,7 +136,7 @@ def test_no_damage_passes_for_a_checkpoint(tmp_path, name, damage, caplog):
     if damage == "missing":
         (newest / name).unlink()
     assert load_newest(tmp_path)["step"] == 1
-    assert "step-000002 cannot be read and is passed over: " in caplog.text
+    assert "step-000002 cannot be read and is skipped: " in caplog.text
 
 
 def test_no_checkpoint_is_none_and_nothing_but_damaged_ones_is_an_error(tmp_path):

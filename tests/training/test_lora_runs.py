@@ -183,7 +183,7 @@ def test_adapters_beside_other_weights_are_refused(base, trained, tmp_path, caps
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.5
     model.save_pretrained(tmp_path / "base")
     says = (
-        "does not fit the configured model: its adapters were trained beside other weights than "
+        "does not fit the configured model: its adapters were trained on other weights than "
         "model.path has now"
     )
     # other files may hold the same weights
