@@ -48,6 +48,7 @@ ALSO_LIGHT = (
     "losses.family",
     "losses.kl",
     "ranks.environment",
+    "training.inputs",
     "training.machine",
 )
 FILES = sorted(PACKAGE.rglob("*.py"))

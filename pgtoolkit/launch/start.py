@@ -18,7 +18,8 @@ from pgtoolkit.launch.ranks import train_job, train_on_processes, wait_until_fre
 from pgtoolkit.launch.worker import Training
 from pgtoolkit.ranks.environment import joined
 from pgtoolkit.system.report import key_of, refusal, say, shell_path
-from pgtoolkit.training.machine import DataProblem, check_machine
+from pgtoolkit.training.inputs import DataProblem
+from pgtoolkit.training.machine import check_machine
 
 
 def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:

@@ -1,5 +1,4 @@
-"""Runs one experiment in its run directory: from the configuration to the last checkpoint and the
-summary."""
+"""Runs one experiment in its run directory, up to the last checkpoint and the summary."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import logging
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -71,102 +70,45 @@ def train(
     sweep: str | None = None,
     layout: Layout = ONE_PROCESS,
 ) -> None:
-    """Train as the validated configuration says; `resume` continues from the newest checkpoint in
-    run_dir.
+    """Train as the validated configuration says.
 
-    overrides: what was typed, for the record. sweep: the name of the sweep that the run belongs to;
-        a resumed run
-    keeps the one it was started with. layout: of all processes, each of which calls this; rank 0
-        alone writes and logs.
-    Raises a PgtoolkitError that carries the exit status; status.json in the run directory tells the
-    same.
+    resume: continue from the newest checkpoint in run_dir.
+    overrides: what was typed, for the record.
+    sweep: the name of the sweep that the run belongs to. A resumed run keeps its first one.
+    layout: of all processes. Each of them calls this function, but only rank 0 writes and logs.
+    Raises a PgtoolkitError, which carries the exit status. status.json of the run says the same.
     """
-    run = checkpoint = None  # the run directory and what tracks it are rank 0's
     trackers: list[Tracker] = []
-    outcome, reason = "failed", None
+    outcome = "failed"
+    reason = None
     with contextlib.ExitStack() as opened:
-        with losing_ranks(layout, config.parallelism.timeout_seconds):
-            with failing_together(layout):
-                if layout.rank == 0:
-                    run = opened.enter_context(RunDirectory(run_dir, new=not resume))
-                    opened.enter_context(_logging_to(run.path / "run.log"))
-                    checkpoint = _prepare(config, run, resume, list(overrides))
-                else:
-                    log.handlers, log.propagate = [logging.NullHandler()], False
-                    quieten()
-            path = gather_objects(checkpoint and checkpoint["path"], layout.world_group)[0]
-            if layout.rank > 0 and path is not None:
-                checkpoint = read_checkpoint(path, check=False)
+        run, checkpoint = _open_run(config, run_dir, resume, overrides, layout, opened)
         folder = Path(run_dir) if run is None else run.path
         recorder = Recorder(run, folder, config.trainer, checkpoint)
         try:
             if run is not None:
                 run.set_status("running", recorder.step, sweep=sweep)
-            if layout.world_size > 1:
-                sizes = ", ".join(
-                    f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1
-                )
-                log.info(f"{layout.world_size} processes: {sizes}")
-            with (
-                contextlib.ExitStack() as started,
-                losing_ranks(layout, config.parallelism.timeout_seconds),
-            ):
-                started.callback(recorder.progress.end)
-                module, loader = build(config, resume, layout, folder)
-                started.callback(loader.source.close)
-                if module.evaluator is not None:
-                    started.callback(module.evaluator.close)
-                if checkpoint is not None:
-                    with reading_checkpoint(checkpoint["path"]):
-                        loader.load_state_dict(checkpoint["data"])
-                if run is not None:
-                    if count := getattr(config.rollout, "keep_completions", 0):
-                        assert isinstance(loader.source, PolicyRollouts)
-                        prompt, tokenizer = loader.source.prompt, module.policy.tokenizer
-                        recorder.completions = KeptCompletions(
-                            run.path, count, prompt, tokenizer, recorder.step
-                        )
-                    _start_trackers(config, run, trackers)
-                    for tracker in trackers:
-                        is_mlflow = isinstance(tracker, MlflowTracker)
-                        where = (
-                            mlflow_entries(tracker.info)
-                            if is_mlflow
-                            else [entry(tracker.title, tracker.where)]
-                        )
-                        log.info("\n".join(where))
-                if recorder.step < config.trainer.max_steps or module.evaluator is not None:
-                    fit(module, loader, config, recorder)
-                recorder.check_trained()
-            stopped = recorder.interrupted_by
-            outcome, reason = ("interrupted", stopped) if stopped else ("done", recorder.reached)
-            if outcome == "done" and reason is None and recorder.step < config.trainer.max_steps:
-                reason = _why_the_data_ended(config.rollout)
-                reason = (
-                    f"the data ended after step {recorder.step} of "
-                    f"{config.trainer.max_steps}: {reason}"
-                )
-        except (KeyboardInterrupt, SystemExit) as stop:  # Lightning turns the one into the other
-            first = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
-            outcome, reason = "interrupted", "a second SIGINT" if recorder.interrupted_by else first
+            _train_steps(config, run, recorder, trackers, checkpoint, layout, folder, resume)
+            outcome, reason = _outcome(config, recorder)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            # Lightning raises SystemExit for a KeyboardInterrupt.
+            outcome = "interrupted"
+            if recorder.interrupted_by:
+                reason = "a second SIGINT"
+            else:
+                reason = str(stop) if isinstance(stop, StopSignal) else "SIGINT"
         except SamplerLost as error:
-            reason, told = (
-                f"SamplerLost: {error}",
-                type(error)(f"{error} Continue with: {resume_command(folder)}"),
-            )
-            told.on_all_ranks = error.on_all_ranks
-            raise told from error
+            reason = f"SamplerLost: {error}"
+            with_command = type(error)(f"{error} Continue with: {resume_command(folder)}")
+            with_command.on_all_ranks = error.on_all_ranks
+            raise with_command from error
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
             if run is not None:
-                # once one has failed, a launcher such as torchrun ends all by SIGTERM
-                several = layout.world_size > 1
-                handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if several else None
-                _finish(run, recorder, trackers, outcome, reason)
-                if several:
-                    signal.signal(signal.SIGTERM, handler)
+                with _ignoring_sigterm(layout):
+                    _finish(run, recorder, trackers, outcome, reason)
         if outcome == "interrupted":
             raise Interrupted(
                 f"stopped as asked ({reason}) after step {recorder.step}; saved up to step "
@@ -174,16 +116,124 @@ def train(
             )
 
 
+def _open_run(
+    config: Config,
+    run_dir: Path,
+    resume: bool,
+    overrides: Sequence[str],
+    layout: Layout,
+    opened: contextlib.ExitStack,
+) -> tuple[RunDirectory | None, dict | None]:
+    """Return the run directory, which only rank 0 has, and the checkpoint to continue from.
+
+    opened: closes the directory and its log.
+    """
+    run = None
+    checkpoint = None
+    with losing_ranks(layout, config.parallelism.timeout_seconds):
+        with failing_together(layout):
+            if layout.rank == 0:
+                run = opened.enter_context(RunDirectory(run_dir, new=not resume))
+                opened.enter_context(_logging_to(run.path / "run.log"))
+                checkpoint = _prepare(config, run, resume, list(overrides))
+            else:
+                log.handlers = [logging.NullHandler()]
+                log.propagate = False
+                quieten()
+        path = gather_objects(checkpoint and checkpoint["path"], layout.world_group)[0]
+        if layout.rank > 0 and path is not None:
+            checkpoint = read_checkpoint(path, check=False)
+    return run, checkpoint
+
+
+def _train_steps(
+    config: Config,
+    run: RunDirectory | None,
+    recorder: Recorder,
+    trackers: list[Tracker],
+    checkpoint: dict | None,
+    layout: Layout,
+    folder: Path,
+    resume: bool,
+) -> None:
+    """Build what the run needs, and train until its end or until it is stopped.
+
+    trackers: gets those that are started.
+    """
+    if layout.world_size > 1:
+        sizes = ", ".join(f"{axis}={layout.size(axis)}" for axis in AXES if layout.size(axis) > 1)
+        log.info(f"{layout.world_size} processes: {sizes}")
+    with (
+        contextlib.ExitStack() as started,
+        losing_ranks(layout, config.parallelism.timeout_seconds),
+    ):
+        started.callback(recorder.progress.end)
+        module, loader = build(config, resume, layout, folder)
+        started.callback(loader.source.close)
+        if module.evaluator is not None:
+            started.callback(module.evaluator.close)
+        if checkpoint is not None:
+            with reading_checkpoint(checkpoint["path"]):
+                loader.load_state_dict(checkpoint["data"])
+        if run is not None:
+            num_kept = getattr(config.rollout, "keep_completions", 0)
+            if num_kept:
+                assert isinstance(loader.source, PolicyRollouts)
+                recorder.completions = KeptCompletions(
+                    run.path, num_kept, loader.source.prompt, module.policy.tokenizer, recorder.step
+                )
+            _start_trackers(config, run, trackers)
+            for tracker in trackers:
+                if isinstance(tracker, MlflowTracker):
+                    lines = mlflow_entries(tracker.info)
+                else:
+                    lines = [entry(tracker.title, tracker.where)]
+                log.info("\n".join(lines))
+        if recorder.step < config.trainer.max_steps or module.evaluator is not None:
+            fit(module, loader, config, recorder)
+        recorder.check_trained()
+
+
+def _outcome(config: Config, recorder: Recorder) -> tuple[str, str | None]:
+    """Return the status of a run that raised no error, and the reason for its end, if any."""
+    if recorder.interrupted_by:
+        return "interrupted", recorder.interrupted_by
+    max_steps = config.trainer.max_steps
+    if recorder.reached is None and recorder.step < max_steps:
+        reason = _why_the_data_ended(config.rollout)
+        return "done", f"the data ended after step {recorder.step} of {max_steps}: {reason}"
+    return "done", recorder.reached
+
+
+@contextlib.contextmanager
+def _ignoring_sigterm(layout: Layout) -> Iterator[None]:
+    """Ignore SIGTERM in the block, if there are several ranks.
+
+    A launcher such as torchrun sends it to all of them as soon as one has failed.
+    """
+    if layout.world_size == 1:
+        yield
+        return
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[str]) -> dict | None:
-    """Write down what starts, or is continued, and from which data; returns the checkpoint to
-    continue from, if any."""
+    """Record the start of a run, or its continuation, with its configuration, code and data.
+
+    Returns the checkpoint to continue from, if there is one. Raises ConfigError or StorageError
+    before anything is changed.
+    """
     log.info(entry("run", shell_path(run.path)))
     checkpoint = None
     if resume:
         refuse_lost_checkpoint(run.path, f"pgtk resume {shell_path(run.path)}")
         checkpoint = load_newest(run.path / "checkpoints")
-    if resume and checkpoint is None:
-        log.info("no checkpoint was written yet: starting again from the first step")
+        if checkpoint is None:
+            log.info("no checkpoint was written yet: starting again from the first step")
     step = 0 if checkpoint is None else checkpoint["step"]
     if step > 0:
         log.info(entry("continues", f"after step {step}"))
@@ -195,85 +245,88 @@ def _prepare(config: Config, run: RunDirectory, resume: bool, overrides: list[st
         )
     if checkpoint is not None:
         _refuse_another(config, run.path, checkpoint)
-    # damaged files are reported before anything is changed
-    for read in (read_status, read_provenance):
-        read(run.path)
+    # Reading these reports damaged files before anything is changed.
+    read_status(run.path)
+    read_provenance(run.path)
     if checkpoint is not None:
         check_rows(run.path, checkpoint["path"])
-    rows, kept = rows_until(run.metrics_path, step)
+    num_rows, kept_bytes = rows_until(run.metrics_path, step)
     record_data(run.path, config, None if checkpoint is None else step)
     drift = run.write_config(plain_config(config), overrides, step)
     modules, evaluation_modules = _named_modules(config)
     run.write_provenance(collect(sys.argv, step, modules, evaluation_modules))
-    for note in keep_copies(run.path / "code", modules | evaluation_modules):
+    notes = keep_copies(run.path / "code", modules | evaluation_modules)
+    if checkpoint is not None:
+        schedule_note = _schedule_note(config, drift, checkpoint)
+        if schedule_note:
+            notes = [*notes, schedule_note]
+    for note in notes:
         log.warning(f"note: {note}")
-    if checkpoint is not None and (note := _schedule_note(config, drift, checkpoint)):
-        log.warning(f"note: {note}")
-    run.drop_metrics_after(step, kept)
+    run.drop_metrics_after(step, kept_bytes)
     drop_completions_after(run.path, step)
-    if rows < step:
+    if num_rows < step:
         log.warning(
-            f"{run.metrics_path} lacks steps before the checkpoint's: summary and curves begin "
-            "later"
+            f"{run.metrics_path} lacks rows of steps before the checkpoint: summary and curves "
+            "begin later."
         )
     return checkpoint
 
 
 def _named_modules(config: Config) -> tuple[set[str], set[str]]:
-    """Return the modules that a configuration names: those that steps depend on, and those of
-    evaluations."""
-    named: dict[bool, set[str]] = {True: set(), False: set()}
+    """Return the modules that a configuration names: of training, and of evaluations only."""
+    training_modules = set()
+    evaluation_modules = set()
     for key, path in named_functions(config).items():
-        named[changes_learning(key, config)].add(path.rpartition(".")[0])
-    return named[True], named[False]
+        modules = training_modules if changes_learning(key, config) else evaluation_modules
+        modules.add(path.rpartition(".")[0])
+    return training_modules, evaluation_modules
 
 
 def _why_the_data_ended(rollout: RolloutConfig) -> str:
     if isinstance(rollout, PolicyRolloutConfig):
-        return (
-            f"every prompt is solved, by rollout.retire_at={rollout.retire_at}, and none is "
-            "left to ask"
-        )
+        return f"every prompt is solved, by rollout.retire_at={rollout.retire_at}, and none is left"
     assert isinstance(rollout, RecordedRolloutConfig)
     return f"rollout.epochs={rollout.epochs} is how often it is read"
 
 
 def _schedule_note(config: Config, drift: dict[str, list], checkpoint: dict) -> str | None:
-    """Return what a resume with another trainer.max_steps makes of a learning rate that decays
-    until then."""
+    """Return a note on a decaying learning rate that a resume's trainer.max_steps changes.
+
+    drift: the changed keys, as {key: [old, new]}. None where nothing is to be noted.
+    """
     if "trainer.max_steps" not in drift or config.optimizer.schedule == Schedule.constant:
         return None
-    before, now = drift["trainer.max_steps"]
+    old_steps, new_steps = drift["trainer.max_steps"]
     updates = checkpoint["num_updates"]
-    old_rate, new_rate = (
-        learning_rate(config.optimizer, updates, steps) for steps in (before, now)
-    )
+    old_rate = learning_rate(config.optimizer, updates, old_steps)
+    new_rate = learning_rate(config.optimizer, updates, new_steps)
     return (
         f"optimizer.schedule={config.optimizer.schedule.value} decays to 0 at trainer.max_steps, "
-        f"which is {now} now and was {before}: the next update has the learning rate "
-        f"{new_rate:.3g} in place of {old_rate:.3g}. pgtk compare does not count this run as a "
-        f"seed of one that had trainer.max_steps={now} from the start."
+        f"which is {new_steps} now and was {old_steps}: the next update has the learning rate "
+        f"{new_rate:.3g} instead of {old_rate:.3g}. pgtk compare does not count this run as a "
+        f"seed of one that had trainer.max_steps={new_steps} from the start."
     )
 
 
 def _refuse_another(config: Config, run_dir: Path, checkpoint: dict) -> None:
-    """ConfigError where config.yaml was changed so that the checkpoint is of another run."""
-    movable = {*read_data(run_dir)}  # files that may lie elsewhere now: their contents are compared
-    problems = [
-        problem for _, problem in cannot_change(json.loads(checkpoint["config"]), config, movable)
-    ]
+    """Raise ConfigError where config.yaml now describes another run than the checkpoint's."""
+    # Files of data may have moved: their contents are compared instead.
+    movable = {*read_data(run_dir)}
+    saved = json.loads(checkpoint["config"])
+    problems = [problem for _, problem in cannot_change(saved, config, movable)]
     if problems:
-        file, step = shell_path(run_dir / "config.yaml"), checkpoint["step"]
         way_out = (
-            f"{file} has changed since the checkpoint of step {step}: put the value back to "
-            "continue this run."
+            f"{shell_path(run_dir / 'config.yaml')} has changed since the checkpoint of step "
+            f"{checkpoint['step']}: put the value back to continue this run."
         )
         raise ConfigError("\n".join([*problems, way_out]))
 
 
 def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -> None:
-    """Start the trackers that are configured, and add each to `started`: if one fails, those before
-    it are closed."""
+    """Start the configured trackers, and add each to `started`.
+
+    So those that were started can be closed if a later one fails.
+    """
     settings = config.tracking
     for name in (settings.name, *settings.also):
         if name == "mlflow":
@@ -289,8 +342,8 @@ def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -
             advice = "Mend that"
         else:
             return
-        without = "use tracking=none to keep metrics in the run directory only."
-        tracker.start(run.path, f"Training has not started. {advice}, or {without}")
+        advice += ", or use tracking=none to keep metrics in the run directory only."
+        tracker.start(run.path, f"Training has not started. {advice}")
         started.append(tracker)
         if isinstance(tracker, MlflowTracker):
             run.set_status("running", read_status(run.path)["step"], mlflow=tracker.info)
@@ -299,16 +352,18 @@ def _start_trackers(config: Config, run: RunDirectory, started: list[Tracker]) -
 def _finish(
     run: RunDirectory, recorder: Recorder, trackers: list[Tracker], outcome: str, reason: str | None
 ) -> None:
-    """Write the final status, curves and summary; what fails here is logged and never hides the
-    run's own error."""
-    recorded: Columns = {"step": np.empty(0)}
+    """Write the final status, curves and summary.
+
+    A failure here is logged, and never hides the error that ended the run.
+    """
+    metrics: Columns = {"step": np.empty(0)}
     try:
         run.set_status(outcome, recorder.step, reason)
         if recorder.completions is not None:
             recorder.completions.write()
-        recorded = read_metrics(run.metrics_path)
-        if len(recorded["step"]):
-            plot_curves(recorded, run.path / "curves.png", legible(run.path.name))
+        metrics = read_metrics(run.metrics_path)
+        if len(metrics["step"]):
+            plot_curves(metrics, run.path / "curves.png", legible(run.path.name))
     except (StorageError, OSError) as error:
         log.warning(f"status, completions or curves of the run are missing: {error}")
     mlflow = None
@@ -325,45 +380,51 @@ def _finish(
             if missing:
                 log.warning(f"{tracker.title} lacks {missing} of this run, since it took too long.")
     if outcome == "done":
-        log.info(summary(recorded, run.path, mlflow, records))
+        log.info(summary(metrics, run.path, mlflow, records))
 
 
 @contextlib.contextmanager
-def _logging_to(path: Path):
-    """Plain lines on the terminal, the same with their time in `path`; Lightning and torch only
-    when they warn."""
+def _logging_to(path: Path) -> Iterator[None]:
+    """Log plain lines to the terminal, and the same lines with their time to `path`.
+
+    Inside the block Lightning and transformers print warnings only.
+    """
     with storage(path):
-        opened = path.open("a+", encoding="utf-8")
-    terminal = Terminal()
-    terminal.setFormatter(LegibleFormatter())
-    file = logging.StreamHandler(opened)
-    file.setFormatter(LegibleFormatter("%(asctime)s %(levelname)s %(message)s"))
-    log.handlers, log.propagate = [terminal, file], False
+        file = path.open("a+", encoding="utf-8")
+    terminal_handler = Terminal()
+    terminal_handler.setFormatter(LegibleFormatter())
+    file_handler = logging.StreamHandler(file)
+    file_handler.setFormatter(LegibleFormatter("%(asctime)s %(levelname)s %(message)s"))
+    log.handlers = [terminal_handler, file_handler]
+    log.propagate = False
     log.setLevel(logging.INFO)
     quieten()
     try:
         yield
-    except PgtoolkitError as error:  # which the terminal is told by what has called this
-        file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, str(error), (), None))
+    except PgtoolkitError as error:
+        # To the file only: the caller prints it on the terminal.
+        record = log.makeRecord(log.name, logging.ERROR, __file__, 0, str(error), (), None)
+        file_handler.handle(record)
         raise
     finally:
-        log.handlers, log.propagate = [], True
-        opened.close()
+        log.handlers = []
+        log.propagate = True
+        file.close()
 
 
 def quieten() -> None:
-    """Lightning, transformers and torch speak only of what the user can mend."""
+    """Silence messages of Lightning, transformers and torch that the user cannot act on."""
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # transformers warns of padding tokens without an attention mask; causality keeps them out of
-    # sight.
+    # transformers warns of padding tokens without an attention mask. Causality hides them.
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():  # its bars, and those of downloads, would fill a file
+    if not sys.stderr.isatty():  # progress bars would fill a file
         transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # torch about Lightning, on every fit
-    # its new name is missing in 5.0
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.*")
-    # matplotlib of a run's name in a title
-    warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-    # the step loader has no workers to give
-    warnings.filterwarnings("ignore", message=".*num_workers.*")
+    unavoidable = (
+        ".*LeafSpec.*",  # of torch about Lightning, at every fit
+        ".*gradient_checkpointing_enable.*",  # its new name is missing in transformers 5.0
+        "Glyph .* missing from font",  # of matplotlib, about a run's name in a title
+        ".*num_workers.*",  # of Lightning: the step loader has no workers
+    )
+    for message in unavoidable:
+        warnings.filterwarnings("ignore", message=message)

@@ -219,7 +219,7 @@ def test_jobs_on_gpus_are_refused_where_they_have_no_room(monkeypatch):
     monkeypatch.setattr("pgtoolkit.training.machine.visible_gpus", lambda: ["0", "1"])
     monkeypatch.setattr("pgtoolkit.training.machine.gpu_memory", lambda: 2.3e9)
     assert refusals("hydra.launcher.jobs_per_gpu=3") == ""
-    said = "needs 4 times 0.734 GB of each GPU (got 2.3). That is what a job takes at most. Use "
+    said = "needs 4 times 0.734 GB of each GPU (got 2.3). Its jobs share this memory. Use "
     assert refusals("hydra.launcher.jobs_per_gpu=4").endswith(
         said + "hydra.launcher.jobs_per_gpu=3."
     )

@@ -10,7 +10,8 @@ from pgtoolkit.config.compose import compose
 from pgtoolkit.config.validate import validated
 from pgtoolkit.tasks import reward_functions
 from pgtoolkit.tasks.accepted import can_capture
-from pgtoolkit.training.machine import DataProblem, check_machine
+from pgtoolkit.training.inputs import DataProblem
+from pgtoolkit.training.machine import check_machine
 
 
 def checked(tmp_path, answers, *overrides):

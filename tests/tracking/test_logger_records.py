@@ -19,7 +19,7 @@ from pgtoolkit.errors import StorageError
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.system.report import Report
 from pgtoolkit.tracking.logger_records import TensorBoardRecord, WandbRecord
-from pgtoolkit.training.machine import _wandb
+from pgtoolkit.training.machine import _check_wandb
 
 SETTINGS = {
     **CONFIG,
@@ -317,7 +317,7 @@ def test_wandb_is_asked_before_the_run_whether_it_can_record(environment, proble
         monkeypatch.setenv(name, value)
     wandb.teardown()  # it reads the environment once
     report = Report()
-    _wandb(report)
+    _check_wandb(report)
     wandb.teardown()
     assert len(report.problems) == (problem is not None)
     if problem is not None:

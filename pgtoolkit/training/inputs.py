@@ -1,0 +1,327 @@
+"""Tries the models, prompts and recorded rollouts of a configuration before a run reads them.
+
+Large libraries are imported only where the configuration needs what they alone know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pgtoolkit.config.evaluation_sets import held_out_sets, is_on
+from pgtoolkit.config.models import vocabulary_size
+from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.schema import Config, Model
+from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
+from pgtoolkit.config.schema_run import HuggingFaceModelConfig, TinyModelConfig
+from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig, TaskConfig
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.system import model_folder
+from pgtoolkit.system.report import Report, is_whole, refusal
+
+if TYPE_CHECKING:
+    from pgtoolkit.losses.objective import Loss
+
+
+class DataProblem(str):
+    """A problem with data, which has another exit status than that of a wrong configuration."""
+
+
+@contextlib.contextmanager
+def errors_added_to(report: Report) -> Iterator[None]:
+    """Add an error that is raised in the block to the problems of a report."""
+    try:
+        yield
+    except PgtoolkitError as error:
+        report.problems.append(DataProblem(error) if isinstance(error, DataError) else str(error))
+
+
+def check_inputs(config: Config, report: Report) -> None:
+    """Add what is wrong with models, prompts, texts and recorded rollouts to a report."""
+    _check_models(config, report)
+    _check_prompts(config, report)
+    _check_texts(config, report)
+
+
+def check_recorded_rollouts(config: Config, loss: Loss, report: Report) -> None:
+    """Read the first rows of recorded rollouts, and add what is wrong with them to a report.
+
+    Raises ConfigError or DataError for rows that the configuration cannot train on.
+    """
+    from pgtoolkit.rollouts.recorded import recorded_rollouts
+
+    longest_document = config.accumulation.max_tokens
+    positions = _positions(config)
+    if positions:
+        longest_document = min(longest_document, positions)
+    rollouts = recorded_rollouts(
+        config,
+        loss,
+        vocabulary_size(config.model, config.task) or 2**31,
+        longest_document,
+        first=100,
+        tokenizer=functools.partial(_tokenizer_and_ends, config.model, config.task, config.seed),
+    )
+    report.notes += rollouts.notes_on_texts()
+    _check_number_of_rows(config, report)
+
+
+def _check_number_of_rows(config: Config, report: Report) -> None:
+    """Refuse recorded rollouts that do not fill a step; note where they end before max_steps."""
+    from pgtoolkit.tasks.row_files import count_rows
+
+    assert isinstance(config.rollout, RecordedRolloutConfig)
+    size = config.accumulation.docs_per_step
+    max_steps = config.trainer.max_steps
+    documents = count_rows(config.rollout.path, "rollout.path")
+    if not size or not documents:
+        return
+    if config.accumulation.last_step == "drop" and documents < size:
+        from pgtoolkit.rollouts.steps import nothing_to_train
+
+        report.problems.append(DataProblem(nothing_to_train(documents)))
+        return
+    last_step = -(-documents * config.rollout.epochs // size)
+    if last_step < max_steps:
+        report.note(
+            f"rollout.epochs={config.rollout.epochs} of {documents} documents ends after at most "
+            f"{last_step} of trainer.max_steps={max_steps} steps. To make them all, use "
+            f"rollout.epochs={-(-max_steps * size // documents)}."
+        )
+
+
+def _check_models(config: Config, report: Report) -> None:
+    """Load the small files of each model; of a model on the hub, its config.json."""
+    paths = {}
+    if isinstance(config.model, HuggingFaceModelConfig):
+        paths["model.path"] = config.model.path
+    reference = config.kl.reference
+    if config.kl.needs_model and reference is not None and reference not in NO_FOLDER:
+        paths["kl.reference"] = reference
+    if config.critic.path is not None:
+        paths["critic.path"] = config.critic.path
+    for key, path in paths.items():
+        problem = _problem_of_model(os.getcwd(), path)
+        if problem:
+            report.problems.append(problem.replace("model.path=", f"{key}="))
+    if report.problems or config.rollout.name != "policy":
+        return
+    positions = _positions(config)
+    length = config.rollout.max_completion_length
+    if positions is not None and length is not None and length >= positions:
+        report.refuse_value(
+            key="rollout.max_completion_length",
+            value=length,
+            needs=f"a number < {positions}",
+            reason="Prompt and completion share the model's positions.",
+            better=max(1, positions // 2),
+        )
+
+
+def _positions(config: Config) -> int | None:
+    """Return how many tokens of a document the model has positions for, if it says so."""
+    if isinstance(config.model, TinyModelConfig):
+        return config.model.max_positions
+    positions = model_folder.model_settings(config.model.path).get("max_position_embeddings")
+    return positions if is_whole(positions) else None
+
+
+@functools.cache  # the jobs of a sweep share it
+def _problem_of_model(_directory: str, path: str) -> str | None:
+    """Return what is wrong with a model; _directory: to which its path may be relative."""
+    try:
+        model_folder.load_config(path)
+        if Path(path).expanduser().is_dir():
+            model_folder.load_tokenizer(path)
+    except PgtoolkitError as error:
+        return str(error)
+    return None
+
+
+def _check_prompts(config: Config, report: Report) -> None:
+    """Read the prompts of training and evaluation, and make their verifiers."""
+    tasks = {}
+    if config.rollout.name == "policy":
+        tasks["task"] = config.task
+    if is_on(config):
+        for held_out in held_out_sets(config):
+            tasks[_place_of_set(config, held_out.name)] = held_out.task
+    for place, task in tasks.items():
+        if not isinstance(task, PromptsTaskConfig | ConversationTaskConfig):
+            continue
+        no_template = ""
+        if config.model.name == "tiny":
+            no_template = "model=tiny"
+        elif task.chat == "never":
+            no_template = "task.chat=never"
+        model_path = getattr(config.model, "path", None)
+        task_report = _report_on_task(os.getcwd(), pickle.dumps(task), no_template, model_path)
+        report.problems += [
+            type(problem)(problem.replace("task.", f"{place}.")) for problem in task_report.problems
+        ]
+        report.notes += [note.replace("task.", f"{place}.") for note in task_report.notes]
+
+
+def _place_of_set(config: Config, name: str) -> str:
+    """Return the key below which an evaluation set has its task."""
+    return f"evaluation.sets.{name}" if config.evaluation.sets else "task"
+
+
+@functools.cache  # the jobs of a sweep share it
+def _report_on_task(
+    _directory: str, pickled_task: bytes, no_template: str, model: str | None
+) -> Report:
+    """Make a task and look at its prompts; report what is wrong, and what may surprise.
+
+    _directory: to which paths may be relative. pickled_task: its configuration, as a cache's key.
+    no_template: the setting that leaves chat messages without a template, if there is one.
+    model: its folder, or its name.
+    """
+    from pgtoolkit.tasks.accepted import notes_on_answers
+    from pgtoolkit.tasks.from_config import make_task
+    from pgtoolkit.tasks.prompt_rows import notes_on_columns
+    from pgtoolkit.tasks.tasks import PromptsTask
+
+    task_config = pickle.loads(pickled_task)
+    report = Report()
+    with errors_added_to(report):
+        task = make_task(task_config, 0)
+        with contextlib.closing(task):
+            task.prompt(0)
+            if task_config.path is not None:
+                report.notes += notes_on_columns(
+                    task_config.path,
+                    task_config.split,
+                    getattr(task_config, "config", None),
+                    task_config.answer_field,
+                )
+            if isinstance(task, PromptsTask):
+                # Only functions that score batches, in TRL's form, get messages.
+                asks_for_messages = any(
+                    signature and signature.is_batch for signature in task.signatures
+                )
+                has_template = (
+                    asks_for_messages
+                    and model is not None
+                    and not no_template
+                    and _has_template(model)
+                )
+                report.notes += notes_on_answers(task, has_template)
+        has_messages = isinstance(task, PromptsTask) and any(
+            prompt.messages is not None for prompt in task.rows()
+        )
+        if no_template and has_messages:
+            raise ConfigError(
+                refusal(
+                    setting="task.prompt_field",
+                    needs="texts",
+                    got=f"chat messages with {no_template}",
+                    reason="Messages become tokens by the model's chat template.",
+                    use="model=huggingface with task.chat=auto",
+                )
+            )
+    return report
+
+
+def _has_template(model: str) -> bool:
+    """Return whether a model has a chat template.
+
+    True for a model on the hub, of which nothing is loaded yet.
+    """
+    if not Path(model).expanduser().is_dir():
+        return True
+    return bool(model_folder.load_tokenizer(model).chat_template)
+
+
+def _tokenizer_and_ends(model: Model, task: TaskConfig, seed: int) -> tuple[Any, list[int]]:
+    """Return the model's tokenizer, of transformers, and its end-of-sequence tokens.
+
+    task, seed: of the run.
+    """
+    if isinstance(model, TinyModelConfig):
+        from pgtoolkit.model.setup import character_tokenizer
+        from pgtoolkit.tasks.from_config import make_task
+
+        tokenizer: Any = character_tokenizer(make_task(task, seed).alphabet)
+        return tokenizer, [tokenizer.eos_token_id]
+    tokenizer = model_folder.load_tokenizer(model.path)
+    generation_config = model_folder.load_generation_config(model.path)
+    return tokenizer, model_folder.end_tokens(generation_config, tokenizer)
+
+
+def _check_texts(config: Config, report: Report) -> None:
+    """Turn stop strings, a reference's template and the prompts of evaluations into tokens.
+
+    Of a model on the hub there is only config.json yet, so nothing is said of its tokens.
+    """
+    is_tiny = isinstance(config.model, TinyModelConfig)
+    has_tokenizer = (
+        isinstance(config.model, TinyModelConfig) or Path(config.model.path).expanduser().is_dir()
+    )
+    if report.problems or not has_tokenizer:
+        return
+    stop = list(getattr(config.rollout, "stop", []))
+    template = config.kl.reference_prompt
+    if config.rollout.name == "policy" and (stop or template):
+        problem = _problem_of_task(config, config.task, config.seed, stop, template, False)
+        if problem:
+            report.problems.append(problem)
+    for held_out in held_out_sets(config) if is_on(config) else ():
+        # The tiny model's tokens are the characters of the task that it is trained on.
+        if not stop and not (is_tiny and held_out.task != config.task):
+            continue
+        problem = _problem_of_task(config, held_out.task, held_out.seed, stop, None, True)
+        if problem:
+            place = _place_of_set(config, held_out.name)
+            message = problem.replace("task.", f"{place}.")
+            report.problems.append(type(problem)(f"evaluation set {held_out.name}: {message}"))
+
+
+def _problem_of_task(
+    config: Config,
+    task: TaskConfig,
+    seed: int,
+    stop: list[str],
+    template: str | None,
+    is_held_out: bool,
+) -> str | None:
+    """Return what is wrong with the tokens of a task's prompts.
+
+    template: of the prompts that the reference reads, if they are other ones.
+    """
+    arguments = (config.model, config.task, config.seed, task, seed, stop, template, is_held_out)
+    return _problem_of_tokens(os.getcwd(), pickle.dumps(arguments))
+
+
+_PROMPTS_TRIED = 1000
+"""Prompts of a task that are turned into tokens before a run, which does so with all of them."""
+
+
+@functools.cache  # the jobs of a sweep share it
+def _problem_of_tokens(_directory: str, pickled_arguments: bytes) -> str | None:
+    """Do the work of `_problem_of_task`, whose arguments are pickled to be a cache's key."""
+    from pgtoolkit.tasks.chat_template import chat_of
+    from pgtoolkit.tasks.from_config import make_task
+    from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody
+
+    model, run_task, run_seed, task_config, seed, stop, template, is_held_out = pickle.loads(
+        pickled_arguments
+    )
+    report = Report()
+    with errors_added_to(report):
+        tokenizer, ends = _tokenizer_and_ends(model, run_task, run_seed)
+        task = make_task(scored_by_nobody(task_config), seed, held_out=is_held_out)
+        with contextlib.closing(task):
+            chat = chat_of(task_config, tokenizer)
+            tokenized = TokenizedTask(task, tokenizer, ends, chat, stop, None, template)
+            prompts = list(itertools.islice(task.rows(), _PROMPTS_TRIED))
+            tokenized.encode(prompts)
+            if template is not None:
+                tokenized.encode_for_reference(prompts)
+    return report.problems[0] if report.problems else None
