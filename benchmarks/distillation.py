@@ -1,13 +1,12 @@
-"""What the full KL against a teacher costs on this machine, and how exact it is: `python -m
-benchmarks.distillation`.
+"""Measure what the full KL against a teacher costs on this machine, and how exact it is.
 
-Forward and backward from the hidden states of student and teacher, with the gradients of the
-student's hidden states
-and head: by the fused head, alone and beside GRPO's surrogate; by TRL's DistillationTrainer and
-    GKDTrainer, as far as
-TRL is installed; and the four matrix products that any of them needs, in the chunks of the fused
-head. Errors are those of loss and gradients against float64 on fewer tokens; without a GPU all is
-small and in float32.
+    python -m benchmarks.distillation
+
+Each row is a forward and a backward pass from the hidden states of student and teacher, with the
+gradients of the student's hidden states and head: by the fused head, alone and beside GRPO's
+surrogate; by TRL's DistillationTrainer and GKDTrainer, as far as TRL is installed; and the four
+matrix products that any of them needs, in the chunks of the fused head. Errors are those of loss
+and gradients against float64 on fewer tokens; without a GPU all is small and in float32.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.measure import peak_bytes, seconds, setup
+from benchmarks.kernels.workloads import Workload
 from benchmarks.terms import problem
 from pgtoolkit import kl, linear_policy_loss
 from pgtoolkit.kernels.chunks import _cuts, default_logits_memory_mb, rows_within
 from pgtoolkit.kernels.products import accumulate_matmul, matmul
 
 KINDS = {"full_reverse": 1.0, "full_forward": 0.0}
-"""With TRL's `beta`."""
+"""TRL's `beta`, by kind of KL."""
 
 
 def main() -> None:
@@ -38,14 +38,18 @@ def main() -> None:
         f"{'':14}{'':34}{'ms':>9}{'of products':>13}{'MiB':>8}"
         f"{'loss error':>12}{'gradient error':>16}"
     )
-    few, many = step(*small, device), step(*large, device)
+    few = step(*small, device)
+    many = step(*large, device)
+    hidden, weight = many[:2]
     for kind in KINDS:
-        exact = errors_against(*few[:4], few[4], kind)
+        exact = errors_against(*few, kind)
         errors = {name: exact(run, name) for name, run in calls(*few, kind).items()}
         timed = calls(*many, kind)
         memory = {}
         for name, run in timed.items():
-            many[0].grad = many[1].grad = None  # else they would be there before, and not after
+            # A gradient that is there already would not count in the peak.
+            hidden.grad = None
+            weight.grad = None
             memory[name] = peak_bytes(run, device)
         times = seconds(timed, repetitions, device)
         for name, time in times.items():
@@ -58,9 +62,13 @@ def main() -> None:
             )
 
 
-def step(tokens: int, width: int, vocabulary: int, device: str):
-    """(hidden, weight) of the student, which want gradients, (hidden, weight) of the teacher, and
-    documents."""
+def step(
+    tokens: int, width: int, vocabulary: int, device: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Workload]:
+    """Return hidden states and head of the student and of the teacher, and packed documents.
+
+    Those of the student want gradients.
+    """
     hidden, weight, workload = problem(tokens, width, vocabulary, device)
     draw = torch.Generator(device).manual_seed(3)
 
@@ -71,12 +79,20 @@ def step(tokens: int, width: int, vocabulary: int, device: str):
     return hidden, weight, moved(hidden), moved(weight), workload
 
 
-def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[str, Callable]:
-    """Functions that return (loss, gradients of hidden and weight)."""
+def calls(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    workload: Workload,
+    kind: str,
+) -> dict[str, Callable]:
+    """Return functions, by name, that return the loss and the gradients of hidden and weight."""
 
     def differentiated(loss_of: Callable[[], Tensor]) -> Callable:
         def run():
-            hidden.grad = weight.grad = None
+            hidden.grad = None
+            weight.grad = None
             loss = loss_of()
             loss.backward()
             return loss.detach(), [hidden.grad, weight.grad]
@@ -85,23 +101,26 @@ def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[s
 
     def ours(family: str, advantages: Tensor, **more):
         labels, old, _, index = workload.tensors
-        options = {
-            "loss": family,
-            "aggregation": "token_mean",
-            "kl": kl.KL(kind, 1.0),
-            "check_finite": False,
-        }
-        options |= {
-            "ref_hidden": ref_hidden,
-            "ref_lm_head_weight": ref_weight,
-            "counts": workload.counts(),
+        return linear_policy_loss(
+            hidden,
+            weight,
+            labels,
+            old,
+            advantages,
+            index,
+            num_documents=workload.num_documents,
+            loss=family,
+            aggregation="token_mean",
+            kl=kl.KL(kind, 1.0),
+            check_finite=False,
+            ref_hidden=ref_hidden,
+            ref_lm_head_weight=ref_weight,
+            counts=workload.counts(),
             **more,
-        }
-        tensors = hidden, weight, labels, old, advantages, index
-        return linear_policy_loss(*tensors, num_documents=workload.num_documents, **options).loss
+        ).loss
 
     advantages = workload.tensors[2]
-    found = {
+    functions = {
         "four products": products(hidden, weight, ref_hidden, ref_weight),
         "fused head": differentiated(lambda: ours("reinforce", torch.zeros_like(advantages))),
         "fused head, float32 logits": differentiated(
@@ -113,78 +132,102 @@ def calls(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> dict[s
         from trl.experimental.gkd import GKDTrainer
         from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
-        mask, beta = torch.ones(1, len(hidden), device=hidden.device), KINDS[kind]
+        mask = torch.ones(1, len(hidden), device=hidden.device)
+        beta = KINDS[kind]
 
-        def chunked():
-            states = hidden[None], ref_hidden[None]
+        def chunked() -> Tensor:
             return _chunked_divergence_loss(
-                *states, weight, ref_weight, mask, beta, num_items_in_batch=len(hidden)
+                hidden[None],
+                ref_hidden[None],
+                weight,
+                ref_weight,
+                mask,
+                beta,
+                num_items_in_batch=len(hidden),
             )[0]
 
-        def whole():
+        def all_logits() -> Tensor:
             with torch.no_grad():
                 ref_logits = ref_hidden @ ref_weight.T
-            given = (hidden @ weight.T)[None], ref_logits[None]
+            logits = hidden @ weight.T
             return GKDTrainer.generalized_jsd_loss(
-                *given, beta=beta, num_items_in_batch=len(hidden)
+                logits[None], ref_logits[None], beta=beta, num_items_in_batch=len(hidden)
             )
 
-        found["TRL's DistillationTrainer"] = differentiated(chunked)
-        found["TRL's GKDTrainer, all logits"] = differentiated(whole)
-    return found
+        functions["TRL's DistillationTrainer"] = differentiated(chunked)
+        functions["TRL's GKDTrainer, all logits"] = differentiated(all_logits)
+    return functions
 
 
 def products(hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> Callable:
-    """The logits of both models, and the two products that make gradients of the student's, chunk
-    by chunk."""
+    """Return a function of the four matrix products that every way needs, chunk by chunk.
+
+    They are the logits of both models, and the two that make gradients of the student's logits.
+    """
     rows = rows_within(default_logits_memory_mb(hidden.device), 2 * len(weight), hidden.dtype)
     with torch.no_grad():
-        weight, hidden = weight.detach(), hidden.detach()
+        weight = weight.detach()
+        hidden = hidden.detach()
 
     def run():
         buffers = [hidden.new_empty(min(rows, len(hidden)), len(weight)) for _ in range(2)]
-        total, gradient = torch.zeros_like(weight, dtype=torch.float32), torch.empty_like(hidden)
+        total = torch.zeros_like(weight, dtype=torch.float32)
+        gradient = torch.empty_like(hidden)
         for low, high in _cuts(0, len(hidden), rows):
-            own, its = hidden[low:high], ref_hidden[low:high]
-            logits = matmul(own, weight.T, buffers[0][: len(own)])
-            matmul(its, ref_weight.T, buffers[1][: len(own)])
-            accumulate_matmul(total, logits.T, own, 1.0)
+            states = hidden[low:high]
+            logits = matmul(states, weight.T, buffers[0][: len(states)])
+            matmul(ref_hidden[low:high], ref_weight.T, buffers[1][: len(states)])
+            accumulate_matmul(total, logits.T, states, 1.0)
             gradient[low:high] = logits @ weight
         return total, [gradient]
 
     return run
 
 
-def errors_against(hidden, weight, ref_hidden, ref_weight, workload, kind: str) -> Callable:
-    """(run, name) -> relative errors of a call's loss and of the worse of its gradients; None of
-    products."""
+def errors_against(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    workload: Workload,
+    kind: str,
+) -> Callable:
+    """Return a function of a call and its name that returns the call's relative errors.
+
+    They are those of the loss and of the worse of its gradients; None for the matrix products.
+    """
     leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    p, f = (
-        x.log_softmax(-1)
-        for x in (leaves[0] @ leaves[1].T, ref_hidden.double() @ ref_weight.double().T)
-    )
-    rows = p.exp() * (p - f) if kind == "full_reverse" else f.exp() * (f - p)
+    student = (leaves[0] @ leaves[1].T).log_softmax(-1)
+    teacher = (ref_hidden.double() @ ref_weight.double().T).log_softmax(-1)
+    if kind == "full_reverse":
+        rows = student.exp() * (student - teacher)
+    else:
+        rows = teacher.exp() * (teacher - student)
     penalty = rows.sum() / len(rows)
 
     def surrogate() -> Tensor:
-        """GRPO's, of float64, whose tokens clip where those of rounded logits do but for a few."""
+        """Return GRPO's in float64. All but a few tokens clip as those of rounded logits do."""
         labels, old, advantages, index = workload.tensors
-        given = *leaves, labels, old.double(), advantages.double(), index
-        options = {
-            "loss": "grpo",
-            "aggregation": "token_mean",
-            "num_documents": workload.num_documents,
-        }
-        return linear_policy_loss(*given, **options, impl="torch").loss
+        return linear_policy_loss(
+            *leaves,
+            labels,
+            old.double(),
+            advantages.double(),
+            index,
+            loss="grpo",
+            aggregation="token_mean",
+            num_documents=workload.num_documents,
+            impl="torch",
+        ).loss
 
-    def errors(run, name: str) -> tuple[float, float] | None:
+    def errors(run: Callable, name: str) -> tuple[float, float] | None:
         if name == "four products":
             return None
         value = penalty + surrogate() if "surrogate" in name else penalty
         exact = torch.autograd.grad(value, leaves, retain_graph=True)
-        loss, found = run()
+        loss, gradients = run()
         worst = max(
-            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)
         )
         value = float(value.detach())
         return abs(float(loss) - value) / abs(value), worst

@@ -1,8 +1,7 @@
-"""Iterations of rollouts and an update of a model whose weights, gradients and moments no single
-GPU holds.
+"""Measure iterations of a model whose weights, gradients and moments no single GPU holds.
 
     python benchmarks/large_model.py FOLDER [--shape 7b] [--sampler transformers] [--kind fsdp]
-    [--override KEY=VALUE]
+        [--override KEY=VALUE]
 
 First, unless `--no-check`, a small model in float32 on all GPUs: `parallelism=fsdp` against `ddp`,
 every metric of three steps. Then the model of Qwen2.5's shape with random weights, all of them
@@ -34,8 +33,10 @@ SIZES = {
     "fsdp": "data_parallel",
     "tensor": "tensor_parallel",
     "sequence": "tensor_parallel",
+    "sequence_data": "sequence_data_parallel",
 }
-SIZES |= {"sequence_data": "sequence_data_parallel"}
+"""The key that holds the number of processes, by kind of parallelism."""
+
 STAGES = ("sampling", "scoring", "old_log_probs", "update")
 
 
@@ -55,20 +56,13 @@ def main() -> int:
     for row in rows:
         print(json.dumps(row), flush=True)
     later = rows[1:] or rows
-    print(
-        json.dumps(
-            {
-                name: statistics.median(row[name] for row in later)
-                for name in rows[0]
-                if name != "peak_gb"
-            }
-        )
-    )
+    names = [name for name in rows[0] if name != "peak_gb"]
+    print(json.dumps({name: statistics.median(row[name] for row in later) for name in names}))
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder")
     parser.add_argument(
         "--shape", choices=BODIES, default="7b" if torch.cuda.is_available() else "tiny"
@@ -90,19 +84,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def _check(folder: Path, arguments: argparse.Namespace) -> str:
-    """The largest relative difference of a metric of a small model between the two kinds."""
+    """Return a line with the largest relative difference of a metric between the two kinds."""
     rows = {}
     for kind in ("ddp", "fsdp"):
         small = argparse.Namespace(
             **vars(arguments) | {"shape": "tiny", "kind": kind, "sampler": "transformers"}
         )
-        small.lora, small.iterations = False, 3
+        small.lora = False
+        small.iterations = 3
         rows[kind] = _run(folder / f"check-{kind}", small, ["model.dtype=float32"], metrics=True)
     names = set(rows["ddp"][0]) - {"time", "tokens_per_second", "peak_memory_gb"}
     names = [name for name in names if not name.startswith("seconds")]
     pairs = [
-        (one[name], two[name])
-        for one, two in zip(rows["ddp"], rows["fsdp"], strict=True)
+        (copied[name], sharded[name])
+        for copied, sharded in zip(rows["ddp"], rows["fsdp"], strict=True)
         for name in names
     ]
     worst = max(abs(x - y) / max(1e-3, abs(x), abs(y)) for x, y in pairs if x is not None)
@@ -115,39 +110,45 @@ def _check(folder: Path, arguments: argparse.Namespace) -> str:
 def _run(
     folder: Path, arguments: argparse.Namespace, more: list[str], metrics: bool = False
 ) -> list[dict]:
-    """The iterations of a run of several processes; metrics: the rows of metrics.jsonl instead."""
+    """Run the job on several processes and return its iterations.
+
+    metrics: return the rows of metrics.jsonl instead.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tiny, count = arguments.shape == "tiny", arguments.processes
-    length, prompts = (16, 4) if tiny else (512, 32)
+    tiny = arguments.shape == "tiny"
+    count = arguments.processes
+    length, prompts = _size(arguments.shape)
     write_inputs(folder, prompts * arguments.iterations, arguments.shape, weights=arguments.lora)
     job = [
-        *(
-            "model=huggingface",
-            f"model.path={folder}/model",
-            f"model.random_weights={str(not arguments.lora).lower()}",
-        ),
-        *(
-            "model.gradient_checkpointing=true",
-            "model.dtype=bfloat16",
-            "loss=gspo",
-            f"parallelism={arguments.kind}",
-        ),
+        "model=huggingface",
+        f"model.path={folder}/model",
+        f"model.random_weights={str(not arguments.lora).lower()}",
+        "model.gradient_checkpointing=true",
+        "model.dtype=bfloat16",
+        "loss=gspo",
+        f"parallelism={arguments.kind}",
         f"parallelism.{SIZES[arguments.kind]}={count}",
-        *("task=prompts", f"task.path={folder}/prompts.jsonl", "task.verifier=rollouts_job.reward"),
-        *(f"rollout.prompts_per_batch={prompts}", f"rollout.group_size={GROUP}"),
-        *(
-            f"rollout.max_completion_length={length}",
-            f"accumulation.docs_per_step={prompts * GROUP}",
-        ),
-        *(f"accumulation.max_tokens={256 if tiny else 32768}", f"sampler={arguments.sampler}"),
-        *("aggregation=constant", f"aggregation.divisor={length}", "tracking=none"),
-        *(f"trainer.max_steps={arguments.iterations}", "trainer.checkpoint_every=1000000"),
+        "task=prompts",
+        f"task.path={folder}/prompts.jsonl",
+        "task.verifier=rollouts_job.reward",
+        f"rollout.prompts_per_batch={prompts}",
+        f"rollout.group_size={GROUP}",
+        f"rollout.max_completion_length={length}",
+        f"accumulation.docs_per_step={prompts * GROUP}",
+        f"accumulation.max_tokens={256 if tiny else 32768}",
+        f"sampler={arguments.sampler}",
+        "aggregation=constant",
+        f"aggregation.divisor={length}",
+        "tracking=none",
+        f"trainer.max_steps={arguments.iterations}",
+        "trainer.checkpoint_every=1000000",
         *(["model.lora_rank=16"] if arguments.lora else []),
         *more,
     ]
-    given = {override.partition("=")[0]: override for override in job}
-    status = _ended(folder, arguments, ["--child", str(folder), *given.values()])
+    # The last override of a key counts.
+    overrides = {override.partition("=")[0]: override for override in job}
+    status = _wait_for(folder, arguments, ["--child", str(folder), *overrides.values()])
     rows = [
         json.loads(line)
         for file in folder.rglob("metrics.jsonl")
@@ -177,9 +178,16 @@ def _run(
     ]
 
 
-def _ended(folder: Path, arguments: argparse.Namespace, child: list[str]) -> object:
-    """How the processes ended that run this file with these arguments; what they say is the file
-    `output`."""
+def _size(shape: str) -> tuple[int, int]:
+    """Return the tokens of a completion and the prompts of an iteration."""
+    return (16, 4) if shape == "tiny" else (512, 32)
+
+
+def _wait_for(folder: Path, arguments: argparse.Namespace, child: list[str]) -> object:
+    """Run this file with these arguments on several processes and return how they ended.
+
+    What they print goes into the file `output`.
+    """
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     }
@@ -208,31 +216,29 @@ def _ended(folder: Path, arguments: argparse.Namespace, child: list[str]) -> obj
 
 
 def _trl(folder: Path, arguments: argparse.Namespace) -> str:
-    """What rank 0 says of the iterations by TRL, as JSON."""
+    """Return what rank 0 prints of the iterations by TRL, as JSON."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    tiny = arguments.shape == "tiny"
-    length, prompts = (16, 4) if tiny else (512, 32)
+    length, prompts = _size(arguments.shape)
     write_inputs(folder, prompts * arguments.iterations, arguments.shape)
-    sampler = "vllm" if arguments.sampler == "vllm" else "generate"
     case = Case(
-        str(folder),
-        "trl",
-        sampler,
-        length,
-        prompts * GROUP,
-        [],
-        arguments.iterations,
-        arguments.shape,
+        folder=str(folder),
+        trainer="trl",
+        sampler="vllm" if arguments.sampler == "vllm" else "generate",
+        length=length,
+        completions=prompts * GROUP,
+        overrides=[],
+        iterations=arguments.iterations,
+        shape=arguments.shape,
     )
-    status = _ended(folder, arguments, ["--trl-child", case.as_json()])
+    status = _wait_for(folder, arguments, ["--trl-child", case.as_json()])
     output = (folder / "output").read_text()
-    said = [line for line in output.splitlines() if line.startswith('{"iterations"')]
-    return said[-1] if said else f"ended {status}\n{output[-3000:]}"
+    printed = [line for line in output.splitlines() if line.startswith('{"iterations"')]
+    return printed[-1] if printed else f"ended {status}\n{output[-3000:]}"
 
 
 def _child(folder: Path, job: list[str]) -> None:
-    """A rank of the run, with what it measures in a file of its own."""
+    """Be a rank of the run and write what it measures into a file of its own."""
     import pgtoolkit.training.recorder
     from pgtoolkit.cli import main as pgtk
     from pgtoolkit.model.policy import Policy
@@ -240,7 +246,8 @@ def _child(folder: Path, job: list[str]) -> None:
     from pgtoolkit.training.module import PolicyGradientModule
 
     pgtoolkit.training.recorder.save_checkpoint = lambda *_: None  # not what is measured
-    filled, training_step = [0.0], PolicyGradientModule.training_step
+    filled = [0.0]
+    training_step = PolicyGradientModule.training_step
 
     def timed(function):
         def call(*arguments):
@@ -254,14 +261,15 @@ def _child(folder: Path, job: list[str]) -> None:
         return call
 
     def recorded(self, step, index):
-        found = training_step(self, step, index)
-        row = {"fill": filled[0], "peak_gb": found["metrics"].get("peak_memory_gb", 0.0)}
+        output = training_step(self, step, index)
+        row = {"fill": filled[0], "peak_gb": output["metrics"].get("peak_memory_gb", 0.0)}
         with (folder / f"rank-{os.environ['RANK']}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         filled[0] = 0.0
-        return found
+        return output
 
-    Policy.load, ServerSampler.publish = timed(Policy.load), timed(ServerSampler.publish)
+    Policy.load = timed(Policy.load)
+    ServerSampler.publish = timed(ServerSampler.publish)
     PolicyGradientModule.training_step = recorded
     status = pgtk(job)
     sys.stdout.flush()

@@ -1,11 +1,10 @@
-"""How fast recorded rollouts are indexed, and how much memory that takes: Parquet and JSONL, with a
-column of texts.
+"""Measure how fast recorded rollouts are indexed, and how much memory that takes.
 
     python benchmarks/recorded_index.py [ROWS] [TOKENS]
 
-Writes made-up rollouts into a temporary folder, in groups of eight, and indexes each file in a
-process of its own. Rates are of the first pass, which checks and digests every row, and of a start
-that finds the index kept by the run.
+Writes made-up rollouts into a temporary folder, in groups of eight: Parquet without and with a
+column of texts, and JSONL. Each file is indexed in a process of its own. Rates are of the first
+pass, which checks and digests every row, and of a start that finds the index kept by the run.
 """
 
 from __future__ import annotations
@@ -28,22 +27,18 @@ BLOCK = 1024
 
 
 def main() -> None:
-    count, tokens = (
-        int(sys.argv[i]) if len(sys.argv) > i else default
-        for i, default in ((1, 100_000), (2, 512))
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    tokens = int(sys.argv[2]) if len(sys.argv) > 2 else 512
+    # JSONL is slow enough to be measured by a tenth of the rows.
+    files = (
+        ("rows.parquet", count, 0),
+        ("with_texts.parquet", count, 4 * tokens),
+        ("rows.jsonl", count // 10, 0),
     )
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (
-            ("rows.parquet", 0),
-            ("with_texts.parquet", 4 * tokens),
-            ("rows.jsonl", 0),
-        ):
-            write(
-                file := Path(folder) / name,
-                count if name.endswith("t") else count // 10,
-                tokens,
-                text,
-            )
+        for name, num_rows, text in files:
+            file = Path(folder) / name
+            write(file, num_rows, tokens, text)
             made = subprocess.run(
                 [sys.executable, __file__, "--index", file],
                 capture_output=True,
@@ -54,8 +49,9 @@ def main() -> None:
 
 
 def write(path: Path, count: int, tokens: int, text: int) -> None:
-    """text: characters of a column that no training reads."""
-    draw, writer = np.random.default_rng(0), None
+    """Write made-up rollouts. text: characters of a column that no training reads."""
+    draw = np.random.default_rng(0)
+    writer = None
     with path.open("wb") as file:
         for start in range(0, count, BLOCK):
             mask = np.arange(tokens) >= tokens // 3
@@ -108,18 +104,22 @@ def index(path: Path) -> None:
     )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for pass_name in ("indexed", "found"):
-        seconds, cpu = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        started_cpu = time.process_time()
         rollouts = RecordedRollouts(config, Estimator("grpo"), VOCABULARY, run_dir=path.parent)
-        seconds, cpu = time.perf_counter() - seconds, time.process_time() - cpu
+        seconds = time.perf_counter() - started
+        cpu = time.process_time() - started_cpu
         rate = (
             f"{rollouts.batch_size / seconds:,.0f} rows a second "
             f"({rollouts.batch_size / cpu:,.0f} of CPU time)"
         )
         print(f"{pass_name} {rollouts.batch_size} rows in {seconds:.2f} s, {rate}", end="; ")
-    print(
-        f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024:.0f} MB of memory"
-    )
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"{grown / 1024:.0f} MB of memory")
 
 
 if __name__ == "__main__":
-    index(Path(sys.argv[2])) if sys.argv[1:2] == ["--index"] else main()
+    if sys.argv[1:2] == ["--index"]:
+        index(Path(sys.argv[2]))
+    else:
+        main()

@@ -1,5 +1,4 @@
-"""The job of the benchmarks of rollouts: a model of Qwen2.5's shape with random weights, prompts,
-and a reward."""
+"""The job of the benchmarks of rollouts: a model with random weights, prompts, and a reward."""
 
 from __future__ import annotations
 
@@ -15,14 +14,16 @@ GROUP = 8
 def _body(
     hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, tied: bool
 ) -> dict:
-    sizes = {
+    return {
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "vocab_size": vocabulary,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 8192,
     }
-    heads = {"num_attention_heads": heads, "num_key_value_heads": groups}
-    return sizes | heads | {"tie_word_embeddings": tied, "max_position_embeddings": 8192}
 
 
 BODIES = {
@@ -32,7 +33,7 @@ BODIES = {
     "7b": _body(3584, 18944, 28, 28, 4, 152064, False),
     "14b": _body(5120, 13824, 48, 40, 8, 152064, False),
 }
-"""Of config.json, by Qwen2.5's shapes."""
+"""Entries of config.json, by names of Qwen2.5's shapes."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,14 @@ class Case:
 
 
 def longest_prompt(shape: str) -> int:
+    """Return the most tokens of a prompt."""
     return 16 if shape == "tiny" else 160
 
 
 def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = True) -> None:
-    """The model, in the number type of those on the hub, with a tokenizer that has a word for each
-    of its tokens.
+    """Write the prompts, and the model's folder if it is not there yet.
+
+    Its weights are in bfloat16, as on the hub, and its tokenizer has a word for each of its tokens.
 
     shape: of BODIES. weights: whether they are written, too.
     """
@@ -86,7 +89,8 @@ def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = Tru
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     body = BODIES[shape]
-    draw, longest = random.Random(0), longest_prompt(shape)
+    draw = random.Random(0)
+    longest = longest_prompt(shape)
     with (folder / "prompts.jsonl").open("w") as file:
         for _ in range(num_prompts):
             text = "".join(
@@ -117,7 +121,7 @@ def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = Tru
 
 
 def _tokenizer(size: int):
-    """A character of a prompt is a token."""
+    """Return a tokenizer that makes each character of a prompt a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -133,5 +137,5 @@ def _tokenizer(size: int):
 
 
 def reward(completion: str, _answer: str = "") -> float:
-    """As if at random: a function of the completion alone."""
+    """Return a reward as if at random, which depends on the completion alone."""
     return random.Random(completion).random()

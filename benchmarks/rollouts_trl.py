@@ -1,5 +1,4 @@
-"""The rollout benchmark's job by TRL, in the process of one case, or in several that FSDP divides
-it among."""
+"""The rollout benchmark's job by TRL, in the process of one case, or in several with FSDP."""
 
 from __future__ import annotations
 
@@ -12,23 +11,23 @@ from rollouts_job import GROUP, Case, longest_prompt, reward
 
 
 def run(case: Case) -> None:
-    """Prints the iterations by stage; TRL 1.16's own loss and settings, but for what the job
-    says."""
+    """Print the iterations by stage. Loss and settings are TRL 1.16's own, but for the job's."""
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     on_gpu = torch.cuda.is_available()
-    iterations, spent = [], {"generate": 0.0, "with_scores": 0.0}
+    iterations = []
+    spent = {"generate": 0.0, "with_scores": 0.0}
 
     def timed(method, stage: str):
         @functools.wraps(method)
         def measured(*arguments, **named):
             started = _now(on_gpu)
-            found = method(*arguments, **named)
+            result = method(*arguments, **named)
             spent[stage] += _now(on_gpu) - started
-            return found
+            return result
 
         return measured
 
@@ -38,16 +37,18 @@ def run(case: Case) -> None:
 
         def on_step_end(self, *_, **__):
             now = _now(on_gpu)
-            whole, made = now - self.before, spent["with_scores"]
-            stages = {
-                "sample": spent["generate"],
-                "score": made - spent["generate"],
-                "update": whole - made,
-            }
-            iterations.append({**stages, "whole": whole})
+            whole = now - self.before
+            iterations.append(
+                {
+                    "sample": spent["generate"],
+                    "score": spent["with_scores"] - spent["generate"],
+                    "update": whole - spent["with_scores"],
+                    "whole": whole,
+                }
+            )
             self.before = now
             spent.update(generate=0.0, with_scores=0.0)
-            # After each, for the case that time ends before the last.
+            # After each, in case the limit of time ends the process before the last.
             print(
                 "\n" + json.dumps({"iterations": iterations, "peak_gb": _peak(on_gpu)}), flush=True
             )
@@ -56,9 +57,10 @@ def run(case: Case) -> None:
     GRPOTrainer._generate_and_score_completions = timed(
         GRPOTrainer._generate_and_score_completions, "with_scores"
     )
-    batch, processes = 1, int(os.environ.get("WORLD_SIZE", "1"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     completions = case.completions // processes
-    # TRL's default of 8 at 512 tokens
+    # At 512 tokens this gives TRL's default of 8.
+    batch = 1
     while batch < completions and 2 * batch * case.longest <= 8192:
         batch *= 2
     settings = {

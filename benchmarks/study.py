@@ -1,5 +1,4 @@
-"""What the study needs beside pgtk's own commands: starts that travel, runs in little space, and
-controls.
+"""Do for the study what pgtk's own commands do not: small starts, small archives, and controls.
 
     python benchmarks/study.py start CHECKPOINT FOLDER  # rounded to bfloat16, for model.path
     python benchmarks/study.py pack FILE.tar.xz SWEEP...  # what pgtk compare reads of finished runs
@@ -32,7 +31,10 @@ KEPT = (
     "effective_sample_size",
     "explained_variance",
 )
-"""Columns of metrics.jsonl."""
+"""Columns of metrics.jsonl that an archive keeps."""
+
+_PRIVATE = ("host", "pid")
+"""Entries of a status that an archive leaves out."""
 
 _LIBRARIES = ("torch", "triton", "transformers", "lightning", "numpy")
 """Packages whose versions are kept."""
@@ -41,42 +43,49 @@ _LIBRARIES = ("torch", "triton", "transformers", "lightning", "numpy")
 def half_shuffled(
     rewards: list[list[float]], *, lengths: list[list[int]], **_
 ) -> list[list[float]]:
-    """GRPO's advantages, of half of the groups in another order: a control that a comparison has to
-    find."""
-    found = [_grpo(group) for group in rewards]
-    for group, draw in zip(found, _draws(rewards, lengths), strict=True):
+    """Return GRPO's advantages, in half of the groups in another order.
+
+    It is a control: a comparison has to find the difference.
+    """
+    advantages = [_grpo(group) for group in rewards]
+    for group, draw in zip(advantages, _draws(rewards, lengths), strict=True):
         if draw.random() < 0.5:
             draw.shuffle(group)
-    return found
+    return advantages
 
 
 def random_reward(
     rewards: list[list[float]], *, lengths: list[list[int]], **_
 ) -> list[list[float]]:
-    """GRPO's advantages of coins that were tossed: a control from which nothing can be learned."""
+    """Return GRPO's advantages of tossed coins: a control from which nothing can be learned."""
     pairs = zip(rewards, _draws(rewards, lengths), strict=True)
     return [_grpo([float(draw.random() < 0.5) for _ in group]) for group, draw in pairs]
 
 
 def right_alone(rewards: list[list[float]], **_) -> list[list[float]]:
-    """1 for the policy's own right answers, 0 for wrong ones: supervised training on the former,
-    without a baseline."""
+    """Return 1 for a right answer and 0 for a wrong one.
+
+    That is supervised training on the policy's own right answers, without a baseline.
+    """
     return rewards
 
 
 def _draws(rewards: list[list[float]], lengths: list[list[int]]) -> list[random.Random]:
-    """A generator for each group, by what it holds: advantages may not depend on where in the batch
-    it stands."""
+    """Return a generator for each group, seeded by its content.
+
+    So its advantages do not depend on where in the batch it stands.
+    """
     return [random.Random(repr(pair)) for pair in zip(rewards, lengths, strict=True)]
 
 
 def _grpo(group: list[float]) -> list[float]:
-    mean, deviation = statistics.fmean(group), statistics.stdev(group)
+    mean = statistics.fmean(group)
+    deviation = statistics.stdev(group)
     return [(reward - mean) / (deviation + 1e-6) for reward in group]
 
 
 def start(checkpoint: Path, folder: Path) -> None:
-    """A Hugging Face folder with half of the bytes; every run begins with these rounded weights."""
+    """Write a Hugging Face folder of weights rounded to bfloat16, with which every run begins."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -85,46 +94,58 @@ def start(checkpoint: Path, folder: Path) -> None:
 
 
 def pack(file: Path, sweeps: list[Path]) -> None:
-    """Of every run that is done, or that numbers which were not finite have ended: its
+    """Write an archive of the sweeps' runs that are done.
+
+    A run that was ended by numbers that were not finite counts, too. Of each run it has the
     configuration, where it ran, status, evaluations, and a few columns of its metrics. Paths are
     relative to the current directory, which is where an unpacked sweep goes on. The same runs make
-    the same file."""
+    the same file.
+    """
     with tarfile.open(file, "w:xz" if file.suffix == ".xz" else "w:gz") as packed:
-        for status in sorted(status for sweep in sweeps for status in sweep.rglob("status.json")):
-            run, said = status.parent, json.loads(status.read_text())
-            if said["state"] != "done" and not str(said.get("reason")).startswith("NumericalError"):
+        for path in sorted(path for sweep in sweeps for path in sweep.rglob("status.json")):
+            status = json.loads(path.read_text())
+            ended_by_numbers = str(status.get("reason")).startswith("NumericalError")
+            if status["state"] != "done" and not ended_by_numbers:
                 continue
-            rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            short = [{name: _short(row[name]) for name in KEPT if name in row} for row in rows]
-            content = {"metrics.jsonl": "".join(json.dumps(row) + "\n" for row in short)}
-            if (run / "provenance.json").exists():
-                content["provenance.json"] = json.dumps(
-                    _machine(json.loads((run / "provenance.json").read_text()))
-                )
-            content["status.json"] = json.dumps(
-                {name: said[name] for name in said if name not in ("host", "pid")}
-            )
-            for name in ("config.yaml", "overrides.yaml", "evaluations.jsonl"):
-                content[name] = (run / name).read_text().replace(f"{Path.cwd()}/", "")
-            for name, text in sorted(content.items()):
-                entry = tarfile.TarInfo(str(run / name))
-                entry.size = len(data := text.encode())
+            for name, text in sorted(_content(path.parent, status).items()):
+                data = text.encode()
+                entry = tarfile.TarInfo(str(path.parent / name))
+                entry.size = len(data)
                 packed.addfile(entry, io.BytesIO(data))
 
 
+def _content(run: Path, status: dict) -> dict[str, str]:
+    """Return the files that an archive has of a run, by name."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    short = [{name: _short(row[name]) for name in KEPT if name in row} for row in rows]
+    content = {
+        "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in short),
+        "status.json": json.dumps({name: status[name] for name in status if name not in _PRIVATE}),
+    }
+    provenance = run / "provenance.json"
+    if provenance.exists():
+        content[provenance.name] = json.dumps(_machine(json.loads(provenance.read_text())))
+    for name in ("config.yaml", "overrides.yaml", "evaluations.jsonl"):
+        content[name] = (run / name).read_text().replace(f"{Path.cwd()}/", "")
+    return content
+
+
 def _machine(start: dict) -> dict:
-    """Of a run's provenance what tells its numbers apart: code, GPU, versions, and when it was
-    resumed."""
+    """Return of a run's provenance what tells its numbers apart.
+
+    That is code, GPU, versions, and when it was resumed.
+    """
     kept = {name: start[name] for name in ("time", "python", "gpus") if name in start}
     kept["packages"] = {
         name: start["packages"][name] for name in _LIBRARIES if name in start.get("packages", {})
     }
     kept["git"] = [
-        {"commit": one.get("commit"), "diff": _digest(one["diff"])} for one in start.get("git", [])
+        {"commit": checkout.get("commit"), "diff": _digest(checkout["diff"])}
+        for checkout in start.get("git", [])
     ]
-    return kept | (
-        {"resumed": [_machine(one) for one in start["resumed"]]} if "resumed" in start else {}
-    )
+    if "resumed" in start:
+        kept["resumed"] = [_machine(resumed) for resumed in start["resumed"]]
+    return kept
 
 
 def _digest(diff: str) -> str:
@@ -132,13 +153,10 @@ def _digest(diff: str) -> str:
 
 
 def _short(value: float) -> float:
-    return (
-        value
-        if isinstance(value, int)
-        else round(value, 1)
-        if value > 1e6
-        else float(f"{value:.4g}")
-    )
+    """Return a number with as many digits as a comparison needs."""
+    if isinstance(value, int):
+        return value
+    return round(value, 1) if value > 1e6 else float(f"{value:.4g}")
 
 
 if __name__ == "__main__":
@@ -146,4 +164,4 @@ if __name__ == "__main__":
     if command == "start":
         start(Path(first), Path(rest[0]))
     else:
-        pack(Path(first), [Path(one) for one in rest])
+        pack(Path(first), [Path(sweep) for sweep in rest])

@@ -1,14 +1,13 @@
-"""Every table and picture of the study's pages, made again from packed runs by pgtk's own
-comparison.
+"""Make every table and picture of the study's pages from packed runs, by pgtk's own comparison.
 
     python -m benchmarks.study_page
 
-unpacks all packed runs into a temporary folder, and fills what stands in each of PAGES between a
-line such as `<!-- compare study_loss --metric=final:evaluation/held_out/pass@1
---png=docs/images/study_loss.png -->` and `<!-- end -->` with what `pgtk compare` says, in tables.
-`<!-- runs -->` is filled with what was run, from the runs' own files, `<!-- repeats SWEEP -->` with
-the evaluations of its runs, `<!-- curves SWEEP... -->` with their means, `<!-- summary -->` and
-`<!-- power -->` with the planned contrasts of both parts (study_summary.py).
+It unpacks all packed runs into a temporary folder and fills each of PAGES. Between a line such as
+`<!-- compare study_loss --metric=final:evaluation/held_out/pass@1
+--png=docs/images/study_loss.png -->` and `<!-- end -->` come the tables of `pgtk compare`. After
+`<!-- runs -->` comes what was run, from the runs' own files; after `<!-- repeats SWEEP -->` the
+evaluations of its runs; after `<!-- curves SWEEP... -->` their means; after `<!-- summary -->` and
+`<!-- power -->` the planned contrasts of both parts (study_summary.py).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ DATA = (ROOT / "benchmarks" / "data" / "study", ROOT / "benchmarks" / "data" / "
 """Folders of packed runs."""
 
 PICTURE = ROOT / "docs" / "images" / "study.png"
-"""Both parts of the study."""
+"""The picture of both parts of the study."""
 
 SWEEPS = (
     "study_controls",
@@ -54,12 +53,14 @@ SWEEPS = (
     "study_starts",
     "study_starts_controls",
     "study_repeats",
+    "study_lag",
+    "study_aggregation",
+    "study_anchor",
 )
-SWEEPS += ("study_lag", "study_aggregation", "study_anchor")
 _PART = re.compile(
     r"(?s)(<!-- (compare|runs|repeats|curves|summary|power)([^>]*) -->\n).*?(<!-- end -->)"
 )
-_NONE = "Not run.\n\n"
+_NOT_RUN = "Not run.\n\n"
 
 
 def unpack(folder: Path) -> Path:
@@ -93,8 +94,10 @@ def filled(page: Path, sweeps: Path, draw: bool = True) -> str:
 
 
 def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
-    """Return the table of both parts' differences (kind summary), or of what could have been seen
-    (power)."""
+    """Return the table of both parts' differences.
+
+    kind: summary, or power for the differences that could have been seen.
+    """
     parts = {part.name: study_summary.contrasts(part, sweeps) for part in study_summary.PARTS}
     if kind == "power":
         return _table(study_summary.power_rows(parts))
@@ -104,21 +107,26 @@ def _summarised(sweeps: Path, kind: str, draw: bool) -> str:
 
 
 def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
-    """What `pgtk compare` says; words: names of sweeps, and options as --NAME=VALUE, or --by=KEY
-    for a row a value."""
+    """Return the tables of `pgtk compare`.
+
+    words: names of sweeps, and options as --NAME=VALUE, or --by=KEY for a row of each value.
+    """
     names = [word for word in words if not word.startswith("--")]
-    options = {
-        name.replace("-", "_"): value
-        for name, _, value in (w[2:].partition("=") for w in words if w[:2] == "--")
-    }
-    picture, file, by = (options.pop(name, None) for name in ("png", "predictions", "by"))
+    options = {}
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            options[name.replace("-", "_")] = value
+    picture = options.pop("png", None)
+    file = options.pop("predictions", None)
+    by = options.pop("by", None)
     args = Namespace(
         **dict.fromkeys(("metric", "best_of", "reach", "over", "against", "margin")) | options
     )
     args.best_of = by or args.best_of
     expected = study_predictions.take(ROOT / file, args) if file else {}
     if not all((sweeps / name).exists() for name in names):
-        return _NONE + "".join(
+        return _NOT_RUN + "".join(
             f"* Predicted: {name} {text(value)}\n" for name, value in expected.items()
         )
     metric = parse_metric(args.metric)[1] if args.metric else args.reach.rpartition("=")[0]
@@ -127,15 +135,13 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
         runs, args.metric, args.best_of, args.reach, args.over, args.against, args.margin
     )
     if by:
-        names, *rows = zip(*text_report.tried_rows(compared), strict=True)
+        header, *rows = zip(*text_report.tried_rows(compared), strict=True)
         rows = [
             (Path(name).name, *values)
             for name, *values in sorted(rows, key=lambda row: row[1], reverse=True)
         ]
-        return (
-            f"{compared.measured}, mean over "
-            f"{compared.blocks}s:\n\n{_table([(by, *names[1:]), *rows])}"
-        )
+        table = _table([(by, *header[1:]), *rows])
+        return f"{compared.measured}, mean over {compared.blocks}s:\n\n{table}"
     if picture and draw:
         write(compared, "png", ROOT / picture, "")
     shown = ""
@@ -145,46 +151,51 @@ def _compared(page: Path, sweeps: Path, words: list[str], draw: bool) -> str:
 
 
 def _parts(compared: Compared, expected: dict) -> list[str]:
-    """Tables and sentences, each a paragraph."""
-    parts, judged = (
-        [_table(text_report.group_rows(compared))],
-        study_predictions.judged(compared, expected),
-    )
-    if rows := text_report.tried_rows(compared):
+    """Return tables and sentences, each a paragraph."""
+    parts = [_table(text_report.group_rows(compared))]
+    sentences = study_predictions.judged(compared, expected)
+    rows = text_report.tried_rows(compared)
+    if rows:
         rows[1:] = sorted(rows[1:], key=_natural)
         parts += [
             f"{compared.measured} by {compared.best_of}, mean over {compared.blocks}s:\n",
             _table(rows),
         ]
-    # Of tuning runs nothing is tested.
-    for pairs in text_report.planned(compared) if compared.comparisons.primary else ():
-        base = compared.groups[pairs[0].first]
-        parts += [f"Against {base.label}:\n", _table(text_report.difference_rows(compared, pairs))]
-    found = compared.comparisons
-    several = any(values.size > 1 for one in found.samples for values in one.strata.values())
-    if compared.over and found.primary and several:
+    comparisons = compared.comparisons
+    # Tuning runs have no primary comparison, and nothing of them is tested.
+    if comparisons.primary:
+        for pairs in text_report.planned(compared):
+            base = compared.groups[pairs[0].first]
+            table = _table(text_report.difference_rows(compared, pairs))
+            parts += [f"Against {base.label}:\n", table]
+    has_seeds = any(
+        values.size > 1 for sample in comparisons.samples for values in sample.strata.values()
+    )
+    if compared.over and comparisons.primary and has_seeds:
         starts = [
-            Sample({(*name, 0): seeds.mean() for name, seeds in one.strata.items()})
-            for one in found.samples
+            Sample({(*name, 0): seeds.mean() for name, seeds in sample.strata.items()})
+            for sample in comparisons.samples
         ]
-        compared.comparisons = Comparisons(starts, found.margin, found.primary)
+        compared.comparisons = Comparisons(starts, comparisons.margin, comparisons.primary)
         for pairs in text_report.planned(compared):
             table = _table(text_report.difference_rows(compared, pairs))
             parts += ["The same with one value for each start, the mean of its seeds:\n", table]
-    said = judged + [f"Not counted: {line}" for line in text_report.left_out(compared)]
-    said += [f"Note: {note}." for note in compared.notes]
-    return [*parts, "".join(f"* {line}\n" for line in said)] if said else parts
+    sentences += [f"Not counted: {line}" for line in text_report.left_out(compared)]
+    sentences += [f"Note: {note}." for note in compared.notes]
+    if sentences:
+        parts.append("".join(f"* {line}\n" for line in sentences))
+    return parts
 
 
 def _repeated(sweep: Path) -> str:
-    """Held-out pass@1 of each run at each evaluation."""
+    """Return the table of held-out pass@1 of each run at each evaluation."""
     runs = [
-        [r for r in read_evaluations(run) if r["set"] == "held_out"]
+        [row for row in read_evaluations(run) if row["set"] == "held_out"]
         for run in sorted(sweep.iterdir())
     ]
     rows = [
-        [str(place), *(f"{row['pass@1']:.4f}" for row in found)]
-        for place, found in enumerate(runs, 1)
+        [str(place), *(f"{row['pass@1']:.4f}" for row in evaluations)]
+        for place, evaluations in enumerate(runs, 1)
     ]
     return _table([["run", *(f"step {row['step']}" for row in runs[0])], *rows])
 
@@ -205,7 +216,7 @@ def _curves(sweeps: list[Path]) -> str:
 
 
 def _ran(sweeps: Path) -> str:
-    """A row per sweep, from the configurations, the evaluations and the times of its runs."""
+    """Return a row for each sweep, from configurations, evaluations and times of its runs."""
     rows = [["sweep", "runs", "minutes", *_FACTS]]
     for name in SWEEPS:
         if not (sweeps / name).exists():
@@ -219,15 +230,10 @@ def _ran(sweeps: Path) -> str:
         ]
         rows.append([f"`{name}`", str(len(runs)), f"{_minutes(runs):.1f}", *facts])
     present = [str(sweeps / name) for name in SWEEPS if (sweeps / name).exists()]
-    if every := find_runs(present, {"reward"}) if present else []:
-        rows.append(
-            [
-                "all",
-                str(len({run.name for run in every})),
-                f"{_minutes(every):.1f}",
-                *[""] * len(_FACTS),
-            ]
-        )
+    if present:
+        runs = find_runs(present, {"reward"})
+        count = len({run.name for run in runs})
+        rows.append(["all", str(count), f"{_minutes(runs):.1f}", *[""] * len(_FACTS)])
     return _table(rows)
 
 
@@ -244,17 +250,20 @@ _FACTS = (
 
 
 def _facts(run: Run) -> list[object]:
-    """What a run was: see _FACTS."""
-    c, starts = run.config, known_provenance(run.path)
-    batch, steps = c["rollout.prompts_per_batch"] * c["rollout.group_size"], c["trainer.max_steps"]
+    """Return what the table has of a run, by _FACTS."""
+    config = run.config
+    provenance = known_provenance(run.path)
+    batch = config["rollout.prompts_per_batch"] * config["rollout.group_size"]
+    steps = config["trainer.max_steps"]
     before = [f"{row['pass@1']:.3f}" for row in read_evaluations(run.path) if row["step"] == 0]
-    held_out = f"{c['evaluation.prompts_per_set']} x {c['evaluation.completions_per_prompt']}"
-    machine = [gpu["name"] for gpu in starts.get("gpus", [])] or ["CPU"]
-    batches = steps * c["accumulation.docs_per_step"] // batch
+    prompts = config["evaluation.prompts_per_set"]
+    held_out = f"{prompts} x {config['evaluation.completions_per_prompt']}"
+    machine = [gpu["name"] for gpu in provenance.get("gpus", [])] or ["CPU"]
+    batches = steps * config["accumulation.docs_per_step"] // batch
     return [
-        Path(c["model.path"]).name,
+        Path(config["model.path"]).name,
         *before[:1],
-        c["seed"],
+        config["seed"],
         batches,
         batch,
         steps,
@@ -264,21 +273,24 @@ def _facts(run: Run) -> list[object]:
 
 
 def _minutes(runs: list[Run]) -> float:
-    """Of the clock, while any of the runs was going on: starts and steps that are less than a
-    minute apart."""
+    """Return the minutes of the clock in which any of the runs was going on.
+
+    It was from one start or step to the next if they are less than a minute apart.
+    """
     times = [time for run in runs for time in run.columns["time"] if time == time]
-    for start in (known_provenance(run.path) for run in runs):
+    for run in runs:
+        provenance = known_provenance(run.path)
         times += [
-            datetime.strptime(one["time"], TIME).timestamp()
-            for one in (start, *start.get("resumed", ()))
-            if one
+            datetime.strptime(start["time"], TIME).timestamp()
+            for start in (provenance, *provenance.get("resumed", ()))
+            if start
         ]
     gaps = np.diff(np.sort(times))
     return float(gaps[gaps < 60].sum()) / 60
 
 
 def _natural(words: list[str]) -> list[list]:
-    """What sorts small-2 before small-10, and 8 before 32."""
+    """Return a key that sorts small-2 before small-10, and 8 before 32."""
     return [
         [(0, int(x), "") if x.isdigit() else (1, 0, x) for x in re.split(r"(\d+)", word) if x]
         for word in words
@@ -286,13 +298,13 @@ def _natural(words: list[str]) -> list[list]:
 
 
 def _table(rows: list[list[str]]) -> str:
-    """In Markdown; the first row is the header."""
+    """Return the rows in Markdown; the first is the header."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as unpacked:
-        of_all = unpack(Path(unpacked))
-        for one_page in PAGES:
-            one_page.write_text(filled(one_page, of_all))
+        all_sweeps = unpack(Path(unpacked))
+        for path in PAGES:
+            path.write_text(filled(path, all_sweeps))

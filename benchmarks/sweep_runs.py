@@ -1,12 +1,10 @@
-"""The runs of a sweep as a compact table, with the CPU time of each: the raw data behind published
-tables.
+"""Write the runs of a sweep as a compact table with the CPU time of each, for published tables.
 
     python benchmarks/sweep_runs.py FILE.csv SWEEP [OVERRIDE...]
 
 Runs `pgtk sweep SWEEP OVERRIDE...`, or goes on with it, one job at a time, and writes a row per
-run: the keys that the
-sweep varies, the seed, and what `_reached` says. Linux only: the CPU time of a job is read from
-    /proc.
+run: the keys that the sweep varies, the seed, and what `_reached` returns. Linux only: the CPU time
+of a job is read from /proc.
 """
 
 from __future__ import annotations
@@ -38,8 +36,10 @@ def main(file: str, *sweep: str) -> None:
 
 
 def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
-    """A row per run. seconds: CPU time by the name of the run's directory; empty for a run that was
-    done before."""
+    """Write a row for each run.
+
+    seconds: CPU time by the name of the run's directory, without runs that were done before.
+    """
     compared = compare(runs, reach="exact_match=0.9")
     if compared.left_out:
         raise SystemExit(
@@ -60,7 +60,7 @@ def write(file: Path, runs: list[Run], seconds: dict[str, float]) -> None:
 
 
 def _reached(run: Run, goal: Goal) -> dict[str, object]:
-    """Finals and bests, and what the curves say.
+    """Return finals and bests, and numbers of the curves.
 
     {documents, tokens, seconds}_to_exact_match_0.9 and mean_exact_match: as `pgtk compare` takes
     them.
@@ -68,8 +68,9 @@ def _reached(run: Run, goal: Goal) -> dict[str, object]:
         empty if it never is.
     clipped_ratio_fraction: the mean over all steps.
     """
-    reward, clipped = run.values("reward"), run.values("clipped_ratio_fraction")
-    one = reached(run, goal)
+    reward = run.values("reward")
+    clipped = run.values("clipped_ratio_fraction")
+    progress = reached(run, goal)
     batch = run.config["rollout.prompts_per_batch"] * run.config["rollout.group_size"]
     steps = batch // run.config["accumulation.docs_per_step"]
     batches = [
@@ -83,23 +84,29 @@ def _reached(run: Run, goal: Goal) -> dict[str, object]:
             (batch * n for n, mean in enumerate(batches, start=1) if mean >= 0.9), ""
         ),
         **{
-            f"{name}_to_exact_match_0.9": round(one.to[axis], 3) if one.to else ""
+            f"{name}_to_exact_match_0.9": round(progress.to[axis], 3) if progress.to else ""
             for axis, name in AXES.items()
         },
-        "mean_exact_match": f"{one.mean:.6f}",
+        "mean_exact_match": f"{progress.mean:.6f}",
         "clipped_ratio_fraction": f"{statistics.fmean(clipped):.4f}" if clipped else "",
-        **{axis: round(one.seen[axis], 3) for axis in AXES},
+        **{axis: round(progress.seen[axis], 3) for axis in AXES},
     }
 
 
-def _run(command):
-    """(folder of the sweep, CPU seconds of each job that ended meanwhile, by its name)."""
+def _run(command: list[str]) -> tuple[str | None, dict[str, float]]:
+    """Return the sweep's folder and the CPU seconds of each job that has ended, by its name."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    folder, before, seconds = None, 0.0, defaultdict(float)
+    assert process.stdout is not None
+    folder = None
+    before = 0.0
+    seconds: dict[str, float] = defaultdict(float)
     for line in process.stdout:
         print(line, end="", flush=True)
-        folder = found[1] if (found := _FOLDER.match(line)) else folder
-        if ended := _ENDED.match(line):
+        named = _FOLDER.match(line)
+        if named:
+            folder = named[1]
+        ended = _ENDED.match(line)
+        if ended:
             now = _seconds_of_children(process.pid)
             seconds[ended[1]] += now - before
             before = now
@@ -108,8 +115,8 @@ def _run(command):
     return folder, seconds
 
 
-def _seconds_of_children(pid):
-    """CPU seconds, user and system, of the ended children of a process and of theirs."""
+def _seconds_of_children(pid: int) -> float:
+    """Return CPU seconds, user and system, of the ended children of a process and of theirs."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 

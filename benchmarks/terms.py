@@ -1,10 +1,11 @@
-"""What penalties and corrections cost on this machine, and how exact they are: `python -m
-benchmarks.terms`.
+"""Measure what penalties and corrections cost on this machine, and how exact they are.
 
-Forward and backward of bfloat16 logits that are given, and of the fused head, each with an entropy
-bonus, a penalty against a reference (whose own forward pass is not in the times) and every
-correction, against the same loss without. Errors are those of the gradient against float64 on fewer
-tokens; without a GPU all is small and in float32.
+    python -m benchmarks.terms
+
+The cases are forward and backward of bfloat16 logits that are given, and of the fused head, each
+with an entropy bonus, a penalty against a reference (whose own forward pass is not in the times)
+and every correction, against the same loss without. Errors are those of the gradient against
+float64 on fewer tokens; without a GPU all is small and in float32.
 """
 
 from __future__ import annotations
@@ -28,12 +29,11 @@ TERMS = {
     "entropy and kl": {"entropy_coefficient": 0.01, "kl": _KL, "ref_log_probs": 0.2},
     "sampling log-probs": {"sampling_log_probs": 0.05},
     **{
-        name: {"sampling_log_probs": 0.05, "correction": one or name}
-        for name, one in _CORRECTIONS.items()
+        name: {"sampling_log_probs": 0.05, "correction": correction or name}
+        for name, correction in _CORRECTIONS.items()
     },
 }
-"""What a loss has beside itself; log-probs by how far, in the standard deviation, they lie from the
-old ones."""
+"""What each case adds to the loss. Log-probs: their standard deviation from the old ones."""
 
 
 def main() -> None:
@@ -54,30 +54,32 @@ def main() -> None:
                 memory = {name: peak_bytes(run, device) for name, run in calls.items()}
                 times = seconds(calls, repetitions, device)
                 for name, time in times.items():
-                    what = f"{'fused head' if fused else 'logits'}, {loss}"
+                    case = f"{'fused head' if fused else 'logits'}, {loss}"
                     mebibytes = "" if memory[name] is None else f"{memory[name] / 2**20:.0f}"
                     ratio = f"{time / times['none']:9.3f}{mebibytes:>8}{errors[name]:10.1e}"
-                    print(f"{what:18}{level:9}{name:20}{1e3 * time:9.3f}{ratio}", flush=True)
+                    print(f"{case:18}{level:9}{name:20}{1e3 * time:9.3f}{ratio}", flush=True)
 
 
 def problem(
     tokens: int, hidden_size: int, vocabulary: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor, Workload]:
-    """Hidden states, head, and packed documents, of whose tokens GRPO clips 5 %."""
+    """Return hidden states, head, and packed documents, of whose tokens GRPO clips 5 %."""
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     lengths = document_lengths(tokens, *((64, 2048) if tokens > 2048 else (4, 64)))
     with torch.no_grad():
         logits = hidden @ weight.T
 
-    def log_probs_of(labels):
+    def log_probs_of(labels: torch.Tensor) -> torch.Tensor:
         return choose_implementation("auto", logits).forward(logits, labels, 1.0, False)[0]
 
     return hidden, weight, make_workload("grpo", log_probs_of, vocabulary, lengths, device)
 
 
 def call(leaves: tuple, workload: Workload, loss: str, term: dict, **options):
-    """A function that computes loss and gradients of (hidden, weight) or of (logits,), and returns
-    the gradients."""
+    """Return a function that computes the loss and returns its gradients.
+
+    leaves: (hidden, weight) or (logits,).
+    """
     options |= {
         "loss": loss,
         "num_documents": workload.num_documents,
@@ -102,20 +104,31 @@ def call(leaves: tuple, workload: Workload, loss: str, term: dict, **options):
     return run
 
 
-def error(hidden, weight, workload: Workload, fused: bool, loss: str, term: dict) -> float:
-    """The largest relative error of a gradient, against float64 from the same numbers."""
-    if fused:  # with logits in float32, since a rounded one does not clip what an exact one does
-        found = call((hidden, weight), workload, loss, term, fp32_logits=True)()
+def error(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    workload: Workload,
+    fused: bool,
+    loss: str,
+    term: dict,
+) -> float:
+    """Return the largest relative error of a gradient, against float64 from the same numbers."""
+    if fused:
+        # With logits in float32: a rounded logit does not clip all that an exact one does.
+        gradients = call((hidden, weight), workload, loss, term, fp32_logits=True)()
         leaves = [x.detach().double().requires_grad_() for x in (hidden, weight)]
         logits = leaves[0] @ leaves[1].T
     else:
         rounded = (hidden @ weight.T).detach().requires_grad_()
-        found = call((rounded,), workload, loss, term)()
-        leaves = [logits := rounded.detach().double().requires_grad_()]
+        gradients = call((rounded,), workload, loss, term)()
+        logits = rounded.detach().double().requires_grad_()
+        leaves = [logits]
     by_logits = logits.detach().requires_grad_()
     call((by_logits,), workload, loss, term, impl="torch")()
     exact = torch.autograd.grad(logits, leaves, by_logits.grad) if fused else [by_logits.grad]
-    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    return max(
+        float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, exact, strict=True)
+    )
 
 
 if __name__ == "__main__":
