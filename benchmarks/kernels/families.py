@@ -1,5 +1,4 @@
-"""What every loss family costs beside the two that the rest of the benchmark measures: given
-logits, and the head."""
+"""The cases of every loss family beside GRPO and GSPO: given logits, and the fused head."""
 
 from __future__ import annotations
 
@@ -23,11 +22,10 @@ _CASES = {(name, "defaults"): {} for name in FAMILIES} | {
 def every_family(
     tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int
 ) -> Iterator[Row]:
-    """Forward and backward of each family, all in turns; share: its time over that of the family it
-    stands beside.
+    """Yield rows of forward and backward of each family, all in turns.
 
-    That is `grpo`, and for a family by document on given logits `gspo`, which reads them twice as
-    well.
+    share: its time over that of the family it stands beside. That is `grpo`, and for a family by
+    document on given logits `gspo`, which reads them twice as well.
     """
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     with torch.no_grad():
@@ -41,7 +39,8 @@ def every_family(
         lengths,
         device,
     )
-    leaf, total = logits.requires_grad_(), torch.zeros(vocabulary, hidden_size, device=device)
+    leaf = logits.requires_grad_()
+    total = torch.zeros(vocabulary, hidden_size, device=device)
 
     def of_logits(loss: str, parameters: dict) -> Callable:
         chosen = replace(workload, loss=loss)

@@ -19,10 +19,10 @@ synchronisation inside the call counts."""
 def setup(
     name: str, purpose: str
 ) -> tuple[int, str, tuple[int, int, int], tuple[int, int, int], str]:
-    """What `python -m benchmarks.NAME` is to do: (repetitions, device, shape to time, shape for
-    errors, the machine).
+    """Return repetitions, device, the shape to time, the shape for errors, and the machine's name.
 
-    A shape is (tokens, width, vocabulary). purpose: the module's docstring.
+    A shape is (tokens, width, vocabulary). name, purpose: of `python -m benchmarks.NAME` and its
+    docstring.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=purpose.partition("\n")[0]
@@ -44,16 +44,17 @@ def setup(
 
 
 def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[str, float]:
-    """Median seconds of each call. The calls take turns, so that all see the same clocks and
-    temperature.
+    """Return the median seconds of each call.
 
-    Each turn is in another order: under a limit of power a call is faster after one that drew less.
+    The calls take turns, so that all see the same clocks and temperature. Each turn is in another
+    order: under a limit of power a call is faster after one that drew less.
     """
     for call in calls.values():
         call()
         call()
     marks = {name: [] for name in calls}
-    order, draw = list(calls), random.Random(0)
+    order = list(calls)
+    draw = random.Random(0)
     for _ in range(repetitions):
         draw.shuffle(order)
         for name in order:
@@ -67,12 +68,14 @@ def seconds(calls: dict[str, Callable], repetitions: int, device: str) -> dict[s
     return {name: statistics.median(times) for name, times in marks.items()}
 
 
-def _timed(call, device):
+def _timed(call: Callable, device: str):
+    """Return the seconds of a call, or on a GPU the events before and after it."""
     if device != "cuda":
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(_HEAD_START)
     start.record()
     call()
@@ -81,7 +84,7 @@ def _timed(call, device):
 
 
 def peak_bytes(call: Callable, device: str) -> int | None:
-    """Most memory held during the call above what was held before it; None without a GPU."""
+    """Return how far the memory in use rises during the call; None without a GPU."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()
@@ -93,11 +96,7 @@ def peak_bytes(call: Callable, device: str) -> int | None:
 
 
 def copy_bandwidth(like: torch.Tensor, device: str, repetitions: int = 10) -> float:
-    """Bytes a second, read and written, of a copy as large as `like`."""
+    """Return the bytes a second, read and written, of a copy as large as `like`."""
     target = torch.empty_like(like)
-    return (
-        2
-        * like.numel()
-        * like.element_size()
-        / seconds({"": lambda: target.copy_(like)}, repetitions, device)[""]
-    )
+    duration = seconds({"copy": lambda: target.copy_(like)}, repetitions, device)["copy"]
+    return 2 * like.nbytes / duration

@@ -17,12 +17,13 @@ from pgtoolkit.losses.families import family_of
 
 
 def eager_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
-    """The loss of logits by PyTorch's own operations, in float32, differentiated by autograd."""
-    objective, labels = workload.objective(), workload.labels
+    """Return the loss by PyTorch's own operations, in float32, differentiated by autograd."""
+    objective = workload.objective()
+    labels = workload.labels
     # Sorted once, before the measurement: the documents stay the same.
     objective.documents.token_order  # noqa: B018
 
-    def loss(logits):
+    def loss(logits: Tensor) -> Tensor:
         log_probs = (
             logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         )
@@ -32,19 +33,22 @@ def eager_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
 
 
 def compiled_loss(workload: Workload) -> Callable[[Tensor], Tensor]:
-    """The same with log-softmax and gather, all that is as large as the logits, compiled."""
-    objective, labels = workload.objective(), workload.labels.clamp(min=0).unsqueeze(-1)
+    """Return the same with all that is as large as the logits, log-softmax and gather, compiled."""
+    objective = workload.objective()
+    labels = workload.labels.clamp(min=0).unsqueeze(-1)
 
     @torch.compile
-    def log_probs(logits):
+    def log_probs(logits: Tensor) -> Tensor:
         return logits.float().log_softmax(-1).gather(-1, labels).squeeze(-1)
 
     return lambda logits: objective.losses_and_coefficients(log_probs(logits))[0].sum()
 
 
 def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | None:
-    """Liger-Kernel's GRPO loss, token or sequence level, forward and backward; `rows` documents of
-    equal length."""
+    """Return forward and backward of Liger-Kernel's GRPO loss, at token or sequence level.
+
+    rows: documents, of equal length.
+    """
     if not importlib.util.find_spec("liger_kernel"):
         return None
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
@@ -78,8 +82,10 @@ def liger_logits(loss: str, logits: Tensor, rows: int) -> Callable[[], None] | N
 
 
 def liger_head(loss: str, hidden: Tensor, weight: Tensor, rows: int) -> Callable[[], None] | None:
-    """Liger-Kernel's fused linear GRPO loss, with TF32 products allowed: it computes the logits in
-    float32."""
+    """Return forward and backward of Liger-Kernel's fused linear GRPO loss.
+
+    TF32 products are allowed, since it computes the logits in float32.
+    """
     if not importlib.util.find_spec("liger_kernel"):
         return None
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -98,7 +104,8 @@ def liger_head(loss: str, hidden: Tensor, weight: Tensor, rows: int) -> Callable
     )
 
     def call():
-        hidden.grad = weight.grad = None
+        hidden.grad = None
+        weight.grad = None
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
         value, _ = module(
@@ -113,16 +120,20 @@ def liger_head(loss: str, hidden: Tensor, weight: Tensor, rows: int) -> Callable
 def cut_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, filtered: bool
 ) -> Callable[[], None] | None:
-    """Apple's cut cross entropy: another loss, but the same three products; the neighbouring
-    anchor."""
+    """Return forward and backward of Apple's cut cross entropy.
+
+    It is another loss, but needs the same three products.
+    """
     if not importlib.util.find_spec("cut_cross_entropy"):
         return None
     from cut_cross_entropy import linear_cross_entropy
 
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    hidden = hidden.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
 
     def call():
-        hidden.grad = weight.grad = None
+        hidden.grad = None
+        weight.grad = None
         linear_cross_entropy(
             hidden, weight, labels, filter_eps="high" if filtered else None
         ).backward()
@@ -130,7 +141,10 @@ def cut_cross_entropy(
     return call
 
 
-def _equal_documents(rows, length, vocabulary, device):
+def _equal_documents(
+    rows: int, length: int, vocabulary: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return labels and old log-probs, (rows, length) each, and advantages, (rows,)."""
     generator = torch.Generator(device).manual_seed(2)
     ids = torch.randint(0, vocabulary, (rows, length), generator=generator, device=device)
     old = -13 + 0.1 * torch.randn(rows, length, generator=generator, device=device)

@@ -1,10 +1,10 @@
-"""What `python -m benchmarks.kernels` measures: the loss of given logits, and the loss fused with
-the LM head."""
+"""The cases of `python -m benchmarks.kernels`: the loss of given logits, and the fused head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,12 +29,12 @@ _CHUNK = 2048
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. rate: GB/s on the bytes model (logits) or TFLOP/s (head); share: of
-    the ceiling.
+    """One line of the table.
 
-    For logits the model is what must move, 4 T V bytes for GRPO and 6 T V for GSPO in half
-    precision, against the copy rate; for the head the ceiling is the three plain products: share is
-    their time over the row's.
+    rate: GB/s for logits, TFLOP/s for the head. share: of the ceiling. For logits the rate counts
+        the bytes that must move, 4 T V for GRPO and 6 T V for GSPO in half precision, and the
+        ceiling is the rate of a copy. For the head the ceiling is the three plain products: share
+        is their time over the row's.
     """
 
     section: str
@@ -57,8 +57,10 @@ class Row:
 def given_logits(
     tokens: int, vocabulary: int, device: str, repetitions: int, everything: bool
 ) -> Iterator[Row]:
-    """Forward and backward of given logits; everything: also eager PyTorch, torch.compile, the
-    peers, the errors."""
+    """Yield rows of forward and backward of given logits.
+
+    everything: also eager PyTorch, torch.compile, the peers, and the errors.
+    """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
@@ -145,9 +147,14 @@ def given_logits(
         torch._dynamo.reset()
 
 
-def _passes_alone(leaf, workload, implementation) -> dict:
-    """The kernels over the logits without the operations on vectors around them."""
-    values, labels, objective = leaf.detach(), workload.labels, workload.objective()
+def _passes_alone(leaf: Tensor, workload: Workload, implementation: ModuleType) -> dict:
+    """Return a call of the kernels over the logits without the operations on vectors around them.
+
+    implementation: a module of passes over given logits.
+    """
+    values = leaf.detach()
+    labels = workload.labels
+    objective = workload.objective()
     out = torch.empty_like(values)
     name = implementation.__name__.rpartition(".")[2].removesuffix("_passes")
     if workload.loss == "grpo" and implementation.one_pass:
@@ -165,22 +172,29 @@ def _passes_alone(leaf, workload, implementation) -> dict:
     return {(name, "passes alone"): call}
 
 
-def _logits_errors(workload, leaf, call) -> tuple[float, float]:
+def _logits_errors(
+    workload: Workload, leaf: Tensor, call: Callable[[], Tensor]
+) -> tuple[float, float]:
+    """Return the relative errors of the loss and of the gradient, against float64."""
     leaf.grad = None
-    found = call()
+    loss = call()
+    assert leaf.grad is not None
     exact, blocks = exact_gradient(workload, lambda rows: leaf.detach()[rows])
-    wrong = total = 0.0
+    wrong = 0.0
+    total = 0.0
     for rows, gradient in blocks():
         wrong += float((leaf.grad[rows].double() - gradient).norm() ** 2)
         total += float(gradient.norm() ** 2)
-    return _relative(found, exact), (wrong / total) ** 0.5
+    return _relative(loss, exact), (wrong / total) ** 0.5
 
 
 def fused_head(
     tokens: int, hidden_size: int, vocabulary: int, device: str, repetitions: int
 ) -> Iterator[Row]:
-    """The head and the loss, forward and backward, against the three plain products of the same
-    matrices."""
+    """Yield rows of the head and the loss, forward and backward.
+
+    They stand against the three plain products of the same matrices.
+    """
     hidden, weight = head_matrices(tokens, hidden_size, vocabulary, device)
     with torch.no_grad():
         score = hidden @ weight.T
@@ -194,8 +208,8 @@ def fused_head(
             "metrics": "basic",
             "logits_memory_mb": budgets[min(1, len(budgets) - 1)],
             "weight_gradient": total,
-            # As in training: documents are counted on the host, and the numbers are looked at once
-            #   a step.
+            # As in training: documents are counted on the host, and a step's numbers are looked at
+            # once.
             "check_finite": False,
             "counts": workload.counts(),
         } | options
@@ -297,13 +311,13 @@ def fused_head(
 
 
 def _plain_products(hidden: Tensor, weight: Tensor, score: Tensor, total: Tensor) -> dict:
-    """Logits, gradient of hidden, gradient of the weight, each in one product: the least that must
-    be computed."""
-    logits, by_hidden, by_weight = (
-        torch.empty_like(score),
-        torch.empty_like(hidden),
-        torch.empty_like(weight),
-    )
+    """Return calls of the least that must be computed, each in one product.
+
+    That is the logits, the gradient of hidden and the gradient of the weight.
+    """
+    logits = torch.empty_like(score)
+    by_hidden = torch.empty_like(hidden)
+    by_weight = torch.empty_like(weight)
 
     def two():
         torch.mm(hidden, weight.T, out=logits)
@@ -332,12 +346,24 @@ def _plain_products(hidden: Tensor, weight: Tensor, score: Tensor, total: Tensor
     return calls
 
 
-def _head_errors(workload, hidden, weight, total, call, rounded_logits) -> tuple[float, float]:
-    """Errors of the loss and of both gradients together, against float64 on the same inputs."""
+def _head_errors(
+    workload: Workload,
+    hidden: Tensor,
+    weight: Tensor,
+    total: Tensor,
+    call: Callable[[], Tensor],
+    rounded_logits: bool,
+) -> tuple[float, float]:
+    """Return the errors of the loss and of the worse gradient, against float64 on the same inputs.
+
+    total: where the call adds the weight's gradient, if not to `weight.grad`.
+    """
     total.zero_()
-    hidden.grad = weight.grad = None
-    found = call()
-    wide, wide_hidden = weight.detach().double(), hidden.detach().double()
+    hidden.grad = None
+    weight.grad = None
+    loss = call()
+    wide = weight.detach().double()
+    wide_hidden = hidden.detach().double()
     if rounded_logits:
         # The head's product in its own dtype, as given; the errors are of all that follows.
         exact, blocks = exact_gradient(
@@ -352,11 +378,11 @@ def _head_errors(workload, hidden, weight, total, call, rounded_logits) -> tuple
         by_weight.addmm_(gradient.T, wide_hidden[rows])
     ours = total if weight.grad is None else weight.grad
     error = max(
-        float((found_gradient.double() - g).norm() / g.norm())
-        for found_gradient, g in ((hidden.grad, by_hidden), (ours, by_weight))
+        float((gradient.double() - reference).norm() / reference.norm())
+        for gradient, reference in ((hidden.grad, by_hidden), (ours, by_weight))
     )
-    return _relative(found, exact), error
+    return _relative(loss, exact), error
 
 
-def _relative(found, exact) -> float:
-    return abs(float(found) - float(exact)) / abs(float(exact))
+def _relative(value: Tensor, exact: Tensor) -> float:
+    return abs(float(value) - float(exact)) / abs(float(exact))

@@ -1,8 +1,8 @@
-"""The steps that `python -m benchmarks.kernels` measures: made-up packed documents, and their
-gradients in float64."""
+"""The steps of `python -m benchmarks.kernels`: made-up packed documents, and exact gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,7 +41,7 @@ class Workload:
         return {"loss": self.loss, "num_documents": self.num_documents}
 
     def counts(self) -> DocumentCounts:
-        """What the training loop, whose documents come from the host, knows of them."""
+        """Return the counts that the training loop, whose documents come from the host, has."""
         return self._tokens().counted().counts
 
     def objective(self, dtype: torch.dtype = torch.float32) -> Objective:
@@ -53,14 +53,18 @@ class Workload:
         return Tokens(**{key: value for key, value in vars(self).items() if key != "loss"})
 
     def half_untrained(self) -> Workload:
-        """Every other position is a prompt's or padding."""
+        """Return the same with every other position a prompt's or padding."""
         odd = torch.arange(len(self.labels), device=self.labels.device) % 2 == 1
         return replace(self, labels=torch.where(odd, -1, self.labels))
 
     def half_zero_advantage(self) -> Workload:
-        """Documents of half of the tokens have advantage 0: their groups' rewards are all equal."""
+        """Return the same with advantage 0 in documents that have half of the tokens.
+
+        That is how it is where the rewards of a group are all equal.
+        """
         lengths = torch.bincount(self.document_index, minlength=self.num_documents).tolist()
-        chosen, room = [], len(self.labels) // 2
+        chosen = []
+        room = len(self.labels) // 2
         for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
             if lengths[document] <= room:
                 chosen.append(document)
@@ -79,11 +83,16 @@ def document_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> 
 
 
 def make_workload(
-    loss: str, log_probs_of, vocabulary: int, lengths: list[int], device: str
+    loss: str,
+    log_probs_of: Callable[[Tensor], Tensor],
+    vocabulary: int,
+    lengths: list[int],
+    device: str,
 ) -> Workload:
-    """log_probs_of(labels): (T,) new log-prob of each label."""
+    """Return documents of these lengths. log_probs_of(labels): (T,) new log-prob of each label."""
     generator = torch.Generator(device).manual_seed(1)
-    total, count = sum(lengths), len(lengths)
+    total = sum(lengths)
+    count = len(lengths)
     index = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(device)
     labels = torch.randint(0, vocabulary, (total,), generator=generator, device=device)
     noise = 0.1 * torch.randn(total, generator=generator, device=device)
@@ -96,11 +105,13 @@ def make_workload(
     return Workload(loss, labels, old, advantages, index, count)
 
 
-def exact_gradient(workload: Workload, logits_of, rows: int = 1024):
-    """(loss, blocks) in float64: blocks yields (slice, gradient by the logits) for `rows` rows at a
-    time.
+def exact_gradient(
+    workload: Workload, logits_of: Callable[[slice], Tensor], rows: int = 1024
+) -> tuple[Tensor, Callable[[], Iterator[tuple[slice, Tensor]]]]:
+    """Return the loss in float64, and a function that yields its gradient by the logits.
 
-    logits_of(slice): the logits of these rows, of any dtype.
+    The function yields (slice, gradient) for `rows` rows at a time. logits_of(slice): the logits of
+    these rows, of any dtype.
     """
     total = len(workload.labels)
     cuts = [slice(low, min(low + rows, total)) for low in range(0, total, rows)]
@@ -131,8 +142,10 @@ def exact_gradient(workload: Workload, logits_of, rows: int = 1024):
 def head_matrices(
     tokens: int, hidden_size: int, vocabulary: int, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states (tokens, hidden_size) and the head's weight, in bfloat16 on a GPU; their logits
-    spread by 2."""
+    """Return hidden states, (tokens, hidden_size), and the head's weight, in bfloat16 on a GPU.
+
+    Their logits have a standard deviation of 2.
+    """
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(0)
     hidden = (
