@@ -6,6 +6,10 @@ import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 GROUP = 8
 """Completions of a prompt."""
@@ -99,7 +103,7 @@ def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = Tru
             file.write(json.dumps({"prompt": text, "answer": "x"}) + "\n")
     if (folder / "model" / "config.json").exists():
         return
-    tokenizer = _tokenizer(body["vocab_size"])
+    tokenizer = make_tokenizer(body["vocab_size"])
     end = {
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -120,7 +124,7 @@ def write_inputs(folder: Path, num_prompts: int, shape: str, weights: bool = Tru
     tokenizer.save_pretrained(folder / "model")
 
 
-def _tokenizer(size: int):
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer that makes each character of a prompt a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

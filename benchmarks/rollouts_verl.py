@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollouts_job import GROUP, Case, longest_prompt, reward
+from rollouts_job import BODIES, GROUP, Case, longest_prompt, make_tokenizer, reward
 
 STAGES = {
     "sample": ("gen", "update_weights"),
@@ -34,7 +34,7 @@ def run(case: Case) -> None:
     """
     folder = Path(case.folder)
     _write_rows(folder, case)
-    model = _with_chat_template(folder)
+    model = _with_chat_template(folder, BODIES[case.shape]["vocab_size"])
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *_overrides(case, folder, model)]
     iterations = []
     peak = 0.0
@@ -92,19 +92,22 @@ def _write_rows(folder: Path, case: Case) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "prompts.parquet")
 
 
-def _with_chat_template(folder: Path) -> Path:
+def _with_chat_template(folder: Path, vocabulary: int) -> Path:
     """Return a folder of the same model whose chat template adds nothing to a prompt.
 
-    verl reads chats only. The other trainers keep a folder without a template.
+    verl reads chats only, and of a model of Qwen's it wants tokens of a line's and a message's end.
+    They take the place of two that no prompt has. The other trainers keep a folder without them.
     """
     original = folder / "model"
     copied = folder / "model_with_template"
     copied.mkdir(exist_ok=True)
     for file in original.iterdir():
-        if not (copied / file.name).exists():
+        if "tokenizer" not in file.name and not (copied / file.name).exists():
             os.symlink(file, copied / file.name)
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    (copied / "chat_template.jinja").write_text(template)
+    tokenizer = make_tokenizer(vocabulary - 2)
+    tokenizer.add_tokens(["\n", "<|im_end|>"])
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(copied)
     return copied
 
 
