@@ -1,4 +1,4 @@
-"""What ranks decide together, so that none waits for another that has taken another way."""
+"""Agreement among ranks, so that none waits for another that has taken another way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,14 @@ _LOST = (
     "gloo",
     "nccl",
 )
+"""Words in the messages of torch about a connection to another process that is gone or silent."""
+
+T = TypeVar("T")
 
 
-def gather_objects(value: Any, group: ProcessGroup | None) -> list:
-    """Every rank's value, by rank in the group; for what is rare or small, since it is pickled."""
+def gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
+    """Return every rank's value, by rank in the group; for rare or small values, since they are
+    pickled."""
     if group is None:
         return [value]
     parts = [b""] * group.size()
@@ -38,91 +42,98 @@ def gather_objects(value: Any, group: ProcessGroup | None) -> list:
 
 
 def pickled(value: object) -> bytes:
-    """Return a value for `pickle.loads` of another process, small tensors in it faster than by
-    PyTorch's own way."""
+    """Return a value as bytes for `pickle.loads` of another process.
+
+    Small tensors in it take less time than by PyTorch's own way.
+    """
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Takes small tensors ten times as fast as PyTorch's own way, and of a view no more than what
+    """Pickles small tensors ten times as fast as PyTorch's own way; of a view only the numbers that
     it shows."""
 
     def reducer_override(self, value: object) -> object:
         if type(value) is not Tensor or value.device.type != "cpu" or value.requires_grad:
             return NotImplemented
-        if value.dtype == torch.bfloat16:  # which NumPy does not have
+        if value.dtype == torch.bfloat16:  # NumPy does not have this type
             return NotImplemented
         return torch.from_numpy, (value.numpy(),)
 
 
-def of_rank_0(value: Any, layout: Layout) -> Any:
-    """The first rank's value, on every rank."""
+def of_rank_0(value: T | None, layout: Layout) -> T:
+    """Return the value of rank 0, on every rank; those of the others do not matter."""
     values = [value]
     if layout.world_size > 1:
         dist.broadcast_object_list(values, src=0, group=layout.world_group)
-    return values[0]
+    return cast("T", values[0])
 
 
 def largest(value: int, layout: Layout) -> int:
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values."""
     return max(_of_all(layout, value))
 
 
 def read_once(
-    layout: Layout, read: Callable[[], Any], outline: Callable[[Any], Any] = lambda value: value
-) -> Any:
-    """What `read` returns, which one rank of each node calls; what it raises, all ranks raise.
+    layout: Layout, read: Callable[[], T], outline: Callable[[T], T] = lambda value: value
+) -> T:
+    """Have one rank of each node call `read`, and return its result on all ranks.
 
-    outline: what the other ranks of the node get of it, pickled.
+    outline: makes of the result what the other ranks of the node get, pickled. An error that `read`
+        raises is raised by all ranks.
     """
-    value = None
+    value: T | None = None
     with failing_together(layout, layout.readers):
         if layout.rank == layout.reader:
             value = read()
     if layout.node_group is None:
-        return value
-    sent = [outline(value) if layout.rank == layout.reader else None]
+        return cast("T", value)
+    is_reader = layout.rank == layout.reader
+    sent = [outline(cast("T", value)) if is_reader else None]
     dist.broadcast_object_list(sent, layout.reader, layout.node_group)
-    return value if layout.rank == layout.reader else sent[0]
+    return cast("T", value if is_reader else sent[0])
 
 
 @contextlib.contextmanager
 def failing_together(layout: Layout, busy: tuple[int, ...] | None = None) -> Iterator[None]:
-    """An error that a user can mend, raised in the block by any rank, is raised by all of them.
+    """Raise an error that a user can mend on all ranks, when any rank raises it in the block.
 
-    busy: the ranks that have something to do there; None: all. The message says which rank failed
-        unless all of these
-    did alike. Blocks may stand inside each other: what an inner one has raised on all ranks needs
-        no second agreement.
+    busy: the ranks that have something to do there; None: all. The message says which rank failed,
+        unless all of these failed alike.
+    Blocks may be nested: an error that an inner one has raised on all ranks is not exchanged again.
     """
     error = None
     try:
         yield
     except (PgtoolkitError, OSError) as raised:
-        found = unusable(raised) if isinstance(raised, OSError) else raised
-        if layout.world_size == 1 or found.agreed:
+        mendable = unusable(raised) if isinstance(raised, OSError) else raised
+        if layout.world_size == 1 or mendable.agreed:
             raise
-        error = found
+        error = mendable
     if any(_of_all(layout, error is not None)):
         errors = gather_objects(error, layout.world_group)
-        rank, first = next((rank, found) for rank, found in enumerate(errors) if found is not None)
-        everywhere = all(
+        rank, first = next((rank, other) for rank, other in enumerate(errors) if other is not None)
+        is_everywhere = all(
             str(errors[rank]) == str(first) for rank in busy or range(layout.world_size)
         )
-        shared = type(first)(str(first) if everywhere else f"rank {rank}: {first}")
-        shared.on_all_ranks = shared.agreed = True
+        shared = type(first)(str(first) if is_everywhere else f"rank {rank}: {first}")
+        shared.on_all_ranks = True
+        shared.agreed = True
         raise shared from error
 
 
-def check_same(layout: Layout, what: str, digest: int) -> None:
-    """RankLost if the ranks do not hold the same, as their digests (non-negative, below 2^63)
-    tell."""
+def check_same(layout: Layout, name: str, digest: int) -> None:
+    """Raise RankLost if the digests of the ranks, non-negative and below 2^63, are not equal.
+
+    name: of what the digest is made, in the plural, for the message.
+    """
     digests = _of_all(layout, digest)
-    if odd := [rank for rank, found in enumerate(digests) if found != digests[0]]:
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if odd:
         raise RankLost(
-            f"{what} on rank {', '.join(map(str, odd))} differ from those on rank 0. Every process "
+            f"{name} on rank {', '.join(map(str, odd))} differ from those on rank 0. Every process "
             "must read the same files with the same version of pgtoolkit; what they computed "
             "together so far is right."
         )
@@ -130,8 +141,8 @@ def check_same(layout: Layout, what: str, digest: int) -> None:
 
 @contextlib.contextmanager
 def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
-    """Turns what torch raises when another process is gone, or silent for too long, into
-    RankLost."""
+    """Raise RankLost in place of torch's errors about a process that is gone, or silent too
+    long."""
     try:
         yield
     except RuntimeError as error:  # gloo has no type for a lost connection
@@ -140,7 +151,7 @@ def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
         )
         if layout.world_size == 1 or not is_lost:
             raise
-        # Without the line of gloo's source before it and its advice after it.
+        # gloo puts a line of its source before the reason, and advice after it.
         reason = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", first_line(error)).partition(". ")[0]
         raise RankLost(
             f"rank {layout.rank} waited for another process, which ended or did not answer within "
@@ -149,7 +160,7 @@ def losing_ranks(layout: Layout, timeout_seconds: float) -> Iterator[None]:
 
 
 def _of_all(layout: Layout, number: int) -> list[int]:
-    """Each rank's number."""
+    """Return each rank's number, by rank."""
     if layout.world_size == 1:
         return [number]
     row = torch.tensor([int(number)])

@@ -1,15 +1,14 @@
-"""Collectives with a derivative: each is named by what it does forward; the docstring says what its
-backward does.
+"""Collectives with a derivative.
 
-All take the ranks of `group`, of equal shapes, and are called by all of them in the same order. A
-tensor is called *partial* where the sum over the ranks is meant, *complete* where each rank holds
-that sum already.
+Each is named by its forward pass, and its docstring says what its backward pass does. All ranks of
+`group` call them in the same order, with tensors of equal shapes. A tensor is called *partial*
+where the sum over the ranks is meant, *complete* where each rank holds that sum already.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,49 +25,57 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Gatherable(Protocol):
+    """Stands for a tensor that other ranks hold, as `model.pipeline.OfStage` does."""
+
+    def whole(self, dtype: torch.dtype) -> Tensor: ...
+
+
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, differentiable; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor, differentiable; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Any, dtype: torch.dtype) -> Tensor:
-    """All of a tensor that may be sharded, floating-point numbers in `dtype`; every rank calls this
-    with its part.
+def whole(tensor: Tensor | Gatherable, dtype: torch.dtype) -> Tensor:
+    """Return all of a tensor that may be sharded, floating-point numbers in `dtype`.
 
-    What is no tensor knows how it becomes one (`model.pipeline.OfStage`).
+    Every rank calls this with its part.
     """
     if not isinstance(tensor, Tensor):
         return tensor.whole(dtype)
-    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor  # before it is sent
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)  # before it is sent
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' partial x; backward hands on the complete gradient as it is."""
+    """Return the sum of the ranks' partial x; backward hands the complete gradient on unchanged."""
     return LinearMap.apply(x, lambda x: all_sum(x.contiguous(), group), lambda x: x.view_as(x))
 
 
 def join(x: Tensor, group: ProcessGroup, axis: int, partial_gradient: bool) -> Tensor:
-    """The ranks' x one after the other along `axis`; backward takes this rank's piece of the
-    gradient.
+    """Concatenate the ranks' x along `axis`; backward takes this rank's piece of the gradient.
 
-    partial_gradient: the ranks hold different gradients of the whole, which are summed first.
+    partial_gradient: the ranks hold different gradients of the result, which are summed first.
     """
-    where = {"group": group, "axis": axis}
     of_gradient = _summed_piece if partial_gradient else _piece
-    return LinearMap.apply(x, partial(_gathered, **where), partial(of_gradient, **where))
+    return LinearMap.apply(
+        x,
+        partial(_gathered, group=group, axis=axis),
+        partial(of_gradient, group=group, axis=axis),
+    )
 
 
 def piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
-    """This rank's equal piece of x, the same on all ranks, along `axis`; backward gathers the
-    pieces' gradients."""
+    """Return this rank's equal piece along `axis` of x, which is the same on all ranks; backward
+    gathers the pieces' gradients."""
     return LinearMap.apply(
         x, partial(_piece, group=group, axis=axis), partial(_gathered, group=group, axis=axis)
     )
 
 
 def sum_piece(x: Tensor, group: ProcessGroup, axis: int) -> Tensor:
-    """This rank's equal piece along `axis` of the sum of the partial x; backward gathers the
+    """Return this rank's equal piece along `axis` of the sum of the partial x; backward gathers the
     pieces' gradients."""
     return LinearMap.apply(
         x,

@@ -1,5 +1,5 @@
-"""Which process this is among those that a launcher (torchrun, srun) started, from the environment
-it set."""
+"""The place of this process among those that a launcher (torchrun, srun) started, from the
+environment that it set."""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ import os
 import re
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from pgtoolkit.errors import ConfigError
 
 AXES = ("pipeline_parallel", "data_parallel", "sequence_data_parallel", "tensor_parallel")
-"""What work is spread over, as the keys of the configuration; neighbouring ranks are neighbours in
-the last."""
+"""The axes that work is spread over, as keys of the configuration. Neighbouring ranks are
+neighbours in the last."""
 
 
-def world_size(sizes: Any) -> int:
-    """How many processes share a step; sizes: has the axes as attributes, as the group
-    `parallelism` does."""
+def world_size(sizes: object) -> int:
+    """Return the number of processes that share a step.
+
+    sizes: has the AXES as attributes, as the group `parallelism` of a configuration does.
+    """
     return math.prod(getattr(sizes, axis) for axis in AXES)
 
 
 @dataclass(frozen=True)
 class Rank:
-    """number: this process's among world_size; local: among those of this machine. address, port:
-    where rank 0 is."""
+    """The place of a process among all of them.
+
+    number: of this process among world_size. local: its number among those of this machine.
+    address, port: of rank 0.
+    """
 
     number: int
     world_size: int
@@ -36,24 +40,33 @@ class Rank:
 
 
 def joined() -> Rank | None:
-    """The place a launcher gave this process; None where it was started alone. ConfigError if it
-    makes no sense."""
-    found = os.environ
-    if _number("WORLD_SIZE", 1) > 1 and "RANK" in found:
-        number, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    """Return the place that a launcher gave this process; None where it was started alone.
+
+    Raises ConfigError for an environment that makes no sense.
+    """
+    environment = os.environ
+    if _number("WORLD_SIZE", 1) > 1 and "RANK" in environment:
+        number = _number("RANK", 0)
+        size = _number("WORLD_SIZE", 1)
         if number >= size:
             raise _refusal("RANK", number, f"a rank below WORLD_SIZE={size}")
-        address, port = found.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT", 29500)
-        return Rank(number, size, _number("LOCAL_RANK", number), address, port)
-    # srun alone sets the number of tasks of a step; the script that sbatch runs has SLURM_PROCID
-    # too.
-    if _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in found:
-        hosts = found.get("SLURM_STEP_NODELIST", found.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+        return Rank(
+            number=number,
+            world_size=size,
+            local=_number("LOCAL_RANK", number),
+            address=environment.get("MASTER_ADDR", "127.0.0.1"),
+            port=_number("MASTER_PORT", 29500),
+        )
+    # SLURM_PROCID alone does not tell: the script that sbatch runs has it, too. Only srun sets the
+    # number of tasks of a step.
+    if _number("SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environment:
+        job_hosts = environment.get("SLURM_JOB_NODELIST", "127.0.0.1")
+        hosts = environment.get("SLURM_STEP_NODELIST", job_hosts)
         return Rank(
             number=_number("SLURM_PROCID", 0),
             world_size=_number("SLURM_STEP_NUM_TASKS", 1),
             local=_number("SLURM_LOCALID", 0),
-            address=found.get("MASTER_ADDR", first_host(hosts)),
+            address=environment.get("MASTER_ADDR", first_host(hosts)),
             # The same on all nodes, and another for each job and step.
             port=_number(
                 "MASTER_PORT",
@@ -64,19 +77,20 @@ def joined() -> Rank | None:
 
 
 def node() -> str:
-    """The machine of this process; torchrun counts them itself, and two of its may be one."""
+    """Return a name for the node of this process; to torchrun one machine may be several nodes."""
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
 
 
 def visible(gpus: list[int]) -> str:
-    """GPUs as torch numbers them here, as CUDA_VISIBLE_DEVICES is to name them to a process."""
-    told = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = told.split(",") if told else None
+    """Return CUDA_VISIBLE_DEVICES for a process that is to see these GPUs, as torch numbers them
+    here."""
+    visible_here = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible_here.split(",") if visible_here else None
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM list of nodes, such as `gpu[03-05,7],login`."""
+    """Return the first name of a SLURM list of nodes, such as `gpu[03-05,7],login`."""
     name, bracket, rest = nodes.partition("[")
     if not bracket or "," in name:
         return name.partition(",")[0]

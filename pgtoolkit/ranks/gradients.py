@@ -1,4 +1,4 @@
-"""The gradient over ranks: summed once per step, in an order that never changes; its norm, and
+"""The gradient over ranks: its sum, once per step and in an order that never changes, its norm, and
 clipping."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pgtoolkit.ranks.collectives import local
 from pgtoolkit.ranks.layout import Layout
 
 BUCKET_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-"""Gradients that travel at once; a copy of that many exists meanwhile.
+"""Bytes of gradients that travel at once, by the kind of device; a copy of them exists meanwhile.
 
-NCCL has reached an eighth of two GPUs' rate with 64 MiB, and all of it with 1 GiB.
+On two GPUs NCCL has reached an eighth of their rate with 64 MiB, and all of it with 1 GiB.
 """
 
 
@@ -28,28 +28,33 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> No
     in place.
 
     Every rank must have gradients of the same parameters. The result is bitwise the same on all of
-    them, and after a
-    resume the same as without one: neighbours in `parameters` travel together, whatever came first
-        in the backward.
+    them, and after a resume the same as without one: neighbours in `parameters` travel together,
+    whichever came first in the backward pass.
     """
-    for bucket in _buckets([local(p.grad) for p in parameters if p.grad is not None]):
+    for bucket in _buckets(_local_gradients(parameters)):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
-        for gradient, total in zip(
-            bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
-        ):
+        totals = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, total in zip(bucket, totals, strict=True):
             gradient.copy_(total.view_as(gradient))
 
 
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
 def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-    bucket, size = [], 0
+    """Yield consecutive gradients of one number type, of at most BUCKET_BYTES together."""
+    bucket: list[Tensor] = []
+    size = 0
     for gradient in gradients:
         if bucket and (
             size + gradient.nbytes > BUCKET_BYTES[gradient.device.type]
             or gradient.dtype != bucket[0].dtype
         ):
             yield bucket
-            bucket, size = [], 0
+            bucket = []
+            size = 0
         bucket.append(gradient)
         size += gradient.nbytes
     if bucket:
@@ -59,34 +64,35 @@ def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply the gradients (of sharded parameters: this rank's part) by a number, in place."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    gradients = _local_gradients(parameters)
     if gradients:
         torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
 
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: float) -> Tensor:
-    """The norm of the whole gradient, 0-dim and the same on all ranks; scales it in place down to
-    `limit`.
+    """Scale the gradient in place so that its norm is at most `limit`; return the norm from before.
 
-    An element counts once, however many ranks hold it. Parameters without a gradient count nothing.
+    Returns a 0-dim tensor, the same on all ranks. An element counts once, on however many ranks it
+    is held. Parameters without a gradient count nothing.
     """
     parameters = list(parameters)
     if layout.world_size == 1:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
-    # By what they are divided over: nothing, the ranks of the loss, those of the tensors, or both.
+    # By what the gradients are divided over: the ranks of the loss (0 or 1), and those of the
+    # tensors (0 or 1).
     parts: dict[tuple[int, int], list[Tensor]] = {
-        kind: [] for kind in itertools.product((0, 1), (0, 1))
+        divided: [] for divided in itertools.product((0, 1), (0, 1))
     }
     for parameter in parameters:
         if parameter.grad is not None:
             axes = _divided_over(parameter.grad)
             parts[int("loss" in axes), int("tensor_parallel" in axes)].append(local(parameter.grad))
     squares = torch.zeros(2, 2, dtype=torch.float64, device=parameters[0].device)
-    for kind, gradients in parts.items():
+    for divided, gradients in parts.items():
         if gradients:
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
-            squares[kind] = torch.stack(norms).double().square().sum()
+            squares[divided] = torch.stack(norms).double().square().sum()
     for group, part in (
         (layout.group("tensor_parallel"), squares[:, 1]),
         (layout.loss_group, squares[1]),
@@ -96,8 +102,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
             dist.all_reduce(total, group=group)
             part.copy_(total)
     square = squares.sum()
-    if group := layout.group("pipeline_parallel"):
-        dist.all_reduce(square, group=group)
+    stages = layout.group("pipeline_parallel")
+    if stages is not None:
+        dist.all_reduce(square, group=stages)
     norm = square.sqrt()
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
     for gradients in parts.values():
@@ -108,10 +115,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
 
 
 def _divided_over(gradient: Tensor) -> set[str]:
-    """The axes of the mesh over which a gradient is sharded."""
+    """Return the axes of the mesh over which a gradient is sharded."""
     if not isinstance(gradient, DTensor):
         return set()
     names = gradient.device_mesh.mesh_dim_names or ()
     return {
-        name for name, how in zip(names, gradient.placements, strict=True) if not how.is_replicate()
+        name
+        for name, placement in zip(names, gradient.placements, strict=True)
+        if not placement.is_replicate()
     }

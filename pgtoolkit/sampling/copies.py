@@ -1,5 +1,5 @@
-"""Samples by processes of ours, each with a copy of the policy: gives them the weights, and shares
-out requests."""
+"""Sampling by processes of ours, each with a copy of the policy: they are given the weights, and
+share the requests."""
 
 from __future__ import annotations
 
@@ -44,29 +44,28 @@ sys.path[:] = json.loads(sys.argv[1])
 from multiprocessing.connection import Connection
 from pgtoolkit.system.child import stay_under_guard
 channel = stay_under_guard()
-# These may be sent to all processes of a job. The one that trains then saves, and needs this one.
-of_jobs = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-signal.pthread_sigmask(signal.SIG_BLOCK, of_jobs)
+# These may be sent to all processes of a job. The process that trains then saves, and still needs
+# this one.
+job_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+signal.pthread_sigmask(signal.SIG_BLOCK, job_signals)
 from pgtoolkit.sampling.copy_process import serve
 serve(Connection(channel.detach()))
 """
-"""The guard, which forks as soon as it can, is small."""
+"""The program of such a process. Its guard forks before the large imports, so that it is small."""
 
 _END_SECONDS = 15
-"""For guards, which kill their processes at once."""
+"""Seconds in which guards, which kill their processes at once, must have ended."""
 
 
 class CopySampler:
-    """Completions from processes that hold copies of the policy, on GPUs of their own or on the
-    CPU.
+    """Samples by processes that hold copies of the policy, on other GPUs or on the CPU.
 
     Each rank has its share of the processes, and has them complete its requests. A request draws
-    the same, whichever
-    process completes it: but for rounding, which depends on what else is completed at the same
-        time.
+    the same tokens, whichever process completes it, except for rounding, which depends on what else
+    is completed at the same time.
 
-    policy: the one in training. run_dir: where the logs go.
-    Raises ConfigError for a model that cannot be sampled so, and on several machines.
+    policy: the one in training. run_dir: the folder for the logs.
+    Raises ConfigError for a model that cannot be sampled token by token, and on several machines.
     """
 
     tolerance = None
@@ -82,7 +81,7 @@ class CopySampler:
                         setting="sampler.gpus",
                         needs="ranks of one machine",
                         got=f"{len(set(hosts))} machines",
-                        reason="They share the weights through its memory.",
+                        reason="The processes get the weights through shared memory.",
                         use="sampler.gpus=null",
                     )
                 )
@@ -96,12 +95,15 @@ class CopySampler:
         self._version: int | None = None
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """Called by every rank at the same time. The first call starts the processes."""
+        """Give every process these weights; called by every rank at the same time.
+
+        The first call starts the processes.
+        """
         with failing_together(self._layout):
             if not self._processes:
                 self._start()
             for process in self._processes:
-                process.finish_loading()  # what is read may not be overwritten
+                process.finish_loading()  # the folder may not change while it is read
         if version == self._version:
             return
         with failing_together(self._layout):
@@ -116,32 +118,37 @@ class CopySampler:
         return self.complete_in(0, requests, more)
 
     def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
-        """Every so many-th request is for each process; all complete theirs at the same time."""
-        asked = [dataclasses.replace(request, prompt=None) for request in requests]
-        shares = [asked[number :: len(self._processes)] for number in range(len(self._processes))]
+        """Deal the requests out to the processes, which complete their shares at the same time.
+
+        Of n processes, number i gets the requests i, i + n, i + 2 n and so on.
+        """
+        num_processes = len(self._processes)
+        sent = [dataclasses.replace(request, prompt=None) for request in requests]
+        shares = [sent[number::num_processes] for number in range(num_processes)]
         waiting: dict[Connection, int] = {}
         for number, (process, share) in enumerate(zip(self._processes, shares, strict=True)):
             process.finish_loading()
             if share:
                 process.send(Complete(way, share))
                 waiting[process.connection] = number
-        of_requests: list[list[Completion]] = [[] for _ in requests]
+        by_request: list[list[Completion]] = [[] for _ in requests]
         while waiting:
             for connection in wait(list(waiting)):
                 number = waiting.pop(cast("Connection", connection))
                 completions = iter(self._processes[number].completions())
                 for place, request in enumerate(shares[number]):
-                    of_requests[number + place * len(shares)] = [
+                    by_request[number + place * num_processes] = [
                         next(completions) for _ in range(request.completions)
                     ]
-        return [completion for completions in of_requests for completion in completions]
+        return [completion for completions in by_request for completion in completions]
 
     def sampling_otherwise(
         self, rollout: PolicyRolloutConfig, settle: Callable[[], object]
     ) -> Sampler:
-        """Sample by the same processes as `rollout` says, before they were started.
+        """Return a sampler that samples as `rollout` says, by the same processes.
 
-        settle: waits for what training is having sampled.
+        settle: waits for the completions that are being sampled for training. Called before the
+            processes are started.
         """
         self._ways.append(dataclasses.replace(self._ways[0], rollout=rollout))
         return SameProcesses(self, len(self._ways) - 1, settle)
@@ -152,11 +159,10 @@ class CopySampler:
 
     def _start(self) -> None:
         """Start this rank's processes."""
-        copies = copies_of(self._ways[0])
-        on_gpu = (
-            isinstance(self._ways[0].sampler, TransformersSamplerConfig)
-            and self._ways[0].sampler.gpus is not None
-        )
+        config = self._ways[0]
+        assert isinstance(config.sampler, TransformersSamplerConfig)
+        copies = copies_of(config)
+        on_gpu = config.sampler.gpus is not None
         start = Start(
             policy=self._policy.description(self._dtype),
             configs=self._ways,
@@ -166,28 +172,31 @@ class CopySampler:
         for number in range(self._layout.rank, len(copies), self._layout.world_size):
             gpu = visible([copies[number]]) if on_gpu else ""
             file = self._run_dir / ("sampler.log" if len(copies) == 1 else f"sampler-{number}.log")
-            where = f"on GPU {gpu}" if on_gpu else "on the CPU"
-            log.info(f"starting a process that samples {where}; its log: {file}")
-            process = _CopyProcess(gpu, file, where)
+            device = f"on GPU {gpu}" if on_gpu else "on the CPU"
+            log.info(f"starting a process that samples {device}; its log: {file}")
+            process = _CopyProcess(gpu, file, device)
             self._processes.append(process)
             process.send(start)
 
 
 class _CopyProcess:
-    """A process with a copy of the policy, until its guard is ended. gpu: that it sees; empty for
-    none."""
+    """A process with a copy of the policy, until its guard is ended.
 
-    def __init__(self, gpu: str, log_file: Path, where: str):
+    gpu: the one that it sees, as CUDA_VISIBLE_DEVICES names it; empty for none. device: the same
+        for messages, such as "on the CPU".
+    """
+
+    def __init__(self, gpu: str, log_file: Path, device: str):
         environment = own_environment() | {"CUDA_VISIBLE_DEVICES": gpu}
         command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
         self.child = Child(command, environment, log_file)
         self.connection = self.child.connection()
         self._log_file = log_file
-        self._where = where
+        self._device = device
         self._is_loading = False
 
     def load(self, folder: Path, version: int) -> None:
-        """Have it read the weights in a folder, until `finish_loading`."""
+        """Have the process read the weights in a folder; `finish_loading` waits until it has."""
         self.send(Load(folder, version))
         self._is_loading = True
 
@@ -197,21 +206,20 @@ class _CopyProcess:
         self._is_loading = False
 
     def completions(self) -> list[Completion]:
-        """Wait for the completions that it was asked for."""
+        """Wait for the completions that the process was asked for."""
         answer = self._answer()
         assert answer is not None
         return answer
 
     def send(self, message: Start | Load | Complete) -> None:
-        """Raises SamplerLost where the process has ended."""
+        """Send a message; raises SamplerLost where the process has ended."""
         try:
             self.connection.send_bytes(pickled(message))
         except OSError as error:
             raise self._lost() from error
 
     def _answer(self) -> list[Completion] | None:
-        """Wait for the answer to what was sent first of what has none yet; raise it where it is an
-        error."""
+        """Wait for the answer to the oldest message without one; raise it where it is an error."""
         try:
             answer: Answer = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
@@ -222,11 +230,14 @@ class _CopyProcess:
 
     def _lost(self) -> SamplerLost:
         status = self.child.wait(_END_SECONDS)
-        how = f"ended with status {status}"
-        if status is None or status < 0:
-            how = f"was ended by {signal.Signals(-status).name}" if status else "does not answer"
+        if status is None:
+            fault = "does not answer"
+        elif status >= 0:
+            fault = f"ended with status {status}"
+        else:
+            fault = f"was ended by {signal.Signals(-status).name}"
         if status == -signal.SIGKILL:
-            how += " (the system does so when memory runs out)"
+            fault += " (the system does so when memory runs out)"
         return SamplerLost(
-            f"the process that samples {self._where} {how}. {last_words(self._log_file)} {LOST}"
+            f"the process that samples {self._device} {fault}. {last_words(self._log_file)} {LOST}"
         )

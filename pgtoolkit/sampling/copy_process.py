@@ -1,10 +1,8 @@
-"""A process that samples from a copy of the policy, as the process that has started it asks, over
-its channel.
+"""The program of a process that samples from a copy of the policy, for the process that started it.
 
-What it is sent and what it answers are pickled objects: first a `Start`, which has no answer, then
-    any number of `Load`
-and `Complete`, each with one answer. An error that a user can mend is such an answer; any other
-ends the process, and its traceback is in the log.
+Messages and answers are pickled objects on its channel: first a `Start`, which has no answer, then
+any number of `Load` and `Complete`, each with one answer. An error that a user can mend is sent as
+the answer; any other error ends the process, and its traceback is in the log.
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ from pgtoolkit.system.report import say
 
 @dataclass(frozen=True)
 class Start:
-    """What is sampled from, and how.
+    """The first message: the policy, and the ways to sample from it.
 
-    configs: one for each way to sample, of which `rollout` and `sampler` are read. device: "cuda"
-        or "cpu".
+    configs: one for each way to sample; only `rollout` and `sampler` are read.
+    device: "cuda" or "cpu".
     num_threads: of PyTorch, on which the order of a sum may depend.
     """
 
@@ -48,8 +46,8 @@ class Start:
 
 @dataclass(frozen=True)
 class Load:
-    """Take the weights of this version from a folder; answered, with None, once nothing of it is
-    read any more."""
+    """Asks to read the weights of this version from a folder; answered, with None, once they have
+    been read."""
 
     folder: Path
     version: int
@@ -57,10 +55,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Complete:
-    """Complete these requests with the weights that were loaded last; answered by a list of
+    """Asks to complete these requests with the weights that were loaded last; answered by a list of
     `Completion`.
 
-    way: the place of its configuration in `Start`.
+    way: the place of the configuration to sample by in `Start.configs`.
     """
 
     way: int
@@ -71,17 +69,15 @@ Answer = list[Completion] | PgtoolkitError | None
 
 
 class _Copy(FromMemory):
-    """The policy of this process and its samplers. A version of the weights is read as a worker of
-    vLLM reads it."""
+    """The policy of this process and its samplers; it reads weights as a worker of vLLM does."""
 
     def __init__(self, start: Start):
         self.device = torch.device(start.device)
         self._policy = start.policy.build(self.device)
         if start.policy.compute_dtype == torch.float32:
-            # As have those of the model in training, which without this process would be sampled
-            # itself in this type: for weights that need a gradient PyTorch may choose another
-            # kernel, with another last
-            # digit.
+            # The model in training needs gradients, and without this process it would be sampled
+            # itself in this type. For weights that need a gradient PyTorch may choose another
+            # kernel, whose results differ in the last digit.
             self._policy.model.requires_grad_(True)
         self._samplers = [
             TransformersSampler(self._policy, config, is_copy=True) for config in start.configs
@@ -107,8 +103,8 @@ def serve(channel: Connection) -> None:
     start: Start = pickle.loads(channel.recv_bytes())
     prepare_torch(start.num_threads)
     policy = _Copy(start)
-    # As in the process that trains, once transformers has set its own level: it warns of padding,
-    # which a mask hides.
+    # transformers warns of padding, which a mask hides. This comes after its import, which sets a
+    # level, and is the same in the process that trains.
     logging.getLogger("transformers").setLevel(logging.ERROR)
     while True:
         try:

@@ -1,5 +1,5 @@
-"""The proofs that a server samples from the weights it was given: its log-probs against the
-trainer's."""
+"""Proofs that a server samples from the weights that it was given: its log-probs are compared with
+the trainer's."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from pgtoolkit.errors import SamplerLost
 from pgtoolkit.sampling.server_api import LOST
 from pgtoolkit.sampling.trained_policy import TrainedPolicy
 
-_TEXT = 256
-"""Tokens of the text at most."""
+_TEXT_TOKENS = 256
+"""Most tokens of the text."""
 _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.03, torch.bfloat16: 0.1}
-"""Of the mean difference, by what the body computes in: far above rounding, far below what other
-weights give."""
+"""Mean absolute difference that is allowed, by the type that the body computes in: far above
+rounding, and far below the difference that other weights make."""
 _MOVED = 0.02
-"""Part of the tolerance by which the trainer's log-probs of a text change at least, where a
-server's not changing tells
-that it still has the weights of before: equal to the last bit they are by chance never."""
+"""Fraction of the tolerance. Where the trainer's log-probs of the text have changed by more than
+this, a server whose own are equal to the last bit still has the old weights: that does not happen
+by chance."""
 
 
 class Proof:
-    """After each version of the weights a server's log-probs of a fixed text are the trainer's, and
-    move with them.
+    """Checks after each version of the weights that every server's log-probs of a fixed text are
+    the trainer's, and have changed with them.
 
-    trained: the module in training. prompts: token ids of prompts of the task. room: most tokens of
-        a document.
-    tolerance: of the mean absolute difference; None: by the coarser number type of the two. dtype:
-        that of the servers.
+    trained: the module in training.
+    prompts: token ids of prompts of the task, of which the text is made.
+    room: most tokens of a document.
+    tolerance: mean absolute difference that is allowed; None: by the coarser of the two number
+        types.
+    dtype: the number type of the servers.
     """
 
     def __init__(
@@ -45,16 +47,16 @@ class Proof:
         self._trained = trained
         coarser = max(_TOLERANCE[trained.policy.compute_dtype], _TOLERANCE[dtype])
         self.tolerance = coarser if tolerance is None else tolerance
-        self.text = [token for prompt in prompts for token in prompt][: min(_TEXT, room - 1)]
+        self.text = [token for prompt in prompts for token in prompt][: min(_TEXT_TOKENS, room - 1)]
         self._version = 0
         self._trainer: Tensor | None = None
         self._servers: dict[str, Tensor] = {}
 
     def check(self, urls: list[str], scores: list[Tensor], trainer: Tensor, version: int) -> None:
-        """Raises SamplerLost where a server does not have the weights of this version, which the
-        trainer has.
+        """Raise SamplerLost where a server does not have the weights of this version.
 
-        scores: of each server the log-probs of the text; trainer: those of `log_probs`.
+        scores: each server's log-probs of the text. trainer: those of `log_probs`, by the weights
+            of this version.
         """
         moved = 0.0 if self._trainer is None else (trainer - self._trainer).abs().mean().item()
         for url, server in zip(urls, scores, strict=True):
@@ -63,28 +65,28 @@ class Proof:
             )
             if moved > _MOVED * self.tolerance and torch.equal(server, self._servers[url]):
                 raise SamplerLost(
-                    f"{fault}, but still from those of version {self._version}: it answers to the "
-                    f"last bit as it did, and the trainer's log-probs have changed by {moved:.2g} "
-                    "on average. The new weights did not reach it: does it see "
+                    f"{fault}, but still from those of version {self._version}: its log-probs of "
+                    "a text have not changed by a bit, and the trainer's have changed by "
+                    f"{moved:.2g} on average. The new weights did not reach it: does it see "
                     f"sampler.weights_folder? Start it again. {LOST}"
                 )
             difference = (server.double() - trainer).abs()
             if not difference.mean() <= self.tolerance:
                 raise SamplerLost(
                     f"{fault}: the log-probs of a text differ from the trainer's by "
-                    f"{difference.mean():.2g} on average and {difference.max():.2g} at most, where "
-                    f"sampler.tolerance={self.tolerance:g} is allowed on average. Old or partly "
-                    f"old weights, or those of another model, look so. {LOST}"
+                    f"{difference.mean():.2g} on average and {difference.max():.2g} at most, and "
+                    f"sampler.tolerance={self.tolerance:g} allows less on average. It has old or "
+                    f"partly old weights, or those of another model. {LOST}"
                 )
-        self._version, self._trainer, self._servers = (
-            version,
-            trainer,
-            dict(zip(urls, scores, strict=True)),
-        )
+        self._version = version
+        self._trainer = trainer
+        self._servers = dict(zip(urls, scores, strict=True))
 
     def check_kept(self, url: str, scores: Tensor) -> None:
-        """Raises SamplerLost where a server has other weights than when they were checked; scores:
-        of the text, now."""
+        """Raise SamplerLost where a server has other weights than at the last `check`.
+
+        scores: its log-probs of the text now.
+        """
         changed = (scores - self._servers[url]).abs().mean().item()
         if not changed <= self.tolerance:
             raise SamplerLost(
@@ -95,10 +97,9 @@ class Proof:
             )
 
     def log_probs(self) -> Tensor:
-        """(S - 1,) float64 of the text's tokens from the second on, by the forward pass that
-        training uses.
+        """Return the (S - 1,) float64 log-probs of the text's tokens from the second on.
 
-        All ranks call this together.
+        They come from the forward pass that training uses. All ranks call this together.
         """
         count = len(self.text) - 1
         document = Document(
@@ -114,24 +115,24 @@ class Proof:
 
 
 def check_batch(sampled: Tensor, trainer: Tensor, tolerance: float, top_p: float | None) -> None:
-    """Raises SamplerLost where the log-probs that servers gave are not the trainer's of the same
-    tokens, (N,) each.
+    """Raise SamplerLost where the log-probs that servers gave are not the trainer's of the same
+    tokens.
 
-    top_p: those of a server are of the tokens that it keeps, which have this probability or more
-        together.
+    sampled, trainer: (N,), of the servers and of the trainer.
+    top_p: a server's log-probs are relative to the tokens that it keeps, whose probability is at
+        least top_p together. So they may exceed the trainer's by up to -log(top_p).
     """
-    below, above = (
-        (trainer - sampled).clamp(min=0),
-        (sampled - trainer + math.log(top_p or 1.0)).clamp(min=0),
-    )
+    below = (trainer - sampled).clamp(min=0)
+    above = (sampled - trainer + math.log(top_p or 1.0)).clamp(min=0)
     difference = below + above
-    mean, largest = difference.mean().item(), difference.max().item()
+    mean = difference.mean().item()
+    largest = difference.max().item()
     if not mean <= tolerance:
         raise SamplerLost(
             "the sampling servers wrote a batch that the trainer's weights would not: the "
             f"log-probs of {len(sampled)} tokens differ from the trainer's by {mean:.2g} on "
-            f"average and {largest:.2g} at most, where sampler.tolerance={tolerance:g} is allowed "
-            "on average. Another prompt, another temperature, an old prefix cache, or log-probs "
-            "from before the temperature (start it with --logprobs-mode processed_logprobs) look "
-            f"so. The batch is not trained. {LOST}"
+            f"average and {largest:.2g} at most, and sampler.tolerance={tolerance:g} allows less "
+            "on average. The servers saw another prompt, sampled by another temperature, used an "
+            "old prefix cache, or gave log-probs from before the temperature (start them with "
+            f"--logprobs-mode processed_logprobs). The batch is not trained. {LOST}"
         )

@@ -42,8 +42,8 @@ def _norm_here(parameters, limit):
 
 
 @mutant("ranks.agreement:check_same")
-def ranks_may_hold_other_documents(right, layout, what, digest):
-    return right(layout, what, 0)
+def ranks_may_hold_other_documents(right, layout, name, digest):
+    return right(layout, name, 0)
 
 
 @mutant("ranks.agreement:read_once")

@@ -231,7 +231,7 @@ def test_weights_that_stay_behind_by_less_than_the_tolerance_are_seen(server, tm
         server.fault("stale")
         with pytest.raises(
             SamplerLost,
-            match=r"still from those of version 3: it answers to the last bit as it did",
+            match=r"still from those of version 3: its log-probs of a text have not changed",
         ):
             sampler.publish(module.policy.weights, 4)
 
