@@ -1,5 +1,4 @@
-"""Who writes completions: what rollouts ask of a sampler, and sampling from a transformers model in
-this process."""
+"""The interface of a sampler, and sampling from a transformers model in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ log = logging.getLogger("pgtoolkit")
 class Sampler(Protocol):
     """Writes completions with the weights that were published last.
 
-    tolerance: mean absolute difference from the trainer's that its log-probs may have; None: no
-        limit is needed.
+    tolerance: mean absolute difference from the trainer's log-probs that is allowed; None: no limit
+        is needed.
     """
 
     @property
@@ -41,17 +40,18 @@ class Sampler(Protocol):
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
         """Sample from these weights from now on.
 
-        weights: gives each weight, whole, by its name in the model's Hugging Face folder; called
-            only by a sampler that keeps a copy. version: number of the updates that they have had.
+        weights: returns the weights by their names in the model's Hugging Face folder; called only
+            by a sampler that keeps a copy.
+        version: number of the updates that the weights have had.
         """
         ...
 
     def complete(self, requests: list[Request], *, more: bool = False) -> list[Completion]:
-        """The completions of the first request, then those of the second, and so on.
+        """Return the completions of the first request, then those of the second, and so on.
 
-        more: whether further calls for the same weights follow, before which nothing needs to be
-            given back.
-        Raises NumericalError where the weights give no finite probabilities.
+        more: whether further calls for the same weights follow, so that the sampler keeps its
+            memory.
+        Raises NumericalError where the weights give probabilities that are not finite.
         """
         ...
 
@@ -61,7 +61,7 @@ class Sampler(Protocol):
 
 
 class ManyWays(Protocol):
-    """A sampler that can sample in several ways with the same weights."""
+    """A sampler that can sample in several ways, such as temperatures, from the same weights."""
 
     @property
     def tolerance(self) -> float | None: ...
@@ -69,15 +69,16 @@ class ManyWays(Protocol):
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None: ...
 
     def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
-        """As `complete` of a `Sampler`; way: 0 is that of training."""
+        """Return completions as `Sampler.complete` does. way: number of the way; 0 is that of
+        training."""
         ...
 
 
 class SameProcesses(Sampler):
-    """A sampler by the processes of another one, which starts and ends them, in another way.
+    """Samples in another way by the processes of another sampler, which starts and ends them.
 
-    settle: waits for what training is having sampled, since these processes have one version of the
-        weights at a time.
+    settle: waits for the completions that are being sampled for training, since the processes have
+        one version of the weights at a time.
     """
 
     def __init__(self, owner: ManyWays, way: int, settle: Callable[[], object]):
@@ -97,7 +98,7 @@ class SameProcesses(Sampler):
         return self._owner.complete_in(self._way, requests, more)
 
     def close(self) -> None:
-        """What it uses is the other's."""
+        """End nothing: the processes are those of the other sampler."""
 
 
 def check_sampled(policy: Policy, chosen: TransformersSamplerConfig) -> None:
@@ -106,10 +107,17 @@ def check_sampled(policy: Policy, chosen: TransformersSamplerConfig) -> None:
     The same for sampler.static_cache=true with a model that it is not known to work for.
     """
     if policy.not_sampled is not None:
-        needs = "a model that computes token by token, with a cache, what a forward pass computes"
-        reason = "Completions would come from another distribution than the one that is trained."
-        use = "sampler=vllm or rollout=recorded"
-        raise ConfigError(refusal("sampler=transformers", needs, policy.not_sampled, reason, use))
+        raise ConfigError(
+            refusal(
+                setting="sampler=transformers",
+                needs="a model that computes token by token, with a cache, the same as in one "
+                "forward pass",
+                got=policy.not_sampled,
+                reason="Completions would come from another distribution than the one that is "
+                "trained.",
+                use="sampler=vllm or rollout=recorded",
+            )
+        )
     if not policy.mixes_lengths:
         log.warning(
             f"note: {policy.model.config.model_type} computes other numbers where a prompt is "
@@ -118,140 +126,158 @@ def check_sampled(policy: Policy, chosen: TransformersSamplerConfig) -> None:
     if chosen.static_cache and not policy.can_decode:
         raise ConfigError(
             f"sampler.static_cache=true needs a model of type {', '.join(MODEL_TYPES)} with "
-            f"ordinary rotary positions (got {policy.model.config.model_type}). It is not known to "
-            "be computed rightly otherwise. Use sampler.static_cache=null."
+            f"ordinary rotary positions (got {policy.model.config.model_type}). For other models "
+            "the result is not known to be right. Use sampler.static_cache=null."
         )
 
 
-_Row = tuple[int, Request, int]
-"""A completion to be sampled: its number among all, its request, and which of that it is."""
+class _Row(NamedTuple):
+    """A completion to be sampled. number: among all. place: among those of its request."""
+
+    number: int
+    request: Request
+    place: int
 
 
 class TransformersSampler:
     """Samples from the model in training, many prompts in one batch with a KV cache.
 
-    policy: a `Policy`, sampled from as it is; where it computes in another type than its weights
-        have, sampler.dtype is another, or it is spread over ranks, from a whole copy of them in
-        that type, made for each call, by every rank at the same time. With rollout.max_staleness
-        completions are asked for in a thread while it is trained, and come from a copy of the
-        weights that were published last.
-    settings: how completions are sampled; of the model's own generation_config.json only the ends
-        are taken.
-    is_copy: whether `policy` is such a copy already, which nobody trains, and which its owner fills
+    The model itself is sampled from where it is whole on this rank, and computes in float32 as its
+    weights are stored and sampler.dtype says. Else a whole copy in the type of sampler.dtype is
+    made for each call, by every rank at the same time. With rollout.max_staleness completions are
+    asked for in a thread while the model is trained, and come from a copy of the weights that were
+    published last.
+
+    settings: of sampling, for transformers; of the model's generation_config.json only the
+        end-of-sequence tokens are taken.
+    is_copy: whether `policy` is a copy already, which nobody trains, and which its owner fills
         before `publish`.
     """
 
     tolerance = None
 
     def __init__(self, policy: Policy, config: Config, is_copy: bool = False):
-        rollout, chosen = config.rollout, config.sampler
+        rollout = config.rollout
+        chosen = config.sampler
         assert isinstance(rollout, PolicyRolloutConfig)
         assert isinstance(chosen, TransformersSamplerConfig)
         self._static_cache = chosen.static_cache
         self.settings = sampling_settings(policy, rollout)
-        self._live, self._version = policy, 0
-        self._is_copy, self._closed = is_copy, False
-        self._beside_training = rollout.max_staleness is not None and not is_copy
+        self._live = policy
+        self._version = 0
+        self._is_copy = is_copy
+        self._closed = False
+        self._is_async = rollout.max_staleness is not None and not is_copy
         self._dtype = torch_type(chosen.dtype, policy.compute_dtype)
         is_float32 = policy.compute_dtype == self._dtype == torch.float32
-        is_ready = is_copy or (policy.is_whole and is_float32 and not self._beside_training)
+        is_ready = is_copy or (policy.is_whole and is_float32 and not self._is_async)
         self._ready: Policy | None = policy if is_ready else None
-        self._borrowed = False
-        self._stream = None  # on a GPU beside training, its own
+        self._keeps_copy = False  # the copy's weights are those of the model, from the call before
+        self._stream: torch.cuda.Stream | None = None  # of asynchronous sampling on a GPU
         self._fp32_lm_head = config.model.fp32_lm_head
         self._max_sequences = chosen.max_sequences
         self._stops = StopStrings(rollout.stop, policy.tokenizer)
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        self._version, self._borrowed = version, False
-        if self._beside_training:
+        self._version = version
+        self._keeps_copy = False
+        if self._is_async:
             self._load(weights())
 
     def _load(self, weights: dict[str, Tensor]) -> None:
-        # Not before: only now is the model on the device that it is trained on.
+        # The copy is made here and not earlier: only now is the model on the device that it is
+        # trained on.
         self._ready = self._ready or self._live.copied(self._dtype)
         self._ready.load(weights)
 
     @property
     def _policy(self) -> Policy:
-        """What is sampled from, once weights were published or completions are asked for."""
+        """The policy to sample from, once weights were published or completions are asked for."""
         assert self._ready is not None
         return self._ready
 
     def complete(self, requests: list[Request], more: bool = False) -> list[Completion]:
-        """Draws by the seed of each request: the same, whatever else is sampled, by whichever
-        process.
+        """Return the completions of the requests, drawn by the seed of each.
 
-        Keeps one log-prob per token, however large the vocabulary.
+        They are the same whatever else is sampled, by whichever process. One log-prob per token is
+        kept, however large the vocabulary is.
         """
-        borrows = not self._beside_training and self._ready is not self._live
-        if borrows and not self._borrowed:
+        uses_copy = not self._is_async and self._ready is not self._live
+        if uses_copy and not self._keeps_copy:
             self._load(self._live.weights())
-        self._borrowed = borrows and more
-        rows = [(one, place) for one in requests for place in range(one.completions)]
+        self._keeps_copy = uses_copy and more
+        pairs = [(request, place) for request in requests for place in range(request.completions)]
+        rows = [_Row(number, request, place) for number, (request, place) in enumerate(pairs)]
         completions: dict[int, Completion] = {}
-        with self._aside() if self._beside_training else contextlib.nullcontext():
-            for batch in self._batches([(number, *row) for number, row in enumerate(rows)]):
-                completions |= zip(
-                    (number for number, *_ in batch), self._complete(batch), strict=True
-                )
-        if borrows and not more:
+        with self._separate_stream() if self._is_async else contextlib.nullcontext():
+            for batch in self._batches(rows):
+                numbers = [row.number for row in batch]
+                completions |= zip(numbers, self._complete(batch), strict=True)
+        if uses_copy and not more:
             self._policy.unload()
         shares_gpu = self._live.model.device.type == "cuda" and not self._is_copy
-        if shares_gpu and not self._beside_training and not more:
-            torch.cuda.empty_cache()  # what the graphs had is of use to nothing else before
+        if shares_gpu and not self._is_async and not more:
+            torch.cuda.empty_cache()  # else nothing but graphs could use the memory that they had
         return [completions[number] for number in range(len(rows))]
 
     def _batches(self, rows: list[_Row]) -> Iterator[list[_Row]]:
-        """Yield what is sampled at once.
+        """Yield the rows that are sampled at once, the one with the longest completion first.
 
-        A row whose completion must end early goes on beside longer ones, so far as the model has
-        positions for it that leave those of the others as they are.
+        All rows of a batch are sampled until the longest completion is done. So a row may share a
+        batch only as far as the model has positions for a completion of that length, and these do
+        not rescale the positions of the other rows.
         """
         batch: list[_Row] = []
-        mixes = self._live.mixes_lengths
-        longest = min(self._live.max_positions, self._live.unscaled_positions)
+        mixes_lengths = self._live.mixes_lengths
+        most_positions = min(self._live.max_positions, self._live.unscaled_positions)
 
-        def length(row: _Row) -> int:
-            return len(row[1].tokens)
+        def prompt_length(row: _Row) -> int:
+            return len(row.request.tokens)
 
-        # The first of a batch has the longest completion.
-        for row in sorted(rows, key=lambda row: (0 if mixes else length(row), -self._most(row))):
-            beyond = batch and length(row) + self._most(batch[0]) > longest
-            padded = batch and not mixes and length(row) != length(batch[0])
-            if beyond or padded or len(batch) == self._max_sequences:
-                yield batch
-                batch = []
+        def order(row: _Row) -> tuple[int, int]:
+            return 0 if mixes_lengths else prompt_length(row), -self._max_tokens(row)
+
+        for row in sorted(rows, key=order):
+            if batch:
+                last_position = prompt_length(row) + self._max_tokens(batch[0])
+                is_too_long = last_position > most_positions
+                is_padded = not mixes_lengths and prompt_length(row) != prompt_length(batch[0])
+                if is_too_long or is_padded or len(batch) == self._max_sequences:
+                    yield batch
+                    batch = []
             batch.append(row)
         if batch:
             yield batch
 
-    def _most(self, row: _Row) -> int:
-        """Tokens of its completion."""
-        return min(self.settings.max_new_tokens, row[1].max_tokens or self.settings.max_new_tokens)
+    def _max_tokens(self, row: _Row) -> int:
+        """Return the most tokens that the row's completion may have."""
+        limit = self.settings.max_new_tokens
+        return min(limit, row.request.max_tokens or limit)
 
     def close(self) -> None:
-        """Makes a thread that is sampling end after its next token."""
+        """Make a thread that is sampling end after its next token."""
         self._closed = True
 
     @contextlib.contextmanager
-    def _aside(self):
-        """In a thread beside training: on a GPU in a stream of its own."""
+    def _separate_stream(self) -> Iterator[None]:
+        """Inside the block, a GPU works in another stream than that of training."""
         device = self._policy.model.device
         if device.type != "cuda":
             yield
             return
         self._stream = self._stream or torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.default_stream(device))  # which has filled the copy
+        # The default stream has filled the copy.
+        self._stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             yield
 
     def _complete(self, rows: list[_Row]) -> list[Completion]:
-        """A completion for each, of which the first may become the longest; all sampled at once."""
-        device, prompts = self._policy.model.device, [request.tokens for _, request, _ in rows]
-        uniform = uniform_numbers(
-            [(request.seed, place) for _, request, place in rows], self._most(rows[0])
-        ).to(device)
+        """Sample a completion of each row at once; the first row's may become the longest."""
+        device = self._policy.model.device
+        prompts = [row.request.tokens for row in rows]
+        limits = [self._max_tokens(row) for row in rows]
+        seeds = [(row.request.seed, row.place) for row in rows]
+        uniform = uniform_numbers(seeds, limits[0]).to(device)
         static = device.type == "cuda" if self._static_cache is None else self._static_cache
         sample = self._decoded if static and self._policy.can_decode else self._generated
         tokens, log_probs = (sampled.cpu() for sampled in sample(prompts, uniform))
@@ -262,12 +288,11 @@ class TransformersSampler:
                 "a smaller optimizer.learning_rate."
             )
         is_end = torch.isin(tokens, torch.tensor(self._ends(), dtype=torch.int64))
-        up_to_end = torch.where(is_end.any(-1), is_end.int().argmax(-1), tokens.shape[1]) + 1
+        first_end = torch.where(is_end.any(-1), is_end.int().argmax(-1), tokens.shape[1])
+        up_to_end = (first_end + 1).tolist()
         return [
-            self._completion(tokens[place, :most], log_probs[place, :most], up_to)
-            for place, (most, up_to) in enumerate(
-                zip(map(self._most, rows), up_to_end.tolist(), strict=True)
-            )
+            self._completion(tokens[i, :limit], log_probs[i, :limit], up_to_end[i])
+            for i, limit in enumerate(limits)
         ]
 
     @property
@@ -276,7 +301,10 @@ class TransformersSampler:
         return on_gpu and self.settings.top_p == 1 and self.settings.temperature > 0
 
     def _draw(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """As `draw`, of logits (B, V) in any type, by temperature and top_p."""
+        """Draw a token of each row of logits, (B, V) in any type, as `draw` does.
+
+        Temperature and top_p are applied first. uniform: (B,) float64 from [0, 1).
+        """
         if self._drawn_by_kernel:
             from pgtoolkit.kernels.triton_draw import draw_tokens
 
@@ -287,21 +315,29 @@ class TransformersSampler:
         return draw(scores, uniform)
 
     def _decoded(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, (B, C), by a cache of fixed size. uniform: (B, C), for each
-        token."""
-        draws = self.settings.temperature if self._drawn_by_kernel else self._draw
-        how = {"draw": draws, "uniform": uniform, "check": self._check_open, "ends": self._ends()}
-        how |= {"stopped": self._stopped} if self._stops else {}
-        return self._policy.decode(prompts, uniform.shape[1], self._fp32_lm_head, **how)
+        """Return tokens and log-probs, (B, C) each, by a cache of fixed size.
+
+        uniform: (B, C), a number for each token.
+        """
+        return self._policy.decode(
+            prompts,
+            max_tokens=uniform.shape[1],
+            fp32_lm_head=self._fp32_lm_head,
+            draw=self.settings.temperature if self._drawn_by_kernel else self._draw,
+            uniform=uniform,
+            check=self._check_open,
+            ends=self._ends(),
+            stopped=self._stopped if self._stops else None,
+        )
 
     def _generated(self, prompts: list[list[int]], uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """The same by transformers, for any of its models."""
+        """Return the same as `_decoded` by transformers' `generate`, for any of its models."""
         log_probs: list[Tensor] = []
 
         def choose(logits: Tensor) -> Tensor:
             self._check_open()
-            tokens, of_tokens = self._draw(logits, uniform[:, len(log_probs)])
-            log_probs.append(of_tokens)
+            tokens, token_log_probs = self._draw(logits, uniform[:, len(log_probs)])
+            log_probs.append(token_log_probs)
             return tokens
 
         settings = copy.deepcopy(self.settings)
@@ -315,24 +351,29 @@ class TransformersSampler:
             raise RuntimeError("the sampler was closed")
 
     def _ends(self) -> list[int]:
+        """Return the token ids that end a completion."""
         ends = self.settings.eos_token_id
-        return [] if ends is None else [ends] if isinstance(ends, int) else ends
+        if ends is None:
+            return []
+        return [ends] if isinstance(ends, int) else ends
 
     def _stopped(self, written: Tensor, new: int) -> Tensor:
-        """(B,) bool: in which rows of tokens, (B, C), one of the last `new` has completed a stop
-        string."""
+        """Return (B,) bool: whether one of a row's last `new` tokens has completed a stop string.
+
+        written: (B, C), all tokens of the rows so far.
+        """
         last = written[:, -(self._stops.window + new) :].tolist()
-        found = [
-            seems and self._stops.end(written[row].tolist()) is not None
-            for row, seems in enumerate(self._stops.seem_to_end(last))
+        stopped = [
+            may_have_stopped and self._stops.end(written[row].tolist()) is not None
+            for row, may_have_stopped in enumerate(self._stops.seem_to_end(last))
         ]
-        return torch.tensor(found, device=written.device)
+        return torch.tensor(stopped, device=written.device)
 
     def _completion(self, tokens: Tensor, log_probs: Tensor, up_to_end: int) -> Completion:
-        """Without what follows the first end-of-sequence token or stop string.
+        """Return a completion up to its first end-of-sequence token or stop string.
 
-        up_to_end: how many tokens there are up to and with the first such token; more than there
-            are for none.
+        tokens, log_probs: (C,), of all that was sampled. up_to_end: the number of tokens up to and
+            with the first end-of-sequence token; more than C where there is none.
         """
         length = min(up_to_end, len(tokens))
         stopped = self._stops.end(tokens[:length].tolist()) if self._stops else None

@@ -1,9 +1,10 @@
-"""How completions are sampled, in the words of transformers, and what of a model's own settings is
-ignored for it."""
+"""The settings of sampling in the words of transformers, and those of a model's own settings that
+are ignored."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 def sampling_settings(
     policy: Policy, rollout: PolicyRolloutConfig | RecordedRolloutConfig
 ) -> GenerationConfig:
-    """How completions are sampled, for transformers; of the model's own settings only the ends are
-    taken."""
+    """Return the settings of sampling for transformers.
+
+    Of the model's own settings only the end-of-sequence tokens are taken.
+    """
     from transformers import GenerationConfig
 
     ends = end_tokens(policy.model.generation_config, policy.tokenizer)
@@ -36,34 +39,44 @@ def sampling_settings(
     )
 
 
-def temperature_and_top_p(settings: GenerationConfig) -> list:
-    """Processors of logits for what they say of the two; none where that changes nothing."""
+def temperature_and_top_p(
+    settings: GenerationConfig,
+) -> list[Callable[[Tensor | None, Tensor], Tensor]]:
+    """Return processors that apply temperature and top_p to scores, (B, V).
+
+    A setting that changes nothing has none. Their first parameter, the tokens so far, is not used.
+    """
     from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
     if settings.temperature == 0:
         return [likeliest]
-    temperature = (
-        [TemperatureLogitsWarper(settings.temperature)] if settings.temperature != 1 else []
-    )
-    return temperature + ([TopPLogitsWarper(settings.top_p)] if settings.top_p < 1 else [])
+    processors = []
+    if settings.temperature != 1:
+        processors.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_p < 1:
+        processors.append(TopPLogitsWarper(settings.top_p))
+    return processors
 
 
 def likeliest(input_ids: Tensor | None, scores: Tensor) -> Tensor:
-    """Scores, (B, V), with all the probability on the likeliest token; NaN stays, so that it is
-    noticed."""
+    """Return scores, (B, V), with all the probability on the likeliest token.
+
+    NaN stays NaN, so that it is noticed.
+    """
     tokens = scores.argmax(-1, keepdim=True)
     return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0 * scores.gather(-1, tokens))
 
 
-def ignored_settings(policy: Policy, rollout: PolicyRolloutConfig) -> dict[str, Any]:
-    """What of the model's own settings, from its generation_config.json, would sample differently.
+def ignored_settings(policy: Policy, rollout: PolicyRolloutConfig) -> dict[str, object]:
+    """Return the settings of the model's generation_config.json that would sample differently.
 
     0 and 1 are taken for the values of settings that are off.
     """
-    own, used = policy.model.generation_config.to_diff_dict(), sampling_settings(policy, rollout)
+    model_settings = policy.model.generation_config.to_diff_dict()
+    used = sampling_settings(policy, rollout)
     return {
         key: value
-        for key, value in own.items()
+        for key, value in model_settings.items()
         if not key.endswith(("_version", "max_length", "max_new_tokens", "cache", "implementation"))
         if not key.startswith(("_", "output_", "return_dict", "bos_", "eos_", "pad_"))
         if value not in (None, [], 0, 1) and value != getattr(used, key, None)

@@ -1,5 +1,4 @@
-"""The seam between sampling and training: what samplers and rollouts ask of the module that is
-trained."""
+"""The interface of the module in training, as samplers and rollouts use it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from pgtoolkit.model.policy import Policy
 class TrainedPolicy(Protocol):
     """A policy in training. `training.module.PolicyGradientModule` is one.
 
-    policy: the model as it is now. num_updates: how many updates its weights have had.
+    policy: the model with its current weights. num_updates: number of updates that they have had.
     """
 
     policy: Policy
@@ -23,18 +22,18 @@ class TrainedPolicy(Protocol):
     def num_updates(self) -> int: ...
 
     def log_probs(self, micro_batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """Return the (T,) log-prob of each label by the forward pass that training uses.
+        """Return the (T,) log-probs of the labels by the forward pass that training uses.
 
         temperature: None for that of the run. Called by every rank.
         """
         ...
 
     def ref_log_probs(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the (T,) log-prob of each label under the reference, which is a model. Called by
-        every rank."""
+        """Return the (T,) log-probs of the labels under the reference model; called by every
+        rank."""
         ...
 
     def values(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the critic's (T,) value of each position, where there is a critic. Called by every
+        """Return the critic's (T,) values of the positions, if there is one; called by every
         rank."""
         ...
