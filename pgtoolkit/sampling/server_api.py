@@ -1,5 +1,4 @@
-"""What any server of completions is asked for and answers, and which are started, apart from the
-words of vLLM."""
+"""The requests and answers of any server of completions, and the plan of servers to start."""
 
 from __future__ import annotations
 
@@ -20,15 +19,16 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.stops import StopStrings
 
 LOST = "Nothing that was trained is lost."
+"""The last sentence of messages about a lost sampler."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled.
+    """The settings that completions are sampled by.
 
-    ends: token ids that end a completion; stops: texts that do. vocabulary_size: entries of the
-        trainer's.
-    seeded: whether each request passes on its seed.
+    ends: token ids that end a completion. stops: texts that end one.
+    vocabulary_size: number of tokens of the trainer's model.
+    seeded: whether the server gets the seed of each request.
     """
 
     temperature: float
@@ -42,27 +42,28 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Choice:
-    """One completion as a server gives it, of any JSON; `Server` checks it.
+    """One completion as a server gives it: any JSON, which `Server` checks.
 
+    tokens, log_probs: a list of numbers each, of equal length.
     finish_reason: "stop" or "length". stop_text: the stop string that ended it, if one did.
     """
 
     tokens: Any
     log_probs: Any
-    finish_reason: Any
-    stop_text: Any
+    finish_reason: object
+    stop_text: object
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start: for each server the GPUs it sees, as CUDA_VISIBLE_DEVICES has them (None:
-    all).
+    """The servers to start.
 
-    at_once: how many of them, the first on each of the GPUs, then the second on each: while a
-        server measures its need
-    of memory, it takes what others on its GPU allocate for its own. sleeps: whether the servers are
-    on the GPUs that train, and give their memory back while they do. number_type, room: of the
-    model, and most tokens of a document.
+    gpus: for each server the GPUs that it sees, as CUDA_VISIBLE_DEVICES names them; None: all. The
+        first servers of all GPUs come first, then the second ones, and so on.
+    at_once: number of servers that may start at the same time. A server that measures its need of
+        memory would count what another one on its GPU allocates.
+    sleeps: whether the servers are on the GPUs that train, and give their memory back meanwhile.
+    number_type: of the model, such as "bfloat16". room: most tokens of a document.
     """
 
     gpus: list[str | None]
@@ -76,9 +77,14 @@ Call = tuple[str, dict | None]
 """A path, and the JSON that is posted to it."""
 
 
-def plan_servers(api: Any, config: Config, layout: Layout, number_type: str, room: int) -> Plan:
-    """Which servers a run starts, by the words of `api`; none where it joins some. Called by every
-    rank."""
+def plan_servers(
+    config: Config, layout: Layout, number_type: str, room: int, memory_option: str
+) -> Plan:
+    """Return the servers that a run starts; none where it joins some. Called by every rank.
+
+    memory_option: the server's option without which it measures how much memory is free.
+    Raises ConfigError on several machines.
+    """
     chosen = config.sampler
     assert isinstance(chosen, VllmSamplerConfig)
     assert isinstance(config.rollout, PolicyRolloutConfig)
@@ -90,28 +96,35 @@ def plan_servers(api: Any, config: Config, layout: Layout, number_type: str, roo
     )
     with failing_together(layout):
         if len({host for host, _ in ranks}) > 1:
-            reason = (
-                "A run on several machines starts no servers: they would all be on the "
-                "machine of rank 0."
-            )
             raise ConfigError(
                 refusal(
-                    "sampler.urls=[]", "running servers", "none", reason, "sampler.urls=[URL,...]"
+                    setting="sampler.urls=[]",
+                    needs="running servers",
+                    got="none",
+                    reason="A run on several machines starts no servers: they would all be on the "
+                    "machine of rank 0.",
+                    use="sampler.urls=[URL,...]",
                 )
             )
+    gpus: list[str | None]
     if chosen.gpus is not None:
         size = chosen.tensor_parallel
-        gpus: list[str | None] = [
-            visible(chosen.gpus[i : i + size]) for i in range(0, len(chosen.gpus), size)
+        gpus = [
+            visible(chosen.gpus[start : start + size]) for start in range(0, len(chosen.gpus), size)
         ]
+    elif on_gpu:
+        devices = {device for _, device in ranks if device is not None}
+        gpus = [visible([device]) for device in sorted(devices)]
     else:
-        gpus = (
-            [visible([device]) for device in sorted({device for _, device in ranks})]
-            if on_gpu
-            else [None]
-        )
-    # While documents are sampled as others are trained on, there is no time to sleep.
+        gpus = [None]
+    # Asynchronous sampling goes on while the GPUs train, and leaves no time to sleep.
     sleeps = on_gpu and chosen.gpus is None and config.rollout.max_staleness is None
-    measures = not any(argument.startswith(api.FIXED_MEMORY) for argument in chosen.arguments)
+    measures = not any(argument.startswith(memory_option) for argument in chosen.arguments)
     servers = gpus * chosen.servers_per_gpu
-    return Plan(servers, len(gpus if measures else servers), sleeps, number_type, room)
+    return Plan(
+        gpus=servers,
+        at_once=len(gpus if measures else servers),
+        sleeps=sleeps,
+        number_type=number_type,
+        room=room,
+    )

@@ -1,4 +1,4 @@
-"""Servers as processes of ours: started under guards, their logs in files, and their end."""
+"""Servers as processes of ours: their start under guards, their logs, and their end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pgtoolkit.errors import SamplerLost
 from pgtoolkit.system.child import Child, end_all, under_guard
 
 _GRACE_SECONDS = 5
-"""From SIGTERM, at which a server may clean up, to SIGKILL."""
+"""Seconds from SIGTERM, at which a server may clean up, to SIGKILL."""
 _END_SECONDS = 15
-"""More than a guard gives its server."""
-_OF_THIS_JOB = (
+"""Seconds until a guard must have ended; more than it gives its server."""
+_RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -26,14 +26,15 @@ _OF_THIS_JOB = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+"""Variables that torch.distributed and our launcher set for each rank."""
 _LAST_LINES = 5
 
 
 class ServerProcess:
     """A server that was started here, and runs until `end`, or until this process ends.
 
-    variables: that it gets besides those of this process. log: a file that takes what it prints.
-        port: kept for it.
+    variables: of its environment, besides those of this process. log: the file for its output.
+    port: the socket that reserves its port.
     Raises SamplerLost where there is no such program.
     """
 
@@ -45,7 +46,7 @@ class ServerProcess:
             raise SamplerLost(
                 f"the sampling server cannot be started: there is no program {command[0]}. Give "
                 "sampler.executable the path of vllm in the environment that it is installed in, "
-                "or sampler.urls those of running servers."
+                "or sampler.urls the addresses of running servers."
             )
         self.guard = Child(under_guard(command, _GRACE_SECONDS), environment, log)
         self.log = log
@@ -53,8 +54,10 @@ class ServerProcess:
 
     @property
     def status(self) -> int | None:
-        """The server's exit status, as a shell tells it where a signal ended it; None while it
-        runs."""
+        """Return the server's exit status, None while it runs.
+
+        A server that a signal ended has 128 and the signal's number, as in a shell.
+        """
         status = self.guard.poll()
         return 128 - status if status is not None and status < 0 else status
 
@@ -63,29 +66,23 @@ class ServerProcess:
 
 
 def last_words(log: Path) -> str:
-    """Return the last lines of a process's log that tell of an error, or else its last lines, and
-    where the log is."""
+    """Return the last lines of a process's log that name an error, or else its last lines, with the
+    path of the log."""
     lines = []
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2**16))
-        lines = [
-            line.strip()
-            for line in file.read().decode(errors="replace").splitlines()
-            if line.strip()
-        ]
-    errors = list(
-        dict.fromkeys(
-            line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)
-        )
-    )
-    words = " | ".join(line[-300:] for line in (errors[-2:] or lines[-_LAST_LINES:]))
-    return (
-        f"Its last words: {words}. All of them: {log}." if words else f"Its log, {log}, is empty."
-    )
+        text = file.read().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"(Error|Exception|Value error)\b.*:? ", line)]
+    distinct_errors = list(dict.fromkeys(errors))
+    words = " | ".join(line[-300:] for line in (distinct_errors[-2:] or lines[-_LAST_LINES:]))
+    if not words:
+        return f"Its log, {log}, is empty."
+    return f"Its last words: {words}. The whole log: {log}."
 
 
 def end_servers(servers: Iterable[ServerProcess]) -> None:
-    """End servers with all that has come of them, at the same time."""
+    """End servers at the same time, with all processes that they have started."""
     servers = list(servers)
     end_all([server.guard for server in servers], _END_SECONDS)
     for server in servers:
@@ -93,28 +90,28 @@ def end_servers(servers: Iterable[ServerProcess]) -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """The variables of this process but for those that torch.distributed and our launcher have set
-    for its ranks.
+    """Return the variables of this process without those that are set for a rank.
 
-    The server may be of another environment, to which the packages on our PYTHONPATH are poison.
+    PYTHONPATH is the user's. A server may be of another environment, where the packages on ours
+    would break it.
     """
-    found = {
+    variables = {
         name: value
         for name, value in os.environ.items()
-        if name not in _OF_THIS_JOB and not name.startswith("TORCHELASTIC_")
+        if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    if (before := found.pop("PGTK_PYTHONPATH", None)) is not None:
-        found["PYTHONPATH"] = before
-    return found
+    users_path = variables.pop("PGTK_PYTHONPATH", None)
+    if users_path is not None:
+        variables["PYTHONPATH"] = users_path
+    return variables
 
 
 def reserve_port() -> socket.socket:
-    """A port of this machine's own address that nobody else is given, for a server that lets others
-    bind it, too.
+    """Return a socket that reserves a port of 127.0.0.1 for a server.
 
-    vLLM does (SO_REUSEPORT): two servers that had been given the same port, one after the other,
-    would share it, and each answer some of the other's requests. A socket that is bound and does
-    not listen gets none.
+    vLLM binds its port with SO_REUSEPORT. Two servers that were started with the same port would
+    share it, and each answer some of the other's requests. The socket returned here is bound too,
+    so that the system gives the port to nobody else; it does not listen, and so gets no requests.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

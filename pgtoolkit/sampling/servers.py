@@ -1,5 +1,5 @@
-"""Samples by servers: gives them each version of the weights, proves that it came, and shares out
-requests."""
+"""Sampling by servers: they are given each version of the weights, prove that they have it, and
+share the requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -46,21 +46,26 @@ from pgtoolkit.tasks.stops import StopStrings
 
 log = logging.getLogger("pgtoolkit")
 
+T = TypeVar("T")
+
+_HOST = "127.0.0.1"
 _PROGRESS_SECONDS = 15
+"""Seconds between two messages while servers start."""
 _IN_FLIGHT = 256
-"""Requests under way at each server: with the fewest completions a request can have, as many as it
-samples at once."""
+"""Requests under way at each server: enough to keep it busy where a request asks for one
+completion."""
 
 
 class ServerSampler:
-    """Completions from servers that share the requests; every rank has one, and rank 0 starts and
-    fills the servers.
+    """Samples by servers that share the requests.
 
-    api: the words of the servers. trained: the module in training. prompts: token ids of some
-        prompts of the task, for
-    the proof of each version. room: most tokens of a document. write_settings: writes the files of
-        the model's folder
-    but for the weights. run_dir: where the logs go.
+    Every rank has such a sampler; rank 0 starts the servers and gives them the weights.
+
+    api: the words of the servers. trained: the module in training.
+    prompts: token ids of some prompts of the task, for the proof of each version.
+    room: most tokens of a document.
+    write_settings: writes the files of the model's folder, except the weights.
+    run_dir: the folder for the logs.
     """
 
     def __init__(
@@ -74,11 +79,16 @@ class ServerSampler:
         write_settings: Callable[[Path], None],
         run_dir: Path,
     ):
-        policy, chosen, rollout = trained.policy, config.sampler, config.rollout
+        policy = trained.policy
+        chosen = config.sampler
+        rollout = config.rollout
         assert isinstance(chosen, VllmSamplerConfig)
         assert isinstance(rollout, PolicyRolloutConfig)
         self._chosen = chosen
-        self._api, self._config, self._layout, self._run_dir = api, config, layout, run_dir
+        self._api = api
+        self._config = config
+        self._layout = layout
+        self._run_dir = run_dir
         self._write_settings = write_settings
         of_training = Sampling(
             temperature=rollout.temperature,
@@ -95,8 +105,9 @@ class ServerSampler:
         self.tolerance = self._proof.tolerance
         parent = None if chosen.weights_folder is None else Path(chosen.weights_folder)
         self._folder = WeightsFolder.of_ranks(layout, parent, run_dir, dtype, bool(chosen.urls))
-        self._plan = plan_servers(api, config, layout, str(dtype).removeprefix("torch."), room)
-        # A port is open to everybody on the machine.
+        number_type = str(dtype).removeprefix("torch.")
+        self._plan = plan_servers(config, layout, number_type, room, api.FIXED_MEMORY)
+        # Servers ask for a key, since their ports are open to everybody on the machine.
         self._key = os.environ.get(api.KEY) or (secrets.token_hex(16) if self._plan.gpus else None)
         self._servers = [self._server(url) for url in chosen.urls]
         self._processes: list[ServerProcess] = []
@@ -104,31 +115,36 @@ class ServerSampler:
         self._asleep = False
 
     def publish(self, weights: Callable[[], dict[str, Tensor]], version: int) -> None:
-        """Called by every rank at the same time. The first call starts the servers, from a folder
-        of these weights."""
-        new, first, log_probs = version != self._version, self._version is None, None
+        """Give the servers these weights, and have them prove it; called by every rank at the same
+        time.
+
+        The first call starts the servers, from a folder of these weights.
+        """
+        is_new = version != self._version
+        is_first = self._version is None
+        log_probs = None
         with failing_together(self._layout):
-            if new:
+            if is_new:
                 self._folder.write(weights(), self._layout, self._write_settings)
-        if new and self._plan.sleeps:
+        if is_new and self._plan.sleeps:
             log_probs = self._proof.log_probs()
         with failing_together(self._layout):
             if self._plan.sleeps:
-                # the servers are about to take back the memory that they gave
+                # The servers are about to take back the memory that they gave.
                 torch.cuda.empty_cache()
-        if first:
+        if is_first:
             self._start()
-        # What sleeps has lost its weights. What was started just now has these, and is given them
-        # all the same, so that it takes hold of the folder before the first step.
-        load = partial(self._wake, load=new or self._asleep)
+        # A server that slept has lost its weights. A server that has just started has these
+        # weights, and still loads them again, so that it maps the folder before the first step.
+        load = partial(self._wake, load=is_new or self._asleep)
         loading = in_background(partial(self._of_each, load)) if self._layout.rank == 0 else None
-        if new and log_probs is None:
+        if is_new and log_probs is None:
             log_probs = self._proof.log_probs()  # while the servers load
         with failing_together(self._layout):
             if loading is not None:
                 loading.result()
         self._asleep = False
-        if new:
+        if is_new:
             assert log_probs is not None
             self._version = version
             self._prove(log_probs, version)
@@ -137,41 +153,47 @@ class ServerSampler:
         return self.complete_in(0, requests, more)
 
     def complete_in(self, way: int, requests: list[Request], more: bool) -> list[Completion]:
-        """Those of all requests, which are all under way at once; where servers sleep, called by
-        every rank."""
-        deadline, count, sampling = self._deadline(), len(self._servers), self._ways[way]
+        """Return the completions of all requests, which the servers complete at the same time.
+
+        Where the servers sleep, every rank calls this.
+        """
+        deadline = self._deadline()
+        num_servers = len(self._servers)
+        sampling = self._ways[way]
+        assert self._version is not None
         calls = [
             partial(
-                self._servers[(number + self._layout.rank) % count].complete,
+                self._servers[(number + self._layout.rank) % num_servers].complete,
                 *(request, sampling, self._salt, self._version, deadline),
             )
             for number, request in enumerate(requests)
         ]
-        completions = _at_once(calls, _IN_FLIGHT * count)
-        # to others', another run may have given its weights
+        by_request = _at_once(calls, _IN_FLIGHT * num_servers)
+        # Another run may have given its weights to servers that this one has only joined.
         if self._chosen.urls and self._layout.rank == 0:
             self._of_each(lambda server: self._proof.check_kept(server.url, self._score(server)))
         if self._plan.sleeps and not more:
             self._put_to_sleep()
-        return [completion for several in completions for completion in several]
+        return [completion for completions in by_request for completion in completions]
 
     def sampling_otherwise(
         self, rollout: PolicyRolloutConfig, settle: Callable[[], object]
     ) -> Sampler:
-        """Samples by the same servers as `rollout` says; settle: waits for what training is having
-        sampled."""
-        top_p = 1.0 if rollout.top_p is None else rollout.top_p
+        """Return a sampler that samples as `rollout` says, by the same servers.
+
+        settle: waits for the completions that are being sampled for training.
+        """
         sampling = dataclasses.replace(
             self._ways[0],
             temperature=rollout.temperature,
-            top_p=top_p,
+            top_p=1.0 if rollout.top_p is None else rollout.top_p,
             max_tokens=rollout.max_completion_length,
         )
         self._ways.append(sampling)
         return SameProcesses(self, len(self._ways) - 1, settle)
 
     def close(self) -> None:
-        """Ends the servers that were started here, and leaves alone those that were joined."""
+        """End the servers that were started here, and leave those alone that were joined."""
         end_servers(self._processes)
         self._folder.remove()
         for server in self._servers:
@@ -179,12 +201,13 @@ class ServerSampler:
 
     @property
     def _salt(self) -> str:
-        """What a server has cached of a prompt is used with the same weights alone."""
+        """Return a text that differs for each version: a server uses what it has cached of a prompt
+        only with the same text."""
         return f"{self._path.name}-{self._version}"
 
     @property
     def _path(self) -> Path:
-        """Of the folder with the weights, once they were published."""
+        """Return the folder with the weights, once they were published."""
         assert self._folder.path is not None
         return self._folder.path
 
@@ -192,76 +215,89 @@ class ServerSampler:
         return time.monotonic() + self._chosen.answer_seconds
 
     def _start(self) -> None:
-        """Until all servers answer; ranks other than 0 are told where."""
-        layout, numbers = self._layout, range(len(self._plan.gpus))
+        """Start the servers, wait until all of them answer, and tell the other ranks their
+        addresses."""
+        layout = self._layout
+        numbers = range(len(self._plan.gpus))
         for begin in range(0, max(1, len(numbers)), max(1, self._plan.at_once)):
             with failing_together(layout):
                 if layout.rank == 0:
                     for number in numbers[begin : begin + self._plan.at_once]:
-                        self._servers.append(self._started(number))
-            began = told = time.monotonic()
-            while True:
-                with failing_together(layout):
-                    waiting = (
-                        [server for server in self._servers if not server.is_up()]
-                        if layout.rank == 0
-                        else []
-                    )
-                    seconds, limit = time.monotonic() - began, self._chosen.start_seconds
-                    if waiting and seconds > limit:
-                        raise SamplerLost(
-                            f"the sampling server {waiting[0].url} does not answer within "
-                            f"sampler.start_seconds={limit}. {waiting[0].last_words()}"
-                        )
-                if waiting and time.monotonic() - told > _PROGRESS_SECONDS:
-                    told = time.monotonic()
-                    where = f"{waiting[0].url}, of at most {limit} s"
-                    log.info(f"waiting for the sampling server {where}: {seconds:.0f} s")
-                # However long it takes, no rank waits long for another.
-                if not gather_objects(len(waiting), layout.world_group)[0]:
-                    break
-                time.sleep(0.2)
+                        self._servers.append(self._start_server(number))
+            self._wait_until_up()
         urls = [server.url for server in self._servers]
         self._key, urls = gather_objects((self._key, urls), layout.world_group)[0]
         if layout.rank > 0:
             self._servers = [self._server(url) for url in urls]
 
+    def _wait_until_up(self) -> None:
+        """Wait until the servers answer that rank 0 has started or joined; called by every rank.
+
+        Raises SamplerLost where a server needs more than sampler.start_seconds.
+        """
+        layout = self._layout
+        limit = self._chosen.start_seconds
+        began = time.monotonic()
+        last_message = began
+        while True:
+            with failing_together(layout):
+                waiting: list[Server] = []
+                if layout.rank == 0:
+                    waiting = [server for server in self._servers if not server.is_up()]
+                seconds = time.monotonic() - began
+                if waiting and seconds > limit:
+                    raise SamplerLost(
+                        f"the sampling server {waiting[0].url} does not answer within "
+                        f"sampler.start_seconds={limit}. {waiting[0].last_words()}"
+                    )
+            if waiting and time.monotonic() - last_message > _PROGRESS_SECONDS:
+                last_message = time.monotonic()
+                log.info(
+                    f"waiting for the sampling server {waiting[0].url}, of at most {limit} s: "
+                    f"{seconds:.0f} s"
+                )
+            # The ranks meet in each round, so that none waits long for another.
+            if not gather_objects(len(waiting), layout.world_group)[0]:
+                break
+            time.sleep(0.2)
+
     def _server(self, url: str, process: ServerProcess | None = None) -> Server:
         return Server(self._api, url, self._chosen.answer_seconds, process, self._key)
 
-    def _started(self, number: int) -> Server:
-        """The server of this number, which is not up yet."""
-        reserved, gpus, name, host = (
-            reserve_port(),
-            self._plan.gpus[number],
-            self._chosen.name,
-            "127.0.0.1",
-        )
+    def _start_server(self, number: int) -> Server:
+        """Start the server of this number, and return it before it is up."""
+        reserved = reserve_port()
         port = reserved.getsockname()[1]
-        log_file = self._run_dir / (
-            f"{name}-{number}.log" if len(self._plan.gpus) > 1 else f"{name}.log"
-        )
-        command = self._api.command(self._config, self._path, self._plan, host, port)
+        gpus = self._plan.gpus[number]
+        name = self._chosen.name
+        is_only = len(self._plan.gpus) == 1
+        log_file = self._run_dir / (f"{name}.log" if is_only else f"{name}-{number}.log")
+        command = self._api.command(self._config, self._path, self._plan, _HOST, port)
+        place = "" if gpus is None else f" on GPU {gpus}"
+        log.info(f"starting a sampling server{place}; its log: {log_file}")
+        process = ServerProcess(command, self._variables(gpus), log_file, reserved)
+        self._processes.append(process)
+        return self._server(f"http://{_HOST}:{port}", process)
+
+    def _variables(self, gpus: str | None) -> dict[str, str]:
+        """Return variables for the environment of a server that sees these GPUs; None: all."""
         # Where this process has a variable already, its value holds.
         variables = {
             variable: os.environ.get(variable, value)
             for variable, value in self._api.VARIABLES.items()
         }
         assert self._key is not None
-        # which is its owner's alone to read there, other than in its arguments
+        # Other users can read a process's arguments, but not its environment.
         variables[self._api.KEY] = self._key
-        variables |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        if gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = gpus
         paths = [own_environment().get("PYTHONPATH"), self._api.MODULES and str(self._api.MODULES)]
-        variables |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-        where = "" if gpus is None else f" on GPU {gpus}"
-        log.info(f"starting a sampling server{where}; its log: {log_file}")
-        process = ServerProcess(command, variables, log_file, reserved)
-        self._processes.append(process)
-        return self._server(f"http://{host}:{port}", process)
+        variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        return variables
 
     def _wake(self, server: Server, load: bool) -> None:
-        """load: and give it the weights that lie in the folder, before it takes the rest of its
-        memory back."""
+        """Wake a server that sleeps. load: and have it load the weights that lie in the folder,
+        before it takes the rest of its memory back."""
         deadline = self._deadline()
         if self._asleep:
             server.post(self._api.wake("weights"), deadline)
@@ -274,7 +310,7 @@ class ServerSampler:
 
     def _put_to_sleep(self) -> None:
         with failing_together(self._layout):
-            pass  # until every rank has its completions
+            pass  # every rank waits here until all have their completions
         with failing_together(self._layout):
             if self._layout.rank == 0:
                 deadline = self._deadline()
@@ -282,7 +318,8 @@ class ServerSampler:
         self._asleep = True
 
     def _prove(self, log_probs: Tensor, version: int) -> None:
-        scores = None
+        """Check on every rank that the servers have this version; log_probs: the trainer's."""
+        scores: list[Tensor] = []
         with failing_together(self._layout):
             if self._layout.rank == 0:
                 scores = self._of_each(self._score)
@@ -293,14 +330,19 @@ class ServerSampler:
     def _score(self, server: Server) -> Tensor:
         return server.score(self._proof.text, self._salt, self._deadline())
 
-    def _of_each(self, function: Callable[[Server], Any]) -> list[Any]:
+    def _of_each(self, function: Callable[[Server], T]) -> list[T]:
+        """Call a function for all servers at the same time; return its results, by server."""
         return _at_once([partial(function, server) for server in self._servers], len(self._servers))
 
 
-def _at_once(calls: list[Callable[[], Any]], most: int) -> list[Any]:
-    """What the calls return, in their order, at most so many under way; the first error that one
-    raises, at once."""
-    waiting, results, lock = deque(enumerate(calls)), [None] * len(calls), threading.Lock()
+def _at_once(calls: list[Callable[[], T]], limit: int) -> list[T]:
+    """Return the results of the calls, in their order, with at most `limit` under way.
+
+    The first error of a call is raised at once, and no further call begins.
+    """
+    waiting = deque(enumerate(calls))
+    results: dict[int, T] = {}
+    lock = threading.Lock()
 
     def work() -> None:
         while True:
@@ -310,9 +352,9 @@ def _at_once(calls: list[Callable[[], Any]], most: int) -> list[Any]:
                 number, call = waiting.popleft()
             results[number] = call()
 
-    # Not the threads of an executor: an interrupted run would wait for them at its end.
-    for worker in as_completed([in_background(work) for _ in range(min(len(calls), most))]):
+    # An interrupted run would wait at its end for the threads of an executor, not for these.
+    for worker in as_completed([in_background(work) for _ in range(min(len(calls), limit))]):
         if worker.exception() is not None:
             waiting.clear()
         worker.result()
-    return results
+    return [results[number] for number in range(len(calls))]

@@ -24,7 +24,7 @@ def sampler(folder: Path, *overrides: str):
 
 def planned(*overrides: str):
     config = config_of(*settings("sampler=vllm", *overrides))
-    return plan_servers(Vllm(), config, ONE_PROCESS, "float32", 24)
+    return plan_servers(config, ONE_PROCESS, "float32", 24, Vllm.FIXED_MEMORY)
 
 
 def command(*overrides: str) -> list[str]:

@@ -268,7 +268,7 @@ def test_a_model_whose_steps_are_not_its_forward_pass_is_not_sampled_from(
     folder = folder_of(name, tmp_path, **changes)
     with pytest.raises(ConfigError) as refused:
         sampler_for(folder)
-    needs = "a model that computes token by token, with a cache, what a forward pass computes"
+    needs = "a model that computes token by token, with a cache, the same as in one forward pass"
     assert str(refused.value).startswith(f"sampler=transformers needs {needs} (got {got}")
 
 
