@@ -1,5 +1,5 @@
-"""The client of one server of completions: its calls over HTTP, and what is wrong with an answer,
-in a sentence."""
+"""The client of one server of completions: its calls over HTTP, and a sentence on each fault of an
+answer."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from pgtoolkit.sampling.server_process import ServerProcess
 from pgtoolkit.sampling.vllm import Vllm
 from pgtoolkit.system.background import in_background
 
-_PATIENCE_SECONDS, _PAUSE = 30, 0.5
-"""For how long a call that finds no connection, or a busy server (503), is made again, and after
-how long each time."""
-_MOST_BYTES, _BYTES_PER_TOKEN = 2**20, 2**10
-"""Most bytes of an answer, and how many more for each token that was asked for or is sent back."""
+_PATIENCE_SECONDS = 30
+"""For this long a call is made again that gets no connection, or finds a busy server (503)."""
+_PAUSE = 0.5
+"""Seconds between two such attempts."""
+_MAX_BYTES = 2**20
+"""Most bytes of an answer without tokens."""
+_BYTES_PER_TOKEN = 2**10
+"""Further bytes that are allowed for each token that was sent or asked for."""
 _BY_CHANCE = -30.0
-"""Log-probability below which it is no chance that completions of a prompt are the same."""
+"""Log-probability below which completions of a prompt are not the same by chance."""
 _CONNECTIONS = 1024
 _FORM = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
-"""What reading an answer raises that is some other JSON."""
+"""Errors that reading an answer raises where its JSON has another form."""
 
 
 class Server:
     """A server at `url`, spoken to in the words of `api`.
 
-    answer_seconds: the longest that a call may take. process: its process, if it was started here.
-        key: what it lets
-    requests in with; None where it wants none. Each call raises SamplerLost at its deadline, as of
-    time.monotonic(), or before, for whatever is not as it should.
+    answer_seconds: sampler.answer_seconds, for messages. process: its process, if it was started
+        here. key: the key that it asks for; None for none.
+    Each call has a deadline by time.monotonic(). It raises SamplerLost then, or earlier for any
+    other fault.
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class Server:
         key: str | None = None,
     ):
         self.url = url.rstrip("/")
-        self._api, self._answer_seconds, self._process = api, answer_seconds, process
-        self._health = "Nothing listens there, or the way is closed."
+        self._api = api
+        self._answer_seconds = answer_seconds
+        self._process = process
+        self._health = "Nothing listens there, or a firewall is in between."
         self._session = requests.Session()
-        self._session.trust_env = False  # a proxy is not the way to a server beside us
+        self._session.trust_env = False  # no proxy of the environment leads to a server near us
         self._session.headers["Accept-Encoding"] = "identity"
         if key is not None:
             self._session.headers["Authorization"] = f"Bearer {key}"
@@ -69,23 +74,24 @@ class Server:
         self._session.close()
 
     def is_up(self) -> bool:
-        """Whether it answers by now; SamplerLost if it was started here and has ended."""
+        """Return whether it answers by now; raise SamplerLost if it was started here and has
+        ended."""
         self._check_process()
         with contextlib.suppress(requests.RequestException, TimeoutError):
-            status = self._answer("GET", self._api.HEALTH, None, 5, _MOST_BYTES)[0].status_code
+            status = self._answer("GET", self._api.HEALTH, None, 5, _MAX_BYTES)[0].status_code
             self._health = f"It answers {self._api.HEALTH} with {status}."
             return status == 200
         return False
 
     def last_words(self) -> str:
-        """What is known of it while it is not up."""
+        """Return sentences about a server that is not up."""
         return f"{self._health} {LOST}" if self._process is None else self._words()
 
     def complete(
         self, request: Request, sampling: Sampling, salt: str, version: int, deadline: float
     ) -> list[Completion]:
-        """Return the completions of one request, checked for what the proof of their log-probs
-        cannot see.
+        """Return the completions of one request, checked for faults that the proof of their
+        log-probs cannot see.
 
         version: of the weights.
         """
@@ -98,9 +104,11 @@ class Server:
             tensors = [_tensors(choice) for choice in choices]
         except _FORM as error:
             form = f"the form of {self._api.NAME}'s"
-            raise self._odd(f"its completions are not of {form} ({first_line(error)})") from error
+            raise self._fault(f"its completions do not have {form} ({first_line(error)})") from error
         if len(choices) != request.completions:
-            raise self._odd(f"it gave {len(choices)} completions instead of {request.completions}")
+            raise self._fault(
+                f"it gave {len(choices)} completions instead of {request.completions}"
+            )
         completions = [
             self._completion(choice, *tensors_of_choice, sampling, version)
             for choice, tensors_of_choice in zip(choices, tensors, strict=True)
@@ -110,25 +118,25 @@ class Server:
         return completions
 
     def score(self, tokens: list[int], salt: str, deadline: float) -> Tensor:
-        """(S - 1,) float32, the log-probs of a text's tokens from the second on, before temperature
-        and cuts."""
+        """Return the (S - 1,) float32 log-probs of a text's tokens from the second on, before
+        temperature and top_p."""
         answer = self.post(self._api.scores(tokens, salt), deadline, len(tokens))
         try:
             return torch.tensor(self._api.log_probs(answer, tokens), dtype=torch.float32)
         except _FORM:
-            raise self._odd("it gave no log-prob for each token of a prompt") from None
+            raise self._fault("it did not give a log-prob for each token of a prompt") from None
 
     def _completion(
         self, choice: Choice, tokens: Tensor, log_probs: Tensor, sampling: Sampling, version: int
     ) -> Completion:
         foreign = tokens[(tokens < 0) | (tokens >= sampling.vocabulary_size)]
         if len(foreign):
-            raise self._odd(
+            raise self._fault(
                 f"it sampled token {foreign[0]}, and the trainer's vocabulary has "
                 f"{sampling.vocabulary_size} entries. It serves another model"
             )
-        # A server decodes token by token, and may see a stop string later than it stands in the
-        # whole text.
+        # A server decodes token by token, and may notice a stop string later than it is complete in
+        # the text.
         stopped = sampling.stops.end(tokens.tolist())
         reason = "stop" if stopped else self._finish(tokens.tolist(), choice, sampling)
         return Completion(tokens[:stopped], log_probs[:stopped], reason, version)
@@ -136,60 +144,65 @@ class Server:
     def _finish(
         self, tokens: list[int], choice: Choice, sampling: Sampling
     ) -> Literal["stop", "length"]:
-        by_text = choice.stop_text in sampling.stops.strings
-        *inside, last = (token in sampling.ends for token in tokens)
-        fits = len(tokens) <= sampling.max_tokens
-        if choice.finish_reason == "stop" and (last or by_text) and not any(inside) and fits:
-            return "stop"
-        if (
-            choice.finish_reason == "length"
-            and len(tokens) == sampling.max_tokens
-            and not (last or any(inside))
-        ):
-            return "length"
-        where = (
-            f"with token {tokens[-1]} after {len(tokens)} of at most {sampling.max_tokens} tokens"
+        """Return the reason why a completion ended, where it agrees with its tokens; else raise
+        SamplerLost."""
+        *inside, is_end = (token in sampling.ends for token in tokens)
+        goes_beyond_end = any(inside)
+        is_stopped = is_end or choice.stop_text in sampling.stops.strings
+        if not goes_beyond_end:
+            if choice.finish_reason == "stop" and is_stopped and len(tokens) <= sampling.max_tokens:
+                return "stop"
+            is_longest = len(tokens) == sampling.max_tokens
+            if choice.finish_reason == "length" and is_longest and not is_end:
+                return "length"
+        beyond = ", beyond an end-of-sequence token" if goes_beyond_end else ""
+        raise self._fault(
+            f"a completion ends with token {tokens[-1]} after {len(tokens)} of at most "
+            f"{sampling.max_tokens} tokens{beyond}, for the reason {choice.finish_reason}"
         )
-        beyond = ", beyond an end-of-sequence token" if any(inside) else ""
-        raise self._odd(f"a completion ends {where}{beyond}, for the reason {choice.finish_reason}")
 
     def _check_drawn(self, completions: list[Completion]) -> None:
-        """Any k of n draws are the same with a chance of at most C(n, k) p^(k - 1) where that one
-        has chance p."""
+        """Raise SamplerLost where too many completions of a prompt are the same.
+
+        A completion of probability p occurs k times in n draws with a probability of at most
+        C(n, k) p^(k - 1).
+        """
         counts = Counter(tuple(completion.tokens.tolist()) for completion in completions)
         for completion in completions:
-            same, log_prob = (
-                counts[tuple(completion.tokens.tolist())],
-                completion.log_probs.double().sum().item(),
-            )
+            same = counts[tuple(completion.tokens.tolist())]
+            log_prob = completion.log_probs.double().sum().item()
             if (same - 1) * log_prob + math.log(math.comb(len(completions), same)) < _BY_CHANCE:
-                raise self._odd(
+                raise self._fault(
                     f"{same} of {len(completions)} completions of a prompt are the same, whose "
                     f"log-prob is {log_prob:.0f}: it did not draw each of them"
                 )
 
     def post(self, call: Call, deadline: float, tokens: int = 0) -> Any:
-        """The JSON of the answer, None where it is empty; tokens: most that it tells of."""
-        (path, body), patience = call, min(deadline, time.monotonic() + _PATIENCE_SECONDS)
+        """Return the JSON of the answer, None where it is empty.
+
+        tokens: number of tokens that were sent or asked for, which bounds the size of the answer.
+        """
+        path, body = call
+        patient_until = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
+        max_bytes = _MAX_BYTES + _BYTES_PER_TOKEN * tokens
         while True:
             self._check_process()
-            left, over = max(0.1, deadline - time.monotonic()), time.monotonic() + _PAUSE > patience
+            seconds_left = max(0.1, deadline - time.monotonic())
+            is_last_attempt = time.monotonic() + _PAUSE > patient_until
             try:
-                answer, content = self._answer(
-                    "POST", path, body, left, _MOST_BYTES + _BYTES_PER_TOKEN * tokens
-                )
-                if answer.status_code != 503 or over:
+                answer, content = self._answer("POST", path, body, seconds_left, max_bytes)
+                if answer.status_code != 503 or is_last_attempt:
                     return self._content(path, answer, content)
             except (requests.ReadTimeout, TimeoutError) as error:
                 raise SamplerLost(
                     f"the sampling server {self.url} did not answer {path} within "
                     f"sampler.answer_seconds={self._answer_seconds}. It hangs, is paused (POST "
-                    f"{self.url}{self._api.RESUME}), or has more to do than that allows. "
+                    f"{self.url}{self._api.RESUME} lets it go on), or needs more time. "
                     f"{self._words()}"
                 ) from error
             except requests.RequestException as error:
                 self._check_process()
-                if over:
+                if is_last_attempt:
                     raise SamplerLost(
                         f"the sampling server {self.url} cannot be reached, or breaks off its "
                         f"answers: {first_line(error)[:300]}. Start it again. {self._words()}"
@@ -197,62 +210,66 @@ class Server:
             time.sleep(_PAUSE)
 
     def _answer(
-        self, method: str, path: str, body: dict | None, seconds: float, most: int
+        self, method: str, path: str, body: dict | None, seconds: float, max_bytes: int
     ) -> tuple[requests.Response, bytes]:
-        """The whole answer, of at most so many bytes; TimeoutError where it is not there within so
-        many seconds.
+        """Return a response with its content, of at most max_bytes.
 
-        requests counts its own from the last byte that came. Where it is sent on, a POST would
-        become a GET.
+        Raises TimeoutError where it is not complete within `seconds`: requests itself would count
+        anew from each byte that arrives. Does not follow redirections, which make a GET of a POST.
         """
-        return in_background(partial(self._read, method, path, body, seconds, most)).result(seconds)
+        read = partial(self._read, method, path, body, seconds, max_bytes)
+        return in_background(read).result(seconds)
 
     def _read(
-        self, method: str, path: str, body: dict | None, seconds: float, most: int
+        self, method: str, path: str, body: dict | None, seconds: float, max_bytes: int
     ) -> tuple[requests.Response, bytes]:
-        end, content, timeouts = (
-            time.monotonic() + seconds,
-            bytearray(),
-            (min(seconds / 2, 10), seconds),
-        )
+        end = time.monotonic() + seconds
+        content = bytearray()
+        timeouts = (min(seconds / 2, 10), seconds)  # to connect, and between two bytes
         with self._session.request(
             method, self.url + path, json=body, timeout=timeouts, allow_redirects=False, stream=True
         ) as answer:
             for part in answer.iter_content(2**16):
                 content += part
-                if len(content) > most:
-                    raise self._odd(
-                        f"its answer to {path} has more than the {most} bytes that were asked for"
+                if len(content) > max_bytes:
+                    raise self._fault(
+                        f"its answer to {path} has more than the {max_bytes} bytes that such an "
+                        "answer may have"
                     )
-                if time.monotonic() > end:  # whoever waited has given up
+                if time.monotonic() > end:  # `_answer` no longer waits
                     raise TimeoutError
         return answer, bytes(content)
 
     def _content(self, path: str, answer: requests.Response, content: bytes) -> Any:
-        said = " ".join(content[:600].decode(errors="replace").split()) or answer.reason
-        if answer.status_code >= 300:  # sent on among them: a POST would become a GET
-            uses = {
+        """Return the JSON of an answer, None where it is empty; raise SamplerLost for any other
+        answer."""
+        text = " ".join(content[:600].decode(errors="replace").split()) or answer.reason
+        if answer.status_code >= 300:  # redirections among them, which are not followed
+            remedies = {
                 401: f"Give pgtk the same {self._api.KEY} in its environment.",
                 404: f"Start it with {self._api.START_WITH}.",
-                503: f"It is paused (POST {self.url}{self._api.RESUME}), or its engine is dead.",
+                503: f"It is paused (POST {self.url}{self._api.RESUME} lets it go on), or its "
+                "engine is dead.",
             }
-            use = uses.get(answer.status_code, "")
-            if path == self._api.LOAD and not use:
-                use = (
+            remedy = remedies.get(answer.status_code, "")
+            if path == self._api.LOAD and not remedy:
+                remedy = (
                     "Does it see that folder? sampler.weights_folder=FOLDER names one that all "
-                    "servers do."
+                    "servers see."
                 )
             raise SamplerLost(
                 f"the sampling server {self.url} answered {path} with {answer.status_code}: "
-                f"{said}. {use} {self._words()}"
+                f"{text}. {remedy} {self._words()}"
             )
         try:
             return json.loads(content) if content else None
         except (ValueError, RecursionError):
-            raise self._odd(f"{path} answered what is no JSON: {said[:100]}") from None
+            raise self._fault(f"its answer to {path} is not JSON: {text[:100]}") from None
 
     def _check_process(self) -> None:
-        if self._process is not None and (status := self._process.status) is not None:
+        """Raise SamplerLost where the server was started here and has ended."""
+        status = None if self._process is None else self._process.status
+        if status is not None:
             words = self._words()
             raise SamplerLost(
                 f"the sampling server {self.url} ended with status {status}. "
@@ -262,14 +279,14 @@ class Server:
     def _words(self) -> str:
         return LOST if self._process is None else f"{self._process.last_words()} {LOST}"
 
-    def _odd(self, fault: str) -> SamplerLost:
+    def _fault(self, fault: str) -> SamplerLost:
         return SamplerLost(
             f"the sampling server {self.url} does not answer as asked: {fault}. {LOST}"
         )
 
 
 def _tensors(choice: Choice) -> tuple[Tensor, Tensor]:
-    """Return tokens (N,) int64 and their log-probs (N,) float32; raises one of _FORM where they are
+    """Return tokens (N,) int64 and their log-probs (N,) float32; raise one of _FORM where they are
     something else."""
     tokens = torch.tensor(choice.tokens, dtype=torch.int64)
     log_probs = torch.tensor(choice.log_probs, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The words of vLLM: how its server is started, and what its calls and answers look like."""
+"""The words of vLLM: the command that starts its server, its calls and its answers."""
 
 from __future__ import annotations
 
@@ -13,38 +13,37 @@ from pgtoolkit.config.schema_samplers import VllmSamplerConfig
 from pgtoolkit.sampling.server_api import Call, Choice, Plan, Sampling
 
 _V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-"""The variable that says which of its two parts that run the model vLLM uses."""
+"""The variable that chooses between vLLM's two model runners."""
 _EXTENSION = "--worker-extension-cls"
 _FRONT_ENDS = 4
-"""Processes of the servers on a GPU that take requests and write answers, while one computes."""
+"""Processes for each GPU that take requests and write answers, beside the one that computes."""
 
 
 class Vllm:
-    """The words of vLLM 0.24; for another kind of server, a class with the same names says all that
-    is to be said.
+    """The words of vLLM 0.24; another kind of server needs a class with the same names.
 
-    What reads an answer may raise whatever JSON makes it raise.
+    Methods that read an answer may raise any error that unexpected JSON leads to.
     """
 
     NAME = "vLLM"
     HEALTH = "/health"  # answers 200 once the server is up
-    LOAD = "/collective_rpc"  # where it is told to load weights
-    RESUME = "/resume"  # by which a paused server goes on
-    KEY = "VLLM_API_KEY"  # the environment variable with the key that it lets requests in with
-    START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # so that it has all paths
-    # on its PYTHONPATH: what runs inside a server that is started
+    LOAD = "/collective_rpc"  # the path of calls that load weights
+    RESUME = "/resume"  # makes a paused server go on
+    KEY = "VLLM_API_KEY"  # the environment variable with the key that the server asks for
+    START_WITH = "VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"  # the server lacks paths without
+    # The folder of modules that run inside a server, on its PYTHONPATH.
     MODULES = Path(__file__).with_name("vllm_worker")
-    FIXED_MEMORY = "--kv-cache-memory-bytes"  # without which it measures how much memory is free
-    # of its environment, where this process has none of that name
+    FIXED_MEMORY = "--kv-cache-memory-bytes"  # without it the server measures how much is free
+    # The server's environment variables; one that this process has keeps its value.
     VARIABLES: ClassVar[dict[str, str]] = {
-        "VLLM_SERVER_DEV_MODE": "1",  # without it there is no way to give it other weights
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # which would compile itself at the start
+        "VLLM_SERVER_DEV_MODE": "1",  # without it the server cannot be given other weights
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it would compile itself at the start
         "VLLM_NO_USAGE_STATS": "1",
         _V2_RUNNER: "1",  # draws tokens with seeds as fast as without
     }
 
     def command(self, config: Config, folder: Path, plan: Plan, host: str, port: int) -> list[str]:
-        """Starts it on the weights in a folder."""
+        """Return the command that starts a server on the weights in a folder."""
         chosen = config.sampler
         assert isinstance(chosen, VllmSamplerConfig)
         assert isinstance(config.rollout, PolicyRolloutConfig)
@@ -65,7 +64,8 @@ class Vllm:
             *(text for name, value in options.items() for text in (f"--{name}", str(value))),
             f"--api-server-count={max(1, _FRONT_ENDS // chosen.servers_per_gpu)}",
             f"{_EXTENSION}=pgtk_vllm_worker.FromMemory",
-            *([] if config.rollout.stop else ["--skip-tokenizer-init"]),  # text alone needs one
+            # Nothing but stop strings needs the text of tokens.
+            *([] if config.rollout.stop else ["--skip-tokenizer-init"]),
             "--disable-uvicorn-access-log",
             "--disable-log-stats",
             *(["--enable-sleep-mode"] if plan.sleeps else []),
@@ -73,10 +73,10 @@ class Vllm:
         ]
 
     def completions(self, request: Request, sampling: Sampling, salt: str) -> Call:
-        """Every setting that would otherwise be the server's or its model's own is said.
+        """Return the call that completes a request.
 
-        salt: what the server may have cached of another salt's prompts is of other weights, and is
-            not used.
+        It names every setting for which the server or its model could have another default.
+        salt: the server uses what it has cached of prompts only for the same salt.
         """
         body = {
             "prompt": request.tokens,
@@ -91,7 +91,7 @@ class Vllm:
             "ignore_eos": True,  # the ends are those above and no others
             "logprobs": 0,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # what is no text needs no decoding
+            "return_tokens_as_token_ids": True,  # saves decoding tokens for the log-probs
             "cache_salt": salt,
         }
         seed = {"seed": request.seed} if sampling.seeded else {}
@@ -99,6 +99,7 @@ class Vllm:
         return "/v1/completions", body | seed | stops
 
     def choices(self, answer: Any) -> list[Choice]:
+        """Return the completions of an answer, unchecked."""
         return [
             Choice(
                 tokens=choice.get("token_ids"),
@@ -110,6 +111,7 @@ class Vllm:
         ]
 
     def scores(self, tokens: list[int], salt: str) -> Call:
+        """Return the call for the log-probs of a text's tokens."""
         body = {
             "prompt": tokens,
             "max_tokens": 1,
@@ -120,7 +122,8 @@ class Vllm:
         return "/v1/completions", body
 
     def log_probs(self, answer: Any, tokens: list[int]) -> list[float]:
-        """Of a text's tokens from the second on, before temperature and cuts."""
+        """Return the log-probs of a text's tokens from the second on, before temperature and
+        top_p."""
         entries = answer["choices"][0]["prompt_logprobs"]
         return [
             entry[str(token)]["logprob"]
@@ -128,8 +131,8 @@ class Vllm:
         ]
 
     def load(self, folder: Path, config: Config) -> Call:
-        """Take the weights that lie in a folder: by what runs inside, where it was started with
-        that."""
+        """Return the call that loads the weights in a folder; servers that were started here load
+        by our module inside them."""
         chosen = config.sampler
         assert isinstance(chosen, VllmSamplerConfig)
         if chosen.urls or any(argument.startswith(_EXTENSION) for argument in chosen.arguments):
@@ -137,23 +140,26 @@ class Vllm:
         return self.LOAD, {"method": "load_from_memory", "args": [str(folder)]}
 
     def forget(self) -> Call:
-        """Drop what was cached of prompts."""
+        """Return the call that drops what is cached of prompts."""
         return "/reset_prefix_cache", None
 
     def sleep(self) -> Call:
-        """Give the GPU's memory back, the weights with it."""
+        """Return the call that gives the GPU's memory back, that of the weights too."""
         return "/sleep?level=2", None
 
     def wake(self, part: str) -> Call:
-        """Take it again. part: "weights", whose numbers are then to be loaded, or "cache" once they
-        are."""
+        """Return the call that takes a part of the memory back.
+
+        part: "weights", whose numbers are then to be loaded, or "cache" once they are.
+        """
         return f"/wake_up?tags={'kv_cache' if part == 'cache' else part}", None
 
     def advice(self, last_words: str) -> str:
-        """What to do about a server that ended with these words, if that is known."""
+        """Return what to do about a server that ended with these words, or "" if that is not
+        known."""
         if "pgtk_vllm_worker" in last_words:
             return (
-                " What loads its weights was not found: let the program of sampler.executable pass "
-                f"PYTHONPATH on, or use sampler.arguments=[{_EXTENSION}=]."
+                " It did not find our module that loads its weights: let the program of "
+                f"sampler.executable pass PYTHONPATH on, or use sampler.arguments=[{_EXTENSION}=]."
             )
         return f" Set {_V2_RUNNER}=0 in the environment." if "Model Runner V2" in last_words else ""

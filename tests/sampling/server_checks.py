@@ -103,11 +103,11 @@ ASKED = {
         {},
         r"ends with token 5 after \d of at most 6 tokens",
     ),
-    "no log-probs": ({"logprobs": None}, {}, "its completions are not of the form of vLLM's"),
+    "no log-probs": ({"logprobs": None}, {}, "its completions do not have the form of vLLM's"),
     "no token ids": (
         {"return_token_ids": False},
         {},
-        "its completions are not of the form of vLLM's",
+        "its completions do not have the form of vLLM's",
     ),
     "other vocabulary": (
         {},
