@@ -104,7 +104,9 @@ class Server:
             tensors = [_tensors(choice) for choice in choices]
         except _FORM as error:
             form = f"the form of {self._api.NAME}'s"
-            raise self._fault(f"its completions do not have {form} ({first_line(error)})") from error
+            raise self._fault(
+                f"its completions do not have {form} ({first_line(error)})"
+            ) from error
         if len(choices) != request.completions:
             raise self._fault(
                 f"it gave {len(choices)} completions instead of {request.completions}"
