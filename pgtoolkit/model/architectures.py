@@ -1,4 +1,4 @@
-"""Where the parts of a transformer are, for the architectures that can be spread over processes."""
+"""Names of the parts of a transformer, for the architectures that can be spread over processes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Layer = Any
-"""A layer of a transformer, or one of its parts, whose attributes no type says: `Architecture`
-does."""
+"""A layer of a transformer, or one of its parts. No type has their attributes, since `Architecture`
+says what they are called."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Names inside of the base model (layers, embeddings, final norm) and inside of each layer (the
-    rest).
+    """Names of modules in the base model (layers, embedding, positions, final_norm) and in each
+    layer (the others).
 
-    column, row: the matrices whose outputs, and whose inputs, can be divided among ranks. fused:
-        those that hold
-    query, key and value side by side. head_norms: norms of one head, the same for all heads.
+    column: matrices whose outputs can be divided among ranks. row: those whose inputs can.
+    fused: matrices that hold query, key and value side by side.
+    head_norms: norms of one head, the same for all heads.
     """
 
     layers: str
@@ -71,11 +71,11 @@ _ARCHITECTURES = {kind: _GPT2 if kind == "gpt2" else _LLAMA_LIKE for kind in MOD
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether the parts of a transformers model are known, and its attention is softmax of scaled
-    products alone."""
+    """Return whether the parts of a transformers model are known, and its attention is nothing but
+    the softmax of scaled products."""
     return model.config.model_type in _ARCHITECTURES
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Where the parts of a transformers model are, for one that is known."""
+    """Return the names of the parts of a transformers model of a known type."""
     return _ARCHITECTURES[model.config.model_type]

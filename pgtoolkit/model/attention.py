@@ -1,11 +1,12 @@
 """Causal attention over documents packed on one token axis, at the cost of each document's own
 length.
 
-Sequence-data parallelism divides that axis: each rank holds a contiguous piece, documents cut or
-not. Only attention
-looks across the cut: its keys and values are gathered over the ranks, and a rank's queries see
-    those of their own
-document up to themselves. Backward adds up the ranks' gradients of each key and value.
+Sequence-data parallelism divides that axis: each rank holds a contiguous piece, which may begin and
+end inside a document. Only attention looks across the cuts: keys and values are gathered over the
+ranks, and a rank's queries see those of their own document up to themselves. The backward pass adds
+up the ranks' gradients of each key and value.
+
+Axes: T tokens of the packed axis.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +32,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "pgtoolkit_packed"
-"""What transformers calls `attention`, once a model was switched to it."""
+"""The name of `attention` in transformers, once a model was switched to it."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Which keys the queries see: those of their own document, up to themselves, counted from the
-    end of both.
+    """The documents that attention is confined to. A query sees the keys of its own document up to
+    itself, where both are counted from their ends.
 
-    queries, keys: of each document, how many lie here, in order. group: the ranks that hold a piece
-        of the token axis
-    each, where it is divided; the keys are then those from first_key to last_key of the whole axis.
+    queries, keys: numbers of queries and keys here, for each document, in order.
+    group: the ranks that hold a piece of the token axis each, where it is divided; the keys are
+        then those from first_key to last_key of the whole axis.
     """
 
     queries: Sequence[int]
@@ -53,14 +54,15 @@ class Documents:
 
     @staticmethod
     def whole(lengths: Sequence[int], num_positions: int, device: torch.device) -> Documents:
-        """Whole documents of these lengths; what is left over of the axis is padding, by itself."""
+        """Return documents of these lengths; padding at the end of the axis is a document by
+        itself."""
         rest = num_positions - sum(lengths)
         lengths = [*lengths, rest] if rest else list(lengths)
         return Documents(lengths, lengths, device)
 
     @functools.cached_property
     def ends(self) -> list[Tensor]:
-        """Of queries and keys the running sums from 0, (documents + 1,) int32 each."""
+        """Return the running sums of queries and of keys from 0, (documents + 1,) int32 each."""
         sums = [
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
             for counts in (self.queries, self.keys)
@@ -69,7 +71,7 @@ class Documents:
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Whether PyTorch has this attention as one kernel."""
+    """Return whether PyTorch has this attention as one kernel."""
     half = dtype in (torch.bfloat16, torch.float16)
     if not half or device.type != "cuda" or head_width % 8 or head_width > 256:
         return False
@@ -79,7 +81,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_width: int) -> boo
 def switch_on(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
     """Make a transformers model use `attention`, if it runs as one kernel.
 
-    dtype: what attention is computed in. Afterwards the model's forward needs the keyword
+    dtype: the type that attention is computed in. Afterwards the model's forward needs the keyword
         `documents`.
     """
     if not is_known(model):
@@ -91,7 +93,7 @@ def switch_on(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) 
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make a transformers model use `attention`; for a name of ours transformers makes no mask."""
+    """Make a transformers model use `attention`; for an unknown name transformers makes no mask."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
@@ -101,26 +103,34 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 def attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options
 ) -> tuple[Tensor, None]:
-    """(1, T, heads, width) from query (1, heads, T, width), key and value (1, key-value heads, T,
-    width).
+    """Return attention's output (1, T, heads, width).
 
-    transformers calls this in each layer. options: `documents`, and its own `scaling` and
-        `sliding_window`.
+    query: (1, heads, T, width). key, value: (1, key-value heads, T, width). options: `documents`,
+        and transformers' `scaling` and `sliding_window`.
+    transformers calls this in each layer.
     """
     documents: Documents = options["documents"]
-    if torch.is_autocast_enabled(kind := query.device.type):
-        # As scaled_dot_product_attention would cast them: rotary positions have left float32.
-        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    # Not x[0], in whose backward pass the gradient would be copied, and then copied back into the
-    # order of tokens.
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        # scaled_dot_product_attention would cast them, too: rotary positions have left float32.
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    # x[0] would do the same, but its backward pass would copy the gradient, which would then be
+    # copied again into the order of tokens.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if documents.group is not None:
-        # one collective for the two
+        # one collective for both
         both = collectives.join(torch.cat([key, value], 1), documents.group, 0, True)
         key, value = both[documents.first_key : documents.last_key].chunk(2, 1)
     return by_document(
         query, key, value, documents, options.get("scaling"), options.get("sliding_window")
     )[None], None
+
+
+class _KernelOptions(TypedDict, total=False):
+    scale: float | None
+    window_size: tuple[int, int]
+    enable_gqa: bool
 
 
 def by_document(
@@ -131,32 +141,35 @@ def by_document(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """(queries, heads, width) from query (queries, heads, width), key and value (keys, key-value
-    heads, width).
+    """Return attention's output (queries, heads, width).
 
-    window: how many keys a query sees at most, itself among them; None: all of its document up to
-        itself.
+    query: (queries, heads, width). key, value: (keys, key-value heads, width).
+    window: number of keys that a query sees at most, its own among them; None: all of its document
+        up to itself.
     """
     if has_kernel(query.device, query.dtype, query.shape[2]):
         from torch.nn.attention.varlen import varlen_attn
 
-        how: dict[str, Any] = {
+        options: _KernelOptions = {
             "scale": scaling,
             "window_size": (-1 if window is None else window - 1, 0),
         }
-        # PyTorch before 2.12 takes fewer key-value heads unasked.
+        # PyTorch before 2.12 takes fewer key-value heads than heads without this option.
         if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}):
-            how["enable_gqa"] = True
+            options["enable_gqa"] = True
         query_ends, key_ends = documents.ends
-        longest_query, longest_key = max(documents.queries), max(documents.keys)
+        longest_query = max(documents.queries)
+        longest_key = max(documents.keys)
         out = varlen_attn(
-            query, key, value, query_ends, key_ends, longest_query, longest_key, **how
+            query, key, value, query_ends, key_ends, longest_query, longest_key, **options
         )
         assert isinstance(out, Tensor)
         return in_fixed_order(out)
-    if (repeats := query.shape[1] // key.shape[1]) > 1:
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
         key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-    queries, keys = query.split(documents.queries), key.split(documents.keys)
+    queries = query.split(documents.queries)
+    keys = key.split(documents.keys)
     parts = zip(queries, keys, value.split(documents.keys), strict=True)
     return torch.cat([_one_document(q, k, v, scaling, window) for q, k, v in parts])
 
@@ -169,21 +182,20 @@ def _one_document(
     mask = keys <= queries
     if window is not None:
         mask &= keys > queries - window
-    rows = (x.transpose(0, 1) for x in (query, key, value))
-    return functional.scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling).transpose(
-        0, 1
-    )
+    heads = (x.transpose(0, 1) for x in (query, key, value))
+    out = functional.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scaling)
+    return out.transpose(0, 1)
 
 
 def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
-    """This rank's piece of the packed axis; documents, their numbers and group_index stay those of
-    the whole.
+    """Return this rank's piece of a micro-batch's packed axis.
 
-    The axis is padded at its end, so that all pieces have the same length, which tensor_parallel
-    divides. Padding belongs to the last document, is not trained, and comes after all that could
-    attend to it.
+    Documents, their numbers and group_index stay those of all of it. The axis is padded at its end,
+    so that all pieces have the same length, a multiple of the tensor_parallel ranks. Padding
+    belongs to the last document, is not trained, and comes after all that could attend to it.
     """
-    size, multiple = layout.size("sequence_data_parallel"), layout.size("tensor_parallel")
+    size = layout.size("sequence_data_parallel")
+    multiple = layout.size("tensor_parallel")
     if size == 1:
         return micro_batch
     length = -(-len(micro_batch.tokens) // (size * multiple)) * multiple
@@ -193,7 +205,10 @@ def local_tokens(micro_batch: MicroBatch, layout: Layout) -> MicroBatch:
     names += known_vectors(micro_batch)
     return replace(
         micro_batch,
-        **{n: _piece(getattr(micro_batch, n), start, length, fill.get(n, 0)) for n in names},
+        **{
+            name: _piece(getattr(micro_batch, name), start, length, fill.get(name, 0))
+            for name in names
+        },
     )
 
 
@@ -205,15 +220,19 @@ def _piece(values: Tensor, start: int, length: int, fill: int) -> Tensor:
 def documents_here(
     lengths: Sequence[int], num_here: int, group: ProcessGroup, device: torch.device
 ) -> Documents:
-    """Those with queries here, and their keys up to the end of this rank's piece, wherever they
-    lie.
+    """Return the documents with queries on this rank, and their keys up to the end of its piece,
+    wherever they lie.
 
-    lengths: of the whole documents; num_here: positions of each rank. What is left over is padding.
+    lengths: of the documents on all ranks. num_here: positions of each rank. Positions beyond the
+        documents are padding, which is a document by itself.
     """
     ends = [0, *accumulate(lengths)]
-    start, stop = group.rank() * num_here, (group.rank() + 1) * num_here
+    start = group.rank() * num_here
+    stop = (group.rank() + 1) * num_here
     if ends[-1] < num_here * group.size():
         ends.append(num_here * group.size())
-    here = [(max(a, start), min(b, stop), a) for a, b in pairwise(ends) if a < stop and b > start]
-    queries, keys = [b - a for a, b, _ in here], [b - first for _, b, first in here]
-    return Documents(queries, keys, device, group, here[0][2], stop)
+    here = [(begin, end) for begin, end in pairwise(ends) if begin < stop and end > start]
+    queries = [min(end, stop) - max(begin, start) for begin, end in here]
+    keys = [min(end, stop) - begin for begin, end in here]
+    first_key = here[0][0]
+    return Documents(queries, keys, device, group, first_key, stop)

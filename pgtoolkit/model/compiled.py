@@ -1,7 +1,7 @@
-"""What a layer computes between its products as compiled code: norms, gates, rotary positions,
-attention's sum.
+"""Compiled code between the matrix products of a layer: norms, gates, rotary positions, and the sum
+with attention's output.
 
-Products, attention and what spreads them over ranks stay as they are.
+Products, attention, and the code that spreads them over ranks do not change.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 TRANSFORMERS = "5.17, 5.23 and 5.24"
 """The versions of transformers that the tests of this file were run with."""
 
-_LAYER_PARTS = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
+_LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+"""The names that the forward method of a known layer uses, in order."""
 
 
 def unknown_code(model: PreTrainedModel) -> str | None:
-    """Return the name of the class whose code is not the one that `switch_on` replaces; None if
-    there is no such class.
+    """Return the name of a class whose code is not the one that `switch_on` replaces; None if there
+    is no such class.
 
-    Another version of transformers may compute something else in a layer or turn queries and keys
-    in another way. Then the layer that is put in its place would silently be another model.
+    Another version of transformers may compute something else in a layer, or turn queries and keys
+    in another way. Then our layer in its place would silently be another model.
     """
     parts = architecture_of(model)
     if parts.positions is not None:  # GPT-2: its activation alone is replaced
@@ -49,8 +50,10 @@ def unknown_code(model: PreTrainedModel) -> str | None:
 
 
 def switch_on(model: PreTrainedModel) -> None:
-    """Make a transformers model compute so, in place. Its type is known, and `unknown_code` found
-    nothing."""
+    """Make a transformers model use compiled code, in place.
+
+    Its type must be known, and `unknown_code` must be None.
+    """
     parts = architecture_of(model)
     for layer in parts.layers_of(model):
         if parts.positions is not None:  # GPT-2, whose norms are one kernel each already
@@ -71,11 +74,11 @@ def switch_on(model: PreTrainedModel) -> None:
 
 @functools.cache
 def _with_sum(layer: type[nn.Module]) -> type[nn.Module]:
-    """The class of a layer whose first sum is one piece of code with the norm behind it.
+    """Return a class of layers whose first sum is one piece of code with the norm behind it.
 
-    A class, since transformers checkpoints what the forward method of a layer's class computes.
-    Where it would, and where the layer is whole on this rank, `recomputed.layer` does the same with
-    fewer calls.
+    It is a class, since transformers checkpoints the forward method of a layer's class. Where
+    transformers would checkpoint a layer that is whole on this rank, `recomputed.layer` does the
+    same with fewer calls.
     """
 
     def call(self: nn.Module, hidden_states: Tensor, **options) -> Tensor:
@@ -95,7 +98,8 @@ def _layer(layer: Layer, hidden_states: Tensor, **options) -> Tensor:
 
 
 def _norm(norm: Layer, x: Tensor) -> Tensor:
-    """In the type that the matrices behind it take, once and not for each of them."""
+    """Return the norm in the type of the matrices behind it, so that it is cast once and not for
+    each of them."""
     return normalized(norm, type_of_products(x, norm.weight), x)[0]
 
 
@@ -104,10 +108,10 @@ def _head_norm(norm: Layer, x: Tensor) -> Tensor:
 
 
 def normalized(norm: Layer, dtype: torch.dtype, *added: Tensor) -> tuple[Tensor, ...]:
-    """The norm of the sum of tensors (..., H), and the sum where there are several."""
+    """Return the norm of the sum of tensors (..., H), and the sum where there are several."""
     function = rms_norm(norm.variance_epsilon, dtype, len(added) > 1)
-    found = function(*(x.flatten(end_dim=-2) for x in added), weight=norm.weight)
-    return tuple(x.view(added[0].shape) for x in found)
+    results = function(*(x.flatten(end_dim=-2) for x in added), weight=norm.weight)
+    return tuple(x.view(added[0].shape) for x in results)
 
 
 def _gated_mlp(mlp: Layer, x: Tensor) -> Tensor:
@@ -119,14 +123,14 @@ def _activated(name: str, x: Tensor, *factor: Tensor) -> Tensor:
 
 
 def gated(name: str, gate_and_up: Tensor) -> Tensor:
-    """(n, F): the first half of the columns of (n, 2 F) through the activation, times the
-    second."""
+    """Return (n, F): the first half of the columns of (n, 2 F) through the activation, times the
+    second half."""
     return gate(name)(gate_and_up)[0]
 
 
 @functools.cache
 def _with_rotary(attention: type[nn.Module]) -> Callable:
-    """The forward method of transformers, in which `apply_rotary_pos_emb` is that of this file."""
+    """Return the forward method of transformers with `turned` as its `apply_rotary_pos_emb`."""
     forward = inspect.unwrap(attention.forward)
     names = forward.__globals__ | {"apply_rotary_pos_emb": turned}
     made = types.FunctionType(
@@ -137,11 +141,13 @@ def _with_rotary(attention: type[nn.Module]) -> Callable:
 
 
 def turned(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key, (B, heads, S, width), in the type that attention takes; cosine, sine: (B or 1,
-    S, width)."""
+    """Return query and key turned by their rotary positions, in the type that attention takes.
+
+    query, key: (B, heads, S, width). cosine, sine: (B or 1, S, width).
+    """
     size, _, length, width = query.shape
     heads = [x.transpose(1, 2).reshape(size * length, -1, width) for x in (query, key)]
     turns = [x.expand(size, length, width).reshape(size * length, width) for x in (cosine, sine)]
-    found = rotary(type_of_products(query, cosine))(*heads, *turns)
-    turned_query, turned_key = (x.view(size, length, -1, width).transpose(1, 2) for x in found)
+    results = rotary(type_of_products(query, cosine))(*heads, *turns)
+    turned_query, turned_key = (x.view(size, length, -1, width).transpose(1, 2) for x in results)
     return turned_query, turned_key

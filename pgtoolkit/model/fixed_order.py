@@ -1,5 +1,5 @@
-"""Backward passes of PyTorch's that would add up in another order each time on a GPU, in the same
-order each time."""
+"""A fixed order for backward passes of PyTorch that on a GPU would add up in another order each
+time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import deterministic as _deterministic
 
-deterministic: Any = _deterministic  # a module whose attribute is a property, which no type says
+deterministic: Any = _deterministic  # a module with a property, which its type does not have
 
 _on = False
 _before: list[tuple[bool, bool, bool]] = []
@@ -17,23 +17,23 @@ _before: list[tuple[bool, bool, bool]] = []
 
 
 def switch(on: bool) -> None:
-    """Whether the models of this process compute `in_fixed_order` from now on."""
+    """Switch `in_fixed_order` on or off for the models of this process."""
     global _on
     _on = on
 
 
 def in_fixed_order(out: Tensor, operation: str = "") -> Tensor:
-    """`out` of attention or of an embedding, whose backward pass will add up in the same order each
-    time.
+    """Make the backward pass of `out`, of attention or an embedding, add up in the same order each
+    time; return `out`.
 
-    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums,
-    PyTorch 2.11 also those of an embedding of few rows and more than 3072 tokens
+    Flash attention adds the gradients that a query gets from blocks of 128 keys by atomic sums.
+    PyTorch 2.11 does so, too, with those of an embedding of few rows and more than 3072 tokens
     (https://github.com/pytorch/pytorch/pull/172454). PyTorch's strict mode has a fixed order for
-    both. It is on for these operations alone: others, such as a floating-point cumsum in a loss of
-    the user's, raise in it.
+    both. It is on for these operations alone, since others raise in it, such as a floating-point
+    cumsum in a user's loss.
 
-    operation: part of the name of its node, where that may lie behind others which made `out` of
-        its result.
+    operation: part of the name of the operation's node, if other nodes may have made `out` of its
+        result.
     """
     node = out.grad_fn if _on else None
     while node is not None and operation not in node.name():
@@ -57,15 +57,16 @@ def _embedding_in_fixed_order(
     return in_fixed_order(out, "EmbeddingBackward")
 
 
-def _begin(_gradients) -> None:
+def _begin(_gradients: tuple[Tensor, ...]) -> None:
     strict = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     _before.append((strict, only_warns, deterministic.fill_uninitialized_memory))
     torch.use_deterministic_algorithms(True)
-    # which costs time, and finds mistakes in kernels only
+    # Filling memory takes time, and finds nothing but mistakes in kernels.
     deterministic.fill_uninitialized_memory = False
 
 
-def _end(_inputs, _outputs) -> None:
-    strict, only_warns, deterministic.fill_uninitialized_memory = _before.pop()
+def _end(_inputs: tuple[Tensor, ...], _outputs: tuple[Tensor, ...]) -> None:
+    strict, only_warns, fills_memory = _before.pop()
+    deterministic.fill_uninitialized_memory = fills_memory
     torch.use_deterministic_algorithms(strict, warn_only=only_warns)

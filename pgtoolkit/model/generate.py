@@ -1,10 +1,10 @@
-"""Completions by transformers' own `generate`, of tokens that its caller chooses."""
+"""Completions by transformers' `generate`, of tokens that the caller chooses."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from pgtoolkit.model.policy import Policy
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 @torch.no_grad()
@@ -25,55 +25,62 @@ def generate(
     fp32_lm_head: bool = False,
     stopped: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:
-    """Return the tokens, (B, C), that transformers' own `generate` continues the prompts with.
+    """Return the tokens, (B, C), by which transformers' `generate` continues the prompts.
 
-    settings: ends, padding and number of tokens; what draws is ignored. choose: the next tokens,
-        (B,) int64, of their
-    logits, (B, V). stopped: which rows have ended otherwise, (B,) bool, given their new tokens, (B,
-    C), and how many of these it has not seen.
+    settings: ends, padding and number of tokens; settings of drawing are ignored.
+    choose: returns the next tokens, (B,) int64, given their logits, (B, V).
+    stopped: returns which rows have ended otherwise, (B,) bool, given their new tokens, (B, C), and
+        the number of those that it has not seen before.
     """
     from transformers.generation.logits_process import LogitsProcessorList
 
     model = policy.model
     longest = max(map(len, prompts))
-    tokens = torch.tensor(
-        [[settings.pad_token_id] * (longest - len(p)) + p for p in prompts], device=model.device
-    )
-    attention_mask = torch.tensor(
-        [[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device
-    )
+    tokens, attention_mask = _padded(prompts, settings.pad_token_id, model.device)
 
-    def chosen(_: Tensor, logits: Tensor) -> Tensor:
-        """Leave a token of each row, and no other choice."""
+    def leave_chosen(_: Tensor, logits: Tensor) -> Tensor:
+        """Give all probability to the chosen token of each row."""
         return torch.full_like(logits, -torch.inf).scatter_(-1, choose(logits)[:, None], 0.0)
 
-    # `generate` takes the likeliest of what is left: its own temperature and top_p would come after
-    #   every processor that it is given, and its draws from the global random state alone.
+    # `generate` takes the likeliest token, which is the chosen one. Its own temperature and top_p
+    # would act after our processor, and it could draw from nothing but the global random state.
     settings = copy.deepcopy(settings)
     settings.update(temperature=1.0, top_p=1.0, do_sample=False)
-    # Not transformers' own criterion for stop strings, which counts those that the prompt begins.
-    criteria = (
-        [] if stopped is None else [lambda written, *_, **__: stopped(written[:, longest:], 1)]
-    )
-    with policy.generating(fp32_lm_head), without_own_settings(model):
-        written = cast("Any", model).generate(  # which transformers adds to its classes
+    # transformers' own criterion for stop strings would count those that begin in the prompt.
+    criteria = []
+    if stopped is not None:
+        criteria.append(lambda written, *_, **__: stopped(written[:, longest:], 1))
+    with policy.generating(fp32_lm_head), _without_generation_config(model):
+        written = cast("Any", model).generate(  # transformers adds this method to its classes
             input_ids=tokens,
             attention_mask=attention_mask,
             generation_config=settings,
-            logits_processor=LogitsProcessorList([chosen]),
+            logits_processor=LogitsProcessorList([leave_chosen]),
             stopping_criteria=criteria,
         )
     return written[:, longest:]
 
 
+def _padded(prompts: list[list[int]], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return prompts padded on the left, (B, P) int64, and a mask that is 1 at their tokens."""
+    longest = max(map(len, prompts))
+    tokens = [[padding] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+
+
 @contextlib.contextmanager
-def without_own_settings(model):
-    """transformers fills what its caller leaves open from the model's settings: a repetition
-    penalty, for one."""
+def _without_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, the model has no settings of sampling.
+
+    transformers would take settings from there that its caller leaves open, such as a repetition
+    penalty.
+    """
     from transformers import GenerationConfig
 
-    own, model.generation_config = model.generation_config, GenerationConfig()
+    model_settings = model.generation_config
+    model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = model_settings

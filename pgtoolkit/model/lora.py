@@ -1,9 +1,9 @@
-"""LoRA: a model's matrices W are frozen, and beside each stands the product of two small ones,
-which is trained.
+"""LoRA: a model's matrices W are frozen, and the product of two small matrices is trained beside
+each.
 
-A layer computes W x + (alpha / rank) B (A x) (arXiv 2106.09685); B begins as 0, so that training
-begins at the model itself. peft puts the layers in place; its own dropout, of which old and new
-log-probs would differ, stays 0.
+A layer computes W x + (alpha / rank) B (A x) (arXiv 2106.09685). B begins as 0, so that training
+begins at the model itself. peft puts the layers in place. Its dropout stays 0, since old and new
+log-probs of one policy would differ with it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgtoolkit")
 
 _NAME = "default"
-"""What peft calls the only adapter of a model."""
+"""The name that peft gives the only adapter of a model."""
 
 
 def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
-    """Freeze a transformers causal LM and give it adapters in float32, in place, drawn from torch's
-    random state.
+    """Freeze a transformers causal LM and give it adapters in float32, in place.
 
-    Returns a digest of the frozen weights, by which stored adapters know them. Raises ConfigError
-    for targets that name no linear layer.
+    The adapters are drawn from torch's random state. Returns a digest of the frozen weights, which
+    is stored with adapters to recognise the weights by. Raises ConfigError for targets that name no
+    linear layer.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
@@ -49,7 +49,7 @@ def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
     assert config.lora_rank is not None
     digest = _digest(model)
     layers = _targets(model, config, (nn.Linear, Conv1D))
-    chosen = LoraConfig(
+    lora_config = LoraConfig(
         r=config.lora_rank,
         lora_alpha=cast("int", config.lora_alpha),  # peft divides by the rank, and takes any number
         target_modules=list(layers),
@@ -57,31 +57,28 @@ def add_adapters(model: PreTrainedModel, config: HuggingFaceModelConfig) -> str:
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),
         task_type="CAUSAL_LM",
     )
-    inject_adapter_in_model(chosen, model, _NAME)
+    inject_adapter_in_model(lora_config, model, _NAME)
     for layer in adapted_layers(model).values():
         for part in (layer.lora_A, layer.lora_B):
             part.float()  # peft makes them of the frozen weights' type
-        # autocast sees to it, without a float32 copy of every input
+        # autocast casts inputs, without a float32 copy of each of them
         layer.cast_input_dtype_enabled = False
-    trained, all_of_them = (
-        sum(p.numel() for p in x) for x in (adapter_weights(model).values(), model.parameters())
-    )
+    trained = sum(parameter.numel() for parameter in adapter_weights(model).values())
+    total = sum(parameter.numel() for parameter in model.parameters())
     log.info(
-        f"LoRA: adapters at {len(layers)} layers; {trained:,} of {all_of_them:,} weights are "
-        "trained"
+        f"LoRA: adapters at {len(layers)} layers; {trained:,} of {total:,} weights are trained"
     )
     return digest
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Layer]:
-    """peft's layers in a model, by the names of those that they stand for; empty without
-    adapters."""
+    """Return peft's layers in a model, by the names of the layers in whose place they are."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters themselves, by their names in a folder that peft and transformers
-    load."""
+    """Return the trained parameters themselves, by their names in a folder that peft and
+    transformers load."""
     return {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[_NAME].weight
         for name, layer in adapted_layers(model).items()
@@ -91,12 +88,13 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def merged_weights(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of the model without adapters that computes the same, by its own names for them.
+    """Return the weights of a model without adapters that computes the same, by that model's names.
 
-    named: those of the model as it is. New tensors, in the number type of the frozen ones, where
-        there is an adapter.
+    named: the weights of this model. Matrices with an adapter become new tensors, in the number
+        type of the frozen ones.
     """
-    layers, weights = adapted_layers(model), {}
+    layers = adapted_layers(model)
+    weights = {}
     for name, tensor in named.items():
         owner, _, rest = name.partition(".base_layer.")
         if rest:
@@ -108,7 +106,7 @@ def merged_weights(model: nn.Module, named: dict[str, Tensor]) -> dict[str, Tens
 
 @torch.no_grad()
 def merge(model: PreTrainedModel) -> None:
-    """Make the model what it was before `add_adapters`, with other weights, in place."""
+    """Add the adapters to the model's weights, and take peft's layers out, in place."""
     for name, layer in adapted_layers(model).items():
         layer.base_layer.weight.copy_(_merged(layer))
         model.set_submodule(name, layer.base_layer)
@@ -117,12 +115,11 @@ def merge(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within, the model computes as its frozen weights alone do; one without adapters computes as
-    ever."""
+    """Inside the block, the model computes by its frozen weights alone."""
     layers = adapted_layers(model).values()
     for layer in layers:
-        # Not layer.enable_adapters(False): for a while it would take requires_grad off, which FSDP2
-        # reads only once.
+        # layer.enable_adapters(False) would switch requires_grad off for a while, and FSDP2 reads
+        # that only once.
         layer._disable_adapters = True
     try:
         yield
@@ -132,17 +129,20 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def settings(model: PreTrainedModel, path: str) -> LoraConfig:
-    """What adapter_config.json says; it names the model of model.path, so that it is found from
-    anywhere."""
+    """Return the content of adapter_config.json.
+
+    path: model.path; a folder is named by its absolute path, so that it is found from anywhere.
+    """
     config = cast("LoraConfig", copy.copy(model.peft_config[_NAME]))
-    place = os.path.expanduser(path)
-    config.base_model_name_or_path = os.path.abspath(place) if os.path.isdir(place) else path
+    folder = os.path.expanduser(path)
+    config.base_model_name_or_path = os.path.abspath(folder) if os.path.isdir(folder) else path
     config.target_modules = sorted(config.target_modules or ())
     config.inference_mode = True
     return config
 
 
 def _merged(layer: Layer) -> Tensor:
+    """Return a layer's frozen weight with its adapter added, in the weight's number type."""
     weight = layer.base_layer.weight
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = (whole(getattr(layer, part)[_NAME].weight, wide) for part in ("lora_A", "lora_B"))
@@ -158,32 +158,38 @@ def _merged(layer: Layer) -> Tensor:
 def _targets(
     model: PreTrainedModel, config: HuggingFaceModelConfig, kinds: tuple[type[nn.Module], ...]
 ) -> dict[str, nn.Module]:
-    """The layers to be adapted, by name: all linear ones but the head, or those that end in one of
-    the names."""
+    """Return the layers to be adapted by name: all linear ones but the head, or those whose names
+    end in one of the targets.
+
+    kinds: the classes of linear layers.
+    """
     head = model.get_output_embeddings()
     linear: dict[str, nn.Module] = {
-        name: x for name, x in model.named_modules() if isinstance(x, kinds) and x is not head
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module is not head
     }
-    wanted = config.lora_targets
-    if wanted == ["all-linear"]:
+    targets = config.lora_targets
+    if targets == ["all-linear"]:
         return linear
-    for target in wanted:
+    for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(
-                f"model.lora_targets={text(wanted)} needs names of the model's linear layers, or "
+                f"model.lora_targets={text(targets)} needs names of the model's linear layers, or "
                 f"ends of them (got {target}). It has {known}; its head is not adapted. Use "
                 "model.lora_targets=[all-linear]."
             )
     return {
-        name: x
-        for name, x in linear.items()
-        if any(f".{name}".endswith(f".{target}") for target in wanted)
+        name: module
+        for name, module in linear.items()
+        if any(f".{name}".endswith(f".{target}") for target in targets)
     }
 
 
 def _digest(model: nn.Module) -> str:
-    """Of the weights rounded to bfloat16: the same for whichever number type they are held in."""
+    """Return a digest of the weights rounded to bfloat16, so that it does not depend on the number
+    type that they are held in."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         total = weight.to(torch.bfloat16).view(torch.int16).sum(dtype=torch.int64).item()

@@ -1,9 +1,11 @@
-"""Products of a layer with a common input as one: query, key and value are one product, gate and up
-another.
+"""Merged products: those of a layer with a common input become one. Query, key and value are one
+product, gate and up another.
 
-The weights that are multiplied together lie side by side in memory, each still a parameter of its
-own module. So a merged product needs no second copy of them, and whoever reads or writes a single
-weight finds it where it was.
+Weights that are multiplied together lie side by side in memory, and each is still a parameter of
+its module. So a merged product needs no second copy of them, and code that reads or writes a single
+weight works as before.
+
+Axes: B rows, S tokens of each, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ _GROUPS = (
 
 
 def can_merge(model: PreTrainedModel) -> bool:
-    """Whether a layer has products that can be merged: one of GPT-2's has merged ones already."""
+    """Return whether a layer has products that can be merged; those of GPT-2 are merged already."""
     return is_known(model) and architecture_of(model).positions is None
 
 
 @torch.no_grad()
 def make_room(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
-    """Put new memory in the place of the weights that are multiplied together, in place; it is to
-    be filled.
+    """Give the weights that are multiplied together new memory side by side, in place, which is
+    then to be filled.
 
     Returns the names of these weights. The memory is given back once each of them has been
     replaced.
@@ -61,9 +63,9 @@ def make_room(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
 
 
 def side_by_side(parts: list[Tensor]) -> Tensor:
-    """All rows of matrices, or vectors, that `make_room` has put side by side: a view.
+    """Return a view of all rows of matrices, or vectors, that `make_room` has put side by side.
 
-    Raises ValueError where they do not lie so.
+    Raises ValueError where they do not lie side by side.
     """
     for before, after in pairwise(parts):
         end = before.data_ptr() + before.nbytes
@@ -78,12 +80,12 @@ def side_by_side(parts: list[Tensor]) -> Tensor:
 
 
 class MergedBody:
-    """The body of a compiled model of a known type, whose weights `make_room` has put in place, for
-    decoding.
+    """The body of a compiled model of a known type for decoding, by merged products.
 
-    It computes what the model does, but for the order in which a product of another width adds up,
-    with fewer kernels: each sum is one with the norm behind it, and on a GPU a token's query and
-    key are turned where attention reads them.
+    `make_room` must have put the model's weights in place. It computes what the model does, with
+    fewer kernels, except that a product of another width may add up in another order. Each sum is
+    one kernel with the norm behind it, and on a GPU a token's query and key are turned where
+    attention reads them.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -103,7 +105,8 @@ class MergedBody:
             self._layers.append((layer, *merged))
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """(B, S, H) hidden states of tokens at positions, both (B, S), which `cache` keeps."""
+        """Return the (B, S, H) hidden states of tokens at positions, both (B, S); `cache` keeps the
+        tokens' keys and values."""
         hidden = self._body.get_submodule(self._parts.embedding)(tokens)
         shape = hidden.shape
         turns = self._body.rotary_emb(hidden, positions)
@@ -123,26 +126,28 @@ class MergedBody:
 
 
 def _sum_and_norm(norm: Layer, hidden: Tensor, *added: Tensor) -> tuple[Tensor, Tensor]:
-    """The norm of the sum, and the sum; (n, H) each."""
+    """Return the norm of the sum, and the sum; (n, H) each."""
     dtype = type_of_products(hidden, norm.weight)
-    found = compiled.normalized(norm, dtype, hidden, *added)
-    return found[0], found[1] if added else hidden
+    results = compiled.normalized(norm, dtype, hidden, *added)
+    return results[0], results[1] if added else hidden
 
 
 def _attended(
     module: Layer, projected: Tensor, turns: tuple[Tensor, Tensor], cache: Cache
 ) -> Tensor:
-    """(B S, H): the attention module's output. projected: (B, S, query, key and value side by
-    side)."""
-    heads, groups = module.config.num_attention_heads, module.config.num_key_value_heads
-    by_head = projected.view(*projected.shape[:2], heads + 2 * groups, module.head_dim).transpose(
-        1, 2
-    )
-    query, key, value = by_head.split((heads, groups, groups), 1)
+    """Return the (B S, H) output of an attention module.
+
+    projected: (B, S, (heads + 2 key-value heads) width), query, key and value side by side.
+    """
+    heads = module.config.num_attention_heads
+    key_heads = module.config.num_key_value_heads
+    shape = (*projected.shape[:2], heads + 2 * key_heads, module.head_dim)
+    by_head = projected.view(shape).transpose(1, 2)
+    query, key, value = by_head.split((heads, key_heads, key_heads), 1)
     if hasattr(module, "q_norm"):
         query = module.q_norm(query)
         key = module.k_norm(key)
-    # As the attention modules of these types hand it to transformers.
+    # The attention modules of these types hand the window to transformers in this way.
     is_mistral = module.config.model_type == "mistral"
     window = module.config.sliding_window if is_mistral else getattr(module, "sliding_window", None)
     options = {
