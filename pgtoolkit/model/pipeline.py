@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
 
 
 def keep_stage(model: PreTrainedModel, stage: int, num_stages: int) -> None:
-    """Take out of a transformers causal LM what other stages compute, in place.
+    """Take the parts of other stages out of a transformers causal LM, in place.
 
     It has at least as many layers as there are stages, and its embedding and head are two matrices.
     """
     parts = architecture_of(model)
-    layers, base = parts.layers_of(model), model.base_model
-    first, last = (len(layers) * number // num_stages for number in (stage, stage + 1))
+    layers = parts.layers_of(model)
+    base = model.base_model
+    first = len(layers) * stage // num_stages
+    end = len(layers) * (stage + 1) // num_stages
     for number in range(len(layers)):
-        if not first <= number < last:
+        if not first <= number < end:
             layers[number] = _PassThrough()
     if stage > 0:
         setattr(base, parts.embedding, _PassThrough())
@@ -50,8 +52,10 @@ def keep_stage(model: PreTrainedModel, stage: int, num_stages: int) -> None:
 
 @dataclass(frozen=True)
 class OfStage:
-    """A weight that one stage of a pipeline holds, and the others get from it. part: None on
-    those."""
+    """A weight that one stage of a pipeline holds, and that the other stages get from it.
+
+    part: the weight on that stage, which may be sharded there; None on the others.
+    """
 
     part: Tensor | None
     shape: torch.Size
@@ -61,74 +65,92 @@ class OfStage:
     group: ProcessGroup
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """See `collectives.whole`; called by every stage."""
+        """Return the weight as `collectives.whole` does; called by every stage."""
         dtype = dtype if self.dtype.is_floating_point else self.dtype
         weight = torch.empty(self.shape, dtype=dtype, device=self.device)
-        if self.part is not None:  # copied: a sampler keeps it while this one is trained
+        if self.part is not None:
+            # A copy, since a sampler may keep it while this weight is trained.
             weight.copy_(collectives.whole(self.part, dtype))
         dist.broadcast(weight, group_src=self.stage, group=self.group)
         return weight
 
 
 def weights_of_all_stages(
-    own: dict[str, Tensor], group: ProcessGroup, device: torch.device
+    weights: dict[str, Tensor], group: ProcessGroup, device: torch.device
 ) -> dict[str, OfStage]:
-    """The whole model's weights; called by every stage with its own."""
+    """Return the weights of all stages; called by every stage with its own."""
     kinds = gather_objects(
-        {name: (weight.shape, weight.dtype) for name, weight in own.items()}, group
+        {name: (weight.shape, weight.dtype) for name, weight in weights.items()}, group
     )
     return {
-        name: OfStage(own.get(name), shape, dtype, device, stage, group)
-        for stage, kind_of in enumerate(kinds)
-        for name, (shape, dtype) in kind_of.items()
+        name: OfStage(weights.get(name), shape, dtype, device, stage, group)
+        for stage, kinds_of_stage in enumerate(kinds)
+        for name, (shape, dtype) in kinds_of_stage.items()
     }
+
+
+class _HasLoss(Protocol):
+    @property
+    def loss(self) -> Tensor: ...
+
+
+Output = TypeVar("Output", bound=_HasLoss)
 
 
 class Pipeline:
     """Runs a step's micro-batches through the stages.
 
-    states(**inputs): this stage's hidden states (1, max_tokens, H), from input_ids or, after the
-    first stage, from inputs_embeds, position_ids, and the lengths of the documents. Every
-    micro-batch is padded to max_tokens: what is sent has one shape.
+    states: returns this stage's hidden states (1, max_tokens, H), given the keywords position_ids,
+        lengths (of the documents), and input_ids or, after the first stage, inputs_embeds.
+    max_tokens: every micro-batch is padded to this number, so that all that is sent has one shape.
     """
 
-    def __init__(self, states: Callable, model: PreTrainedModel, layout: Layout, max_tokens: int):
-        self.states, self.model, self.max_tokens = states, model, max_tokens
-        self.number, self.count = (
-            layout.rank_in("pipeline_parallel"),
-            layout.size("pipeline_parallel"),
-        )
+    def __init__(
+        self,
+        states: Callable[..., Tensor],
+        model: PreTrainedModel,
+        layout: Layout,
+        max_tokens: int,
+    ):
+        self.states = states
+        self.model = model
+        self.max_tokens = max_tokens
+        self.number = layout.rank_in("pipeline_parallel")
+        self.count = layout.size("pipeline_parallel")
         self.group = layout.group("pipeline_parallel")
         self._schedules: dict[int, Schedule1F1B] = {}
 
     def run(
         self,
         micro_batches: list[MicroBatch],
-        loss_function: Callable,
+        loss_function: Callable[[MicroBatch, Tensor], Output],
         scaled: Callable[[Tensor], Tensor],
-    ) -> list:
-        """Forward and backward of all micro-batches, on every stage at once; gradients add up in
-        the parameters.
+    ) -> list[Output]:
+        """Run all micro-batches forward and backward; gradients add up in the parameters.
 
-        loss_function(micro_batch, hidden): what the last stage makes of the hidden states (T, H) of
-        a micro-batch's tokens. scaled(loss): what the backward pass starts from. The last stage
-        gets the results in order, others [].
+        Called on every stage at once. Returns the results of loss_function, in order, on the last
+        stage; [] on the others.
+        loss_function: called on the last stage with a micro-batch and the hidden states (T, H) of
+            its tokens.
+        scaled: returns the number that the backward pass starts from, given a loss.
         """
         count = max(len(micro_batches), self.count)  # 1F1B needs one for each stage
         self.lengths = [micro_batch.document_lengths for micro_batch in micro_batches]
         self.lengths += [()] * (count - len(micro_batches))
         micro_batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
-        outputs = {}
+        outputs: dict[int, Output] = {}
 
         def loss_of(hidden: Tensor, number: Tensor) -> Tensor:
-            if (index := int(number)) >= len(micro_batches):
+            index = int(number)
+            if index >= len(micro_batches):
                 return 0.0 * hidden.sum()
             micro_batch = micro_batches[index]
             outputs[index] = loss_function(micro_batch, hidden[0, : len(micro_batch.tokens)])
             return scaled(outputs[index].loss)
 
-        schedule, self._loss_of = self._schedule(count), loss_of
-        # Padding has position 0 throughout: each of its tokens begins a document of its own.
+        schedule = self._schedule(count)
+        self._loss_of = loss_of
+        # All padding has position 0, so that each of its tokens is a document by itself.
         tokens, positions = torch.zeros(
             2, count, self.max_tokens, dtype=torch.int64, device=self._device
         )
@@ -147,54 +169,53 @@ class Pipeline:
     def on_last_stage(
         self, micro_batch: MicroBatch, function: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """(T,) float32 of the hidden states (T, H) of a micro-batch's tokens, on every stage; all
-        call this.
+        """Return a (T,) float32 result on every stage; all call this.
 
-        function: computes it on the last stage; it has one number for each token.
+        function: computes it on the last stage from the hidden states (T, H) of the micro-batch's
+            tokens.
         """
-        count, dtype = len(micro_batch.tokens), next(self.model.parameters()).dtype
+        count = len(micro_batch.tokens)
+        dtype = next(self.model.parameters()).dtype
         tokens, positions = torch.zeros(
             2, 1, self.max_tokens, dtype=torch.int64, device=self._device
         )
-        tokens[0, :count], positions[0, :count] = micro_batch.tokens, micro_batch.position_ids
-        key, x = "input_ids", tokens
+        tokens[0, :count] = micro_batch.tokens
+        positions[0, :count] = micro_batch.position_ids
+        inputs = {"input_ids": tokens}
         if self.number > 0:
-            key = "inputs_embeds"
-            x = torch.empty(
-                1, self.max_tokens, self.model.config.hidden_size, dtype=dtype, device=self._device
-            )
-            dist.recv(x, group_src=self.number - 1, group=self.group)
-        hidden = self.states(
-            **{key: x}, position_ids=positions, lengths=micro_batch.document_lengths
-        )
+            width = self.model.config.hidden_size
+            received = torch.empty(1, self.max_tokens, width, dtype=dtype, device=self._device)
+            dist.recv(received, group_src=self.number - 1, group=self.group)
+            inputs = {"inputs_embeds": received}
+        hidden = self.states(**inputs, position_ids=positions, lengths=micro_batch.document_lengths)
         if self.number < self.count - 1:
             dist.send(hidden.to(dtype).contiguous(), group_dst=self.number + 1, group=self.group)
-            found = torch.empty(count, device=self._device)
+            result = torch.empty(count, device=self._device)
         else:
-            found = function(hidden[0, :count]).float().contiguous()
-        dist.broadcast(found, group_src=self.count - 1, group=self.group)
-        return found
+            result = function(hidden[0, :count]).float().contiguous()
+        dist.broadcast(result, group_src=self.count - 1, group=self.group)
+        return result
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def _schedule(self, count: int) -> Schedule1F1B:
-        """One for each number of micro-batches, with a stage of its own: a stage belongs to one
-        schedule."""
+        """Return the schedule for a number of micro-batches, with a stage of its own, since a stage
+        belongs to one schedule."""
         if count not in self._schedules:
-            dtype, config = next(self.model.parameters()).dtype, self.model.config
+            dtype = next(self.model.parameters()).dtype
             tokens = torch.empty(1, self.max_tokens, dtype=torch.int64, device="meta")
             hidden = torch.empty(
                 1,
                 self.max_tokens,
-                config.hidden_size,
+                self.model.config.hidden_size,
                 dtype=dtype,
                 device="meta",
                 requires_grad=True,
             )
-            # With the shapes given nothing is tried out first, which would compute a loss that
-            # nobody asked for.
+            # The shapes are given, since torch would otherwise find them by a trial, and compute a
+            # loss for it.
             stage = PipelineStage(
                 _Stage(self),
                 self.number,
@@ -214,8 +235,8 @@ class Pipeline:
 
 
 class _Stage(nn.Module):
-    """What torch.distributed.pipelining calls: hidden states from the tokens, or from the stage
-    before."""
+    """The module that torch.distributed.pipelining calls: hidden states from tokens, or from those
+    of the stage before."""
 
     def __init__(self, pipeline: Pipeline):
         super().__init__()
@@ -229,14 +250,14 @@ class _Stage(nn.Module):
 
 
 class _PassThrough(nn.Module):
-    """In the place of what another stage computes."""
+    """Takes the place of a module that another stage computes."""
 
-    def forward(self, x: Tensor, *_more, **_keywords) -> Tensor:
+    def forward(self, x: Tensor, *_arguments, **_keywords) -> Tensor:
         return x
 
 
 class _Zero(nn.Module):
-    """In the place of position embeddings, which the first stage has added."""
+    """Takes the place of position embeddings, which the first stage has added."""
 
     def forward(self, positions: Tensor) -> Tensor:
         return positions.new_zeros((), dtype=torch.float32)

@@ -1,5 +1,8 @@
-"""The policy: a causal transformer split into its body (hidden states) and its LM head (the loss's
-part)."""
+"""The policy: a causal transformer split into its body, which gives hidden states, and its LM head,
+which the loss applies.
+
+Axes: T tokens of a micro-batch, S tokens of a row, H hidden size.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import contextlib
 import copy
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
@@ -42,18 +45,16 @@ class Policy:
     """A transformers causal LM with its tokenizer. The body computes in `compute_dtype`; trained
     weights are float32.
 
-    base_digest: where LoRA's adapters alone are trained, a digest of the other weights, which are
-        in compute_dtype.
-    packs: whether the model keeps documents of one row apart by itself, where their position ids
+    base_digest: where nothing but LoRA's adapters is trained, a digest of the other weights, which
+        are in compute_dtype.
+    packs: whether the model by itself keeps documents of one row apart, where their position ids
         start again.
     mixes_lengths: whether prompts of different lengths, padded on the left, can be continued in one
         batch.
-    not_sampled: what keeps transformers from sampling the distribution that is trained; None where
-        nothing does.
-    compiled: whether it computes as `compiled.switch_on` has made it, which copies of it are to do
-        as well.
-    merges: whether `load` puts weights that are multiplied together side by side, of which `decode`
-        makes use.
+    not_sampled: the reason why transformers cannot sample from the distribution that is trained;
+        None where it can.
+    compiled: whether `compiled.switch_on` was applied, as it then is to copies.
+    merges: whether `load` puts weights that are multiplied together side by side, for `decode`.
     """
 
     model: PreTrainedModel
@@ -66,21 +67,22 @@ class Policy:
     compiled: bool = False
     merges: bool = False
 
-    pipeline = None  # not a field: what a policy in stages has in its place
+    pipeline = None  # not a field; a policy in stages has a property of this name
     is_whole = True
     """Whether this process holds the whole model, and can sample from it."""
 
     def put_away(self) -> None:
-        """Called after a forward pass without a backward: what was brought together for it is given
-        back."""
+        """Free the weights that a forward pass has gathered; called after one without a backward
+        pass."""
 
     def all_tokens(self, values: Tensor) -> Tensor:
-        """(T,) of a micro-batch's tokens, from those of this rank's piece of it."""
+        """Return the (T,) values of all tokens of a micro-batch, given those of this rank's
+        piece."""
         return values
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
-        """After a step's last backward: (group, parameters whose gradients here are to be summed
-        over it), in order."""
+        """Return groups of ranks, each with the parameters whose gradients are to be summed over
+        it, in this order, after a step's last backward pass."""
         return []
 
     @property
@@ -89,50 +91,47 @@ class Policy:
 
     @property
     def by_document(self) -> bool:
-        """Whether attention is that of attention.py."""
+        """Return whether attention is that of attention.py."""
         return self.model.config._attn_implementation == attention.NAME
 
     @property
     def max_positions(self) -> int:
-        """Longest document in tokens that the model has positions for."""
+        """Return the longest document, in tokens, that the model has positions for."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
 
     @property
     def unscaled_positions(self) -> int:
-        """Longest document in tokens that has the rotary positions of shorter ones.
+        """Return the longest document, in tokens, with the rotary positions of shorter ones.
 
-        Beyond it `longrope` takes others, for every token of a document, and for all documents of a
+        Beyond it `longrope` uses others, for every token of a document, and for all documents of a
         micro-batch.
         """
         rotary = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
-        return (
-            rotary["original_max_position_embeddings"]
-            if rotary.get("rope_type") == "longrope"
-            else sys.maxsize
-        )
+        if rotary.get("rope_type") == "longrope":
+            return rotary["original_max_position_embeddings"]
+        return sys.maxsize
 
     @property
     def vocabulary_size(self) -> int:
         return self.head.weight.shape[0]
 
     def outline(self) -> Policy:
-        """The same policy without numbers: its parameters and buffers are on the meta device."""
+        """Return the same policy without numbers, its parameters and buffers on the meta device."""
         memo = {id(tensor): _outline(tensor) for tensor in all_tensors(self.model).values()}
         return replace(self, model=copy.deepcopy(self.model, memo))
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights as they are now, by their names in the model's Hugging Face folder:
-        references, not copies.
+        """Return the weights by their names in the model's Hugging Face folder.
 
-        Where there are adapters, they are in the weights: those matrices are copies, in
-            compute_dtype. What is spread
-        over ranks is for `collectives.whole`, one after the other; called by every rank.
+        They are references, not copies. Adapters are added to their matrices, which are then
+        copies, in compute_dtype. Weights that are spread over ranks are for `collectives.whole`,
+        one after the other. Called by every rank.
         """
         named = {name: tensor.detach() for name, tensor in named_weights(self.model).items()}
         return named if self.base_digest is None else lora.merged_weights(self.model, named)
 
     def description(self, dtype: torch.dtype) -> PolicyDescription:
-        """Return what a copy of this policy in `dtype` is made of, which can be sent to another
+        """Return a description to make a copy in `dtype` by, which can be sent to another
         process."""
         return PolicyDescription(
             config=self.model.config,
@@ -145,33 +144,32 @@ class Policy:
         )
 
     def copied(self, dtype: torch.dtype) -> Policy:
-        """Return the same model on the same device in `dtype`, with weights of its own, which
-        `load` fills."""
+        """Return the same model on the same device in `dtype`, with new weights, for `load` to
+        fill."""
         return self.description(dtype).build(self.model.device)
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take over what `weights` of the same model gave, in compute_dtype, until `unload` gives
-        the memory back.
+        """Take over weights that `weights` of the same model returned, in compute_dtype.
 
-        One matrix after the other is brought together from the ranks that it is spread over, which
-        all call this. Weights in the host's memory are copied to the model's device once; from
-        pages that CUDA has locked they are still on their way when this returns.
+        They are kept until `unload`. One matrix after the other is gathered from the ranks that it
+        is spread over, which all call this. Weights in the host's memory are copied to the model's
+        device once; from pages that CUDA has locked, they are still being copied when this returns.
         """
-        own = named_weights(self.model)
-        if own.keys() != weights.keys():
-            raise ValueError(f"weights differ in {sorted(own.keys() ^ weights.keys())}")
+        targets = named_weights(self.model)
+        if targets.keys() != weights.keys():
+            raise ValueError(f"weights differ in {sorted(targets.keys() ^ weights.keys())}")
         in_place = merged.make_room(self.model, self.compute_dtype) if self.merges else ()
-        for name, tensor in own.items():
-            given = weights[name]
-            if name in in_place and isinstance(given, Tensor) and not isinstance(given, DTensor):
-                tensor.copy_(given, non_blocking=True)
+        for name, target in targets.items():
+            source = weights[name]
+            if name in in_place and isinstance(source, Tensor) and not isinstance(source, DTensor):
+                target.copy_(source, non_blocking=True)
                 continue
-            piece = whole(given, self.compute_dtype).to(self.model.device, non_blocking=True)
+            weight = whole(source, self.compute_dtype).to(self.model.device, non_blocking=True)
             if name in in_place:
-                tensor.copy_(piece)
+                target.copy_(weight)
             else:
-                tensor.data = piece.clone() if piece is given else piece
+                target.data = weight.clone() if weight is source else weight
 
     def unload(self) -> None:
         """Give the weights' memory back, until others are loaded."""
@@ -180,14 +178,16 @@ class Policy:
 
     @property
     def can_decode(self) -> bool:
-        """Whether `decode` is known to compute what this model does."""
+        """Return whether `decode` is known to compute the same as this model."""
         return can_decode(self.model)
 
     def decode(
-        self, prompts: list[list[int]], max_tokens: int, fp32_lm_head: bool, **how
+        self, prompts: list[list[int]], max_tokens: int, fp32_lm_head: bool, **options
     ) -> tuple[Tensor, Tensor]:
-        """Tokens (B, max_tokens) of one completion a prompt, and their log-probs; how: see
-        `decoding.Decoding`."""
+        """Sample one completion of each prompt; return tokens and log-probs, (B, max_tokens) each.
+
+        options: draw, uniform, check, ends and stopped of `decoding.Decoding`.
+        """
         self.model.eval()
         with decoding(self.model):
 
@@ -195,78 +195,74 @@ class Policy:
                 return linear(hidden, self.head.weight, self.head.bias, fp32_lm_head)
 
             body = merged.MergedBody(self.model) if self.merges else None
-            found = Decoding(self.model, logits, **how, body=body).complete(prompts, max_tokens)
+            completed = Decoding(self.model, logits, **options, body=body).complete(
+                prompts, max_tokens
+            )
         self.model.train()
-        return found
+        return completed
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """(T, H) hidden states of the packed tokens, in compute_dtype.
+        """Return the (T, H) hidden states of the packed tokens, in compute_dtype.
 
-        Attention is causal and confined to each document: by_document over the one packed row. For
-            other models and
-        machines in the cheaper of two ways: one row per document, padded on the right, where
-            causality alone keeps
-        the padding out of sight; or, where padding would cost more than attention over the whole
-        axis, one packed
-        row: transformers takes a position id that does not continue the one before as the start of
-            another document.
-        Of a model that does not, and of one whose rotary positions are others for long documents,
-        each by itself.
+        Attention is causal and confined to each document. Where it is that of attention.py, the
+        micro-batch is one packed row. Else the cheaper of two ways is chosen. One row per document
+        is padded on the right, where causality keeps the padding out of sight. One packed row is
+        chosen where padding would cost more than attention over all of it: transformers takes a
+        position id that does not continue the one before as the start of another document. If the
+        model does not, or its rotary positions are others for long documents, each document is
+        computed by itself.
         """
-        tokens, positions, lengths = (
-            micro_batch.tokens,
-            micro_batch.position_ids,
-            micro_batch.document_lengths,
-        )
+        tokens = micro_batch.tokens
+        positions = micro_batch.position_ids
+        lengths = micro_batch.document_lengths
         longest = max(lengths)
-        padded = self._cost(len(lengths) * longest, longest) <= self._cost(len(tokens), len(tokens))
-        if longest > self.unscaled_positions or not (padded or self.packs):
-            parts = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
-            return torch.cat(
-                [self._body(own[None], places[None], [n])[0] for own, places, n in parts]
-            )
-        return (
-            self.in_rows(micro_batch)
-            if padded and not self.by_document
-            else self.in_one_row(micro_batch)
-        )
+        pads = self._cost(len(lengths) * longest, longest) <= self._cost(len(tokens), len(tokens))
+        if longest > self.unscaled_positions or not (pads or self.packs):
+            documents = zip(tokens.split(lengths), positions.split(lengths), lengths, strict=True)
+            hidden = [
+                self._body(document[None], places[None], [length])[0]
+                for document, places, length in documents
+            ]
+            return torch.cat(hidden)
+        if pads and not self.by_document:
+            return self.in_rows(micro_batch)
+        return self.in_one_row(micro_batch)
 
     def in_rows(self, micro_batch: MicroBatch) -> Tensor:
-        """`hidden_states` by one row per document, padded on the right."""
-        lengths, places = (
-            micro_batch.document_lengths,
-            (micro_batch.document_index, micro_batch.position_ids),
-        )
+        """Return `hidden_states` by one row per document, padded on the right."""
+        lengths = micro_batch.document_lengths
+        places = (micro_batch.document_index, micro_batch.position_ids)
         rows = micro_batch.tokens.new_zeros(len(lengths), max(lengths))
         rows[places] = micro_batch.tokens
-        return self._body(rows, torch.arange(rows.shape[1], device=rows.device).expand_as(rows))[
-            places
-        ]
+        position_ids = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)
+        return self._body(rows, position_ids)[places]
 
     def in_one_row(self, micro_batch: MicroBatch) -> Tensor:
-        """`hidden_states` by one row of all documents, as a model can that keeps them apart."""
-        tokens, positions = micro_batch.tokens[None], micro_batch.position_ids[None]
+        """Return `hidden_states` by one row of all documents, for a model that keeps them apart."""
+        tokens = micro_batch.tokens[None]
+        positions = micro_batch.position_ids[None]
         return self._body(tokens, positions, micro_batch.document_lengths).squeeze(0)
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
-        """What the loss needs of the model: hidden states, the head, and the ranks that share
-        them."""
+        """Return the inputs of the loss: hidden states, the head, and the ranks that share them."""
         return self.hidden_states(micro_batch), LMHead(self.head.weight, self.head.bias), Ranks()
 
     def _cost(self, positions: int, keys: int) -> int:
-        """What a layer computes for rows of so many positions together, each of which is compared
-        with so many keys.
+        """Return the cost of a layer for a number of positions, each compared with a number of
+        keys.
 
-        In units of 2 hidden_size products: its matrices hold about 12 hidden_size^2, a key takes 2
-            hidden_size.
+        In units of 2 hidden_size multiplications: the layer's matrices hold about 12 hidden_size^2
+        numbers, and a key takes 2 hidden_size multiplications.
         """
         return positions * (6 * self.model.config.get_text_config().hidden_size + keys)
 
     def _body(
         self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more
     ) -> Tensor:
-        """(rows, S, H) hidden states of tokens (rows, S); lengths: of the documents of one packed
-        row."""
+        """Return the (rows, S, H) hidden states of tokens (rows, S).
+
+        lengths: of the documents of one packed row. more: further arguments of the model.
+        """
         if self.by_document and "documents" not in more:
             more["documents"] = Documents.whole(lengths, tokens.shape[1], tokens.device)
         with self.autocast(tokens.device):
@@ -279,14 +275,17 @@ class Policy:
         return self.model.base_model(**inputs).last_hidden_state
 
     @contextlib.contextmanager
-    def generating(self, fp32_lm_head: bool):
-        """For sampling: a KV cache, which gradient checkpointing would switch off, and prompts
-        padded on the left.
+    def generating(self, fp32_lm_head: bool) -> Iterator[None]:
+        """Inside the block, transformers can sample from the model.
 
+        There is a KV cache, which gradient checkpointing would switch off, and an attention for
+        prompts that are padded on the left.
         fp32_lm_head: whether the head gives float32 logits of its half-precision operands, as it
             does in training.
         """
-        by_document, head, dtype = self.by_document, self.head, self.compute_dtype
+        by_document = self.by_document
+        head = self.head
+        dtype = self.compute_dtype
         weight = head.weight.detach().to(dtype)  # once, not for every token
 
         def forward(hidden: Tensor) -> Tensor:
@@ -298,7 +297,7 @@ class Policy:
         if by_document:
             self.model.set_attn_implementation("sdpa")
         if fp32_lm_head and dtype != torch.float32:
-            vars(head)["forward"] = forward  # of this object, before that of its class
+            vars(head)["forward"] = forward  # an object's attribute hides its class's
         try:
             with self.autocast(self.model.device):
                 yield
@@ -308,7 +307,8 @@ class Policy:
                 self.model.set_attn_implementation(attention.NAME)
             self.model.train()
 
-    def autocast(self, device: torch.device):
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return autocast to compute_dtype, which float32 does not need."""
         return torch.autocast(
             device.type, self.compute_dtype, enabled=self.compute_dtype != torch.float32
         )
@@ -316,7 +316,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class PolicyDescription:
-    """What a copy of a policy is made of: all but its numbers, for this process or for another one.
+    """Everything but the numbers of a policy, to make a copy of it in this or another process.
 
     by_document, mixes_lengths, compiled: see `Policy`.
     """
@@ -330,19 +330,17 @@ class PolicyDescription:
     compiled: bool
 
     def build(self, device: torch.device) -> Policy:
-        """Return the model on a device in compute_dtype, with weights of its own, which `load`
-        fills."""
+        """Return the model on a device in compute_dtype, with new weights, for `load` to fill."""
         from transformers import AutoModelForCausalLM
 
-        how = {
-            "dtype": self.compute_dtype,
-            "attn_implementation": "sdpa" if self.by_document else None,
-        }
-        # Made anew, not copied: what a model computes for itself, such as rotary frequencies, stays
-        #   in float32.
+        # The model is made anew, not copied: buffers that it computes, such as rotary frequencies,
+        # then stay in float32.
         with device:
             model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(self.config), trust_remote_code=False, **how
+                copy.deepcopy(self.config),
+                trust_remote_code=False,
+                dtype=self.compute_dtype,
+                attn_implementation="sdpa" if self.by_document else None,
             )
         model.generation_config = self.generation_config
         if self.compiled:
@@ -359,21 +357,23 @@ class PolicyDescription:
 
 
 def torch_type(chosen: NumberType, auto: torch.dtype) -> torch.dtype:
-    """Return the type that a key of the configuration names."""
+    """Return the type that a key of the configuration names; auto: the one for its value auto."""
     return auto if chosen == NumberType.auto else getattr(torch, chosen.value)
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers themselves; one that has several names, as that of a tied head, by the
-    first."""
+    """Return parameters and buffers themselves, by name.
+
+    A tensor with several names, such as the weight of a tied head, has the first.
+    """
     named = model.state_dict(keep_vars=True).items()
     first = {id(tensor): name for name, tensor in reversed(named)}
     return {name: tensor for name, tensor in named if first[id(tensor)] == name}
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers themselves, those that no folder of the model holds among them,
-    each by one name."""
+    """Return parameters and buffers themselves, each by one name, with the buffers that a folder of
+    the model does not hold."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 

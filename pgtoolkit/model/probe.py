@@ -1,5 +1,4 @@
-"""Tries on a few tokens whether a model computes what the loss and the sampler take it to
-compute."""
+"""Trials on a few tokens whether a model computes what the loss and the sampler rely on."""
 
 from __future__ import annotations
 
@@ -19,32 +18,35 @@ from pgtoolkit.system import model_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TO_PACK, _TO_USE, _COARSER = 5e-4, 5e-3, 0.3
-"""What hidden states of the same tokens may differ by, relative to their norm: in float32 those of
-a model that is packed, which is only faster, and of one that is used at all; and in other number
-types.
+_TO_PACK = 5e-4
+"""The difference of hidden states of the same tokens, relative to their norm in float32, up to
+which documents of a model are packed. Packing is only faster, so that this limit is the strict one.
 
-Of the models of transformers rounding moves them by up to 6e-5 in float32; a token before that
-should not be seen, by 1e-3 and more where the weights are random, one behind by 8e-3. Where they
-are trained, as those in other number types are, it is most of the norm.
+Of the models of transformers, rounding moves hidden states by up to 6e-5 in float32. A token before
+that should not be seen moves them by 1e-3 and more where the weights are random, and one behind by
+8e-3. Where weights are trained, as those in other number types are, it is most of the norm.
 """
+_TO_USE = 5e-3
+"""The same up to which a model is used at all."""
+_COARSER = 0.3
+"""The same for both in other number types than float32."""
 
 
 @torch.no_grad()
 def keeps_documents_apart(policy: Policy, path: str) -> bool:
-    """Whether the model, freshly loaded, confines attention, and all else, to each of several
-    documents in one row.
+    """Return whether a freshly loaded model keeps several documents in one row apart, in attention
+    and everything else.
 
     Raises ConfigError about model.path=`path` for a model whose loss would be wrong: its logits are
-    not head(hidden), as where they are scaled or soft-capped; it computes other numbers each time;
-    or tokens see those behind them.
+    not head(hidden), such as scaled or soft-capped ones; it computes other numbers each time; or
+    tokens see those behind them.
     """
     needs = "a causal language model whose body gives hidden states"
     with model_folder.refused(
         path, needs, "The loss computes logits itself, of hidden states and the LM head."
     ):
         size = policy.model.config.get_text_config().vocab_size
-        # From within the vocabulary: tokens at its ends may have had no training, and be alike.
+        # Tokens at the ends of the vocabulary may be alike, since nobody has trained them.
         first, second = _document(size // 7, size // 5, size // 3), _document(size // 2)
         hidden, plain = _handed_to_head(policy, first.tokens)
         rows = policy.in_rows(pack([first, second]))
@@ -52,25 +54,22 @@ def keeps_documents_apart(policy: Policy, path: str) -> bool:
         apart = _same(one_row[3:], rows[[3, 3]], _TO_PACK)
         causal = apart or _same(policy.hidden_states(pack([second])), rows[3:])
     if not plain:
-        needs, got = (
-            "a plain linear LM head",
-            f"{type(policy.head).__name__} whose output is not the logits",
-        )
+        needs = "a plain linear LM head"
+        got = f"{type(policy.head).__name__} whose output is not the logits"
         reason = (
             "The loss computes logits itself as hidden @ weight.T + bias; soft-capping or "
             "scaling is not supported."
         )
     elif not _same(rows[:3], hidden):
-        needs, got = (
-            "an LM head that reads the body's hidden states, the same each time",
-            "one that is given others",
-        )
+        needs = "an LM head that reads the body's hidden states, the same each time"
+        got = "one that is given others"
         reason = (
             "The loss computes logits itself: no further layer, scaling or random number may "
             "come in between."
         )
     elif not causal:
-        needs, got = "a causal language model", "one whose tokens see those behind them"
+        needs = "a causal language model"
+        got = "one whose tokens see those behind them"
         reason = "A token's log-prob would depend on the token itself."
     else:
         return apart
@@ -78,30 +77,29 @@ def keeps_documents_apart(policy: Policy, path: str) -> bool:
 
 
 def continues_rightly(policy: Policy) -> tuple[bool, str | None]:
-    """Return whether prompts of different lengths can share a batch of the sampler, and why none
-    can, or None.
+    """Return whether prompts of different lengths can share a batch of the sampler, and the reason
+    why no prompt can be sampled (None where they can).
 
     The sampler pads prompts on the left and gives the model one token after the other, with a
     cache. A model that carries padding in its state, or counts it as positions, is right only where
-    no prompt is padded. One whose steps are not its forward pass would sample from another
+    no prompt is padded. A model whose steps are not its forward pass would sample from another
     distribution than the one that is trained.
-    policy: freshly loaded. A model that is known is not tried.
+    policy: freshly loaded. Models of known types are not tried.
     """
     model = policy.model
     kind = model.config.model_type
     if is_known(model):
         return True, None
-    if limit := _limit_of_time_steps(model):
-        return (
-            False,
-            (
-                f"{kind}, whose layers limit time steps to {limit} in a forward pass, not token by "
-                "token"
-            ),
+    limit = _limit_of_time_steps(model)
+    if limit is not None:
+        reason = (
+            f"{kind}, whose layers limit time steps to {limit} in a forward pass, but not token by "
+            "token"
         )
+        return False, reason
     if kind == "minimax" and model.config.sliding_window is not None:
-        # Where its first layer is a linear one, a step has no mask. Documents of a few tokens fit
-        # the window.
+        # Where its first layer is a linear one, a step has no mask. The trial below would not show
+        # it, since a few tokens fit the window.
         return False, f"{kind} with a sliding window, which its steps may not keep"
     size = model.config.get_text_config().vocab_size
     tokens = [size * place // 13 for place in range(1, 13)]
@@ -116,10 +114,11 @@ def continues_rightly(policy: Policy) -> tuple[bool, str | None]:
 
 
 def _limit_of_time_steps(model: PreTrainedModel) -> str | None:
-    """Return the bounds of a Mamba 2 layer that are not 0 and infinity.
+    """Return the bounds of the time steps of a Mamba 2 layer, in words; None if they are 0 and
+    infinity.
 
-    transformers applies them in its scan of a sequence, not in its step with a state. How often
-    they act depends on weights and tokens, so that no few tokens show it.
+    transformers applies them in its scan of a sequence, but not in its step with a state. How often
+    they act depends on weights and tokens, so that a few tokens may not show it.
     """
     for module in model.modules():
         low, high = getattr(module, "time_step_limit", None) or (0.0, math.inf)
@@ -169,31 +168,35 @@ def _document(*tokens: int) -> Document:
 
 
 def _handed_to_head(policy: Policy, tokens: Tensor) -> tuple[Tensor, bool]:
-    """(S, H) hidden states that the head of transformers is given, and whether what it makes of
-    them is the logits."""
-    made = []
+    """Return the (S, H) hidden states that transformers gives to the head, and whether the head's
+    output is the logits.
 
-    def replaced(_head: nn.Linear, given: tuple[Tensor], output: Tensor) -> Tensor:
-        # Large numbers in its place: random weights alone give logits that soft-capping leaves
-        #   nearly as they are.
-        made[:] = (
-            given[0][0],
-            torch.linspace(-100, 100, output.numel(), dtype=output.dtype).view_as(output),
-        )
-        return made[1]
+    The head's output is replaced by large numbers: random weights give logits so small that
+    soft-capping hardly changes them.
+    """
+    hidden: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def replace(_head: nn.Linear, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        hidden[:] = [inputs[0][0]]
+        large = torch.linspace(-100, 100, output.numel(), dtype=output.dtype)
+        outputs[:] = [large.view_as(output)]
+        return outputs[0]
 
     if type(policy.head) is not nn.Linear:
         return policy.hidden_states(pack([_document(*tokens.tolist())])), False
-    handle = policy.head.register_forward_hook(replaced)
+    handle = policy.head.register_forward_hook(replace)
     try:
         logits = policy.model(input_ids=tokens[None], use_cache=False).logits
     finally:
         handle.remove()
-    return made[0], torch.equal(logits.float(), made[1].float())
+    return hidden[0], torch.equal(logits.float(), outputs[0].float())
 
 
 def _same(states: Tensor, expected: Tensor, tolerance: float = _TO_USE) -> bool:
     if states.shape != expected.shape:
         return False
-    difference, norm = (x.float().norm() for x in (states - expected, expected))
-    return bool(difference <= (tolerance if states.dtype == torch.float32 else _COARSER) * norm)
+    if states.dtype != torch.float32:
+        tolerance = _COARSER
+    difference = (states - expected).float().norm()
+    return bool(difference <= tolerance * expected.float().norm())
