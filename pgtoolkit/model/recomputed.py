@@ -1,9 +1,11 @@
 """A layer as one node of autograd's graph, whose backward pass computes the layer again.
 
-Gradient checkpointing does the same by autograd, which takes the host three times as many calls:
-with micro-batches of some ten thousand tokens the host is what a GPU waits for. Products with a
-common input are one here, and so are those that make the gradients of their weights, which are
-added to `weight.grad` at once.
+Gradient checkpointing does the same by autograd, with three times as many calls by the host, for
+which the GPU waits where micro-batches have some ten thousand tokens. Here products with a common
+input are one product, and so are those that make the gradients of their weights, which are added
+to `weight.grad` at once.
+
+Names such as by_gated are gradients of the loss by that tensor. Axes: T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ _PRODUCTS = (_QUERY_KEY_VALUE, ("self_attn.o_proj",), _GATE_AND_UP, ("mlp.down_p
 
 
 def can_recompute(layer: Layer, hidden: Tensor, options: dict) -> bool:
-    """Whether `layer` below stands for a layer of a known type with these inputs.
+    """Return whether `layer` below can take the place of a layer of a known type for these inputs.
 
-    It must be checkpointed, whole on this rank and without adapters or hooks, its attention by
-    document, and all of its weights be trained.
+    The layer must be checkpointed, whole on this rank, and without adapters or hooks; its attention
+    must be by document, and all of its weights be trained.
     """
     documents = options.get("documents")
     if (
@@ -56,16 +58,20 @@ def can_recompute(layer: Layer, hidden: Tensor, options: dict) -> bool:
 
 
 def layer(module: Layer, hidden: Tensor, **options) -> Tensor:
-    """The layer's hidden states (1, T, H), as transformers' layer returns them of those before
-    it."""
+    """Return the layer's hidden states (1, T, H), given those before it.
+
+    options: `position_embeddings` and `documents`, as transformers' layer gets them.
+    """
     cosine, sine = (x[0] for x in options["position_embeddings"])
     dtype = type_of_products(hidden, module.input_layernorm.weight)
-    return _Recomputed.apply(hidden, _Given(module, dtype, cosine, sine, options["documents"]))
+    return _Recomputed.apply(hidden, _Inputs(module, dtype, cosine, sine, options["documents"]))
 
 
 class _Product(NamedTuple):
-    """Linear modules with a common input, and their weights and biases side by side, in the type of
-    the product."""
+    """Linear modules with a common input as one product.
+
+    weight, bias: those of the modules side by side, in the type of the product.
+    """
 
     modules: list[nn.Linear]
     weight: Tensor
@@ -75,11 +81,13 @@ class _Product(NamedTuple):
         return functional.linear(x, self.weight, self.bias)
 
     def backward(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient by x, (n, in), from that by the product, (n, out); the weights' are added to
-        theirs."""
+        """Return the gradient by x, (n, in), given that by the product, (n, out).
+
+        The gradients of weights and biases are added to `grad`.
+        """
         rows = [module.out_features for module in self.modules]
-        # Rounded before it is added, as by autograd: only then does cuBLAS divide the many tokens
-        #   of a product with few results among all processors.
+        # The product is rounded before it is added, as by autograd. Only then does cuBLAS divide
+        # the many tokens of a product with few results among all processors.
         _add([module.weight for module in self.modules], (gradient.T @ x).split(rows))
         if self.bias is not None:
             total = gradient.sum(0, dtype=self.modules[0].bias.dtype)
@@ -88,9 +96,11 @@ class _Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What a layer computes with beside hidden states: dtype is that of its products, cosine and
-    sine (T, width)."""
+class _Inputs:
+    """The inputs of a layer beside hidden states.
+
+    dtype: of its products. cosine, sine: (T, width).
+    """
 
     module: Layer
     dtype: torch.dtype
@@ -99,7 +109,8 @@ class _Given:
     documents: Documents
 
     def products(self) -> list[_Product]:
-        """Of query, key and value; of attention's output; of gate and up; of the MLP's output."""
+        """Return the products of query, key and value; of attention's output; of gate and up; of
+        the MLP's output."""
         groups = [[self.module.get_submodule(name) for name in group] for group in _PRODUCTS]
         parameters = [
             getattr(module, kind)
@@ -112,9 +123,11 @@ class _Given:
         memory = torch.empty(sum(sizes), dtype=self.dtype, device=parameters[0].device)
         parts = [x.view_as(p) for x, p in zip(memory.split(sizes), parameters, strict=True)]
         torch._foreach_copy_(parts, parameters)  # pyright: ignore[reportPrivateImportUsage]
-        start, products = 0, []
+        start = 0
+        products = []
         for group in groups:
-            columns, rows = group[0].in_features, sum(module.out_features for module in group)
+            columns = group[0].in_features
+            rows = sum(module.out_features for module in group)
             weight = memory[start : start + rows * columns].view(rows, columns)
             start += rows * columns
             bias = None
@@ -127,11 +140,11 @@ class _Given:
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, given: _Given) -> Tensor:
-        ctx.given = given
+    def forward(ctx, hidden: Tensor, inputs: _Inputs) -> Tensor:
+        ctx.inputs = inputs
         ctx.save_for_backward(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            run = _Run(given, hidden[0].detach())
+            run = _Run(inputs, hidden[0].detach())
             run.attend(False)
             run.to_gate()
             return (run.hidden + run.down(run.gated)).view_as(hidden)
@@ -139,46 +152,49 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         (hidden,) = ctx.saved_tensors
-        run = _Run(ctx.given, hidden[0].detach())
+        run = _Run(ctx.inputs, hidden[0].detach())
         run.attend(True)
         run.to_gate()
         return run.backward(gradient[0])[None], None
 
 
 class _Run:
-    """A layer computed once, with what its backward pass needs.
+    """One computation of a layer, with the tensors that its backward pass needs.
 
-    before: (T, H) hidden states that come in; hidden: those with attention's added.
+    before: (T, H) hidden states that come in. hidden: the same with attention's output added.
     """
 
-    def __init__(self, given: _Given, before: Tensor):
-        self.given, self.before = given, before
-        self.module, self.attention = given.module, given.module.self_attn
-        self.query_key_value, self.out, self.gate_and_up, self.down = given.products()
+    def __init__(self, inputs: _Inputs, before: Tensor):
+        self.inputs = inputs
+        self.before = before
+        self.module = inputs.module
+        self.attention = inputs.module.self_attn
+        self.query_key_value, self.out, self.gate_and_up, self.down = inputs.products()
 
     def attend(self, with_graph: bool) -> None:
-        """Up to attention; with_graph: so that autograd gives the derivative of attention
-        itself."""
-        given, config = self.given, self.attention.config
+        """Compute the layer up to attention; with_graph: let autograd record attention itself."""
+        inputs = self.inputs
+        config = self.attention.config
         self.attention_input = self._norm(self.module.input_layernorm, self.before)[0]
         self.heads = (config.num_attention_heads, config.num_key_value_heads)
         projected = self.query_key_value(self.attention_input)
         self.projected = projected.view(len(projected), -1, self.attention.head_dim)
-        self.turns = (given.cosine, given.sine, *self._head_weights())
+        self.turns = (inputs.cosine, inputs.sine, *self._head_weights())
         parts = self._turned_heads().values(self.projected, *self.turns)
         self.parts = [part.requires_grad_(with_graph) for part in parts]
-        is_mistral = config.model_type == "mistral"  # as transformers hands it over for these types
+        # The modules of these types hand the window to transformers' attention in this way.
+        is_mistral = config.model_type == "mistral"
         window = (
             config.sliding_window if is_mistral else getattr(self.attention, "sliding_window", None)
         )
         with torch.set_grad_enabled(with_graph):
             query, key, value = self.parts
             self.attended = by_document(
-                query, key, value, given.documents, self.attention.scaling, window
+                query, key, value, inputs.documents, self.attention.scaling, window
             )
 
     def to_gate(self) -> None:
-        """From attention to what the last product takes."""
+        """Compute the layer from attention's output to the input of the last product."""
         self.flat = self.attended.detach().flatten(start_dim=1)
         self.added = self.out(self.flat)
         self.mlp_input, self.hidden = self._norm(
@@ -188,10 +204,12 @@ class _Run:
         (self.gated,) = self._gate().values(self.both)
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """The gradient by the hidden states that came in, from that by those that go out; frees
-        what it has used."""
+        """Return the gradient by the hidden states that came in, given that by those that go out.
+
+        Tensors are freed as soon as they have been used.
+        """
         del self.hidden
-        by_gated = self.down.backward(self.gated, gradient.to(self.given.dtype))
+        by_gated = self.down.backward(self.gated, gradient.to(self.inputs.dtype))
         del self.gated
         (by_both,) = self._gate().derivative([self.both], [by_gated], (True,))
         del self.both, by_gated
@@ -214,25 +232,25 @@ class _Run:
         by_input = self.query_key_value.backward(
             self.attention_input, by_projected.flatten(start_dim=1)
         )
-        # Its second result is what comes in, as it is: so both gradients of that are added in one
-        #   kernel.
+        # The norm's function returns its input as a second result, so that both gradients of the
+        # input are added in one kernel.
         (by_before,) = self._norm_backward(
             self.module.input_layernorm, [self.before], [by_input, by_before]
         )
         return by_before
 
     def _norm(self, norm: Layer, *added: Tensor) -> tuple[Tensor, ...]:
-        function = rms_norm(norm.variance_epsilon, self.given.dtype, len(added) > 1)
+        function = rms_norm(norm.variance_epsilon, self.inputs.dtype, len(added) > 1)
         return function.values(*added, norm.weight.detach().expand_as(added[0]))
 
     def _norm_backward(
         self, norm: Layer, added: list[Tensor], gradients: list[Tensor]
     ) -> tuple[Tensor, ...]:
         inputs = [*added, norm.weight.detach().expand_as(added[0])]
-        function = rms_norm(norm.variance_epsilon, self.given.dtype, True)
-        *of_added, by_weight = function.derivative(inputs, gradients, (True,) * len(inputs))
+        function = rms_norm(norm.variance_epsilon, self.inputs.dtype, True)
+        *by_added, by_weight = function.derivative(inputs, gradients, (True,) * len(inputs))
         _add([norm.weight], [by_weight.sum(0)])
-        return tuple(of_added)
+        return tuple(by_added)
 
     def _gate(self) -> Rowwise:
         return gate(self.module.mlp.config.hidden_act)
@@ -247,9 +265,8 @@ class _Run:
 
     def _turned_heads(self) -> Rowwise:
         norms = self._head_norms()
-        return turned_heads(
-            *self.heads, norms[0].variance_epsilon if norms else None, self.given.dtype
-        )
+        epsilon = norms[0].variance_epsilon if norms else None
+        return turned_heads(*self.heads, epsilon, self.inputs.dtype)
 
 
 def _add(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

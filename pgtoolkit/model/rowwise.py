@@ -1,7 +1,9 @@
 """Functions of rows as compiled code: norms, gates, rotary positions.
 
-Each is compiled by torch.compile once for any number of rows, and shared by all layers, and all
-models, of equal sizes and number types.
+Each is compiled by torch.compile once for any number of rows, and shared by all layers and models
+of equal sizes and number types.
+
+Axes: n rows, H hidden size, F width of the MLP.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch._functorch.config
@@ -27,17 +29,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgtoolkit")
 
 _ROWS = 2048
-"""Rows that code is compiled for, whichever come first, so that a resumed run computes the same."""
+"""Rows that code is compiled for, whatever inputs come first, so that a resumed run computes the
+same."""
 
-_MOST_NUMBERS = 2**31
-"""From so many on an input needs other code, with wider numbers of places."""
+_MAX_NUMBERS = 2**31
+"""An input of this many numbers or more needs other code, with wider offsets."""
 
 _seconds = [0.0]
-"""What compiling took since it was last told."""
+"""Seconds that compiling took since the last message about it."""
 
 
 def tell() -> None:
-    """Log what compiling took since this was called last, if anything was compiled."""
+    """Log the time that compiling took since the last call, if anything was compiled."""
     if _seconds[0]:
         log.info(
             f"compiling the body took {_seconds[0]:.1f} s; what was compiled is kept for later runs"
@@ -46,12 +49,11 @@ def tell() -> None:
 
 
 class Rowwise:
-    """A function of tensors (n, ...), each row of whose results depends on that row of each tensor,
-    and on a weight.
+    """A function of tensors (n, ...) and a weight, as compiled code. Each row of its results
+    depends on the same row of each tensor, and on the weight.
 
-    The results do not depend on whether a gradient is wanted. The backward pass computes the
-    function again from its inputs, of which alone it keeps something, in one piece of code with the
-    derivative.
+    The results do not depend on whether a gradient is wanted. The backward pass keeps nothing but
+    the inputs, and computes the function again in one piece of code with the derivative.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
@@ -59,21 +61,24 @@ class Rowwise:
         self._compiled: dict[tuple, _Code] = {}
 
     def __call__(self, *rows: Tensor, weight: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What the function gives of the rows and, last, of the weight (...), of which it sees (n,
-        ...)."""
-        if len(rows[0]) == 1:  # for which other code would be compiled
+        """Return the function's results for the rows and, as its last argument, the weight.
+
+        The weight (...) is expanded to (n, ...).
+        """
+        if len(rows[0]) == 1:  # two equal rows, since other code would be compiled for one
             return tuple(x[:1] for x in self(*(torch.cat([x, x]) for x in rows), weight=weight))
-        # its gradient is then a sum of PyTorch's own, whatever was compiled for how many rows
+        # The gradient of an expanded weight is a sum by PyTorch, and does not depend on the code
+        # that was compiled.
         if weight is not None:
-            rows = *rows, weight.expand(len(rows[0]), *weight.shape)
+            rows = (*rows, weight.expand(len(rows[0]), *weight.shape))
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(rows[0].device.type):
-            return self.values(*rows)  # as one by one while completions are sampled
+            return self.values(*rows)  # while completions are sampled, token by token
         with torch.autocast(rows[0].device.type, enabled=False):
             return _Call.apply(self, *rows)
 
     def values(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The same of two rows or more, without a derivative of autograd's; a weight is given as
-        rows."""
+        """Return the function's results for two rows or more, without a graph of autograd; a weight
+        is passed as rows."""
         return self.run(
             self.function,
             [x.detach() if x.stride(0) == 0 else x.detach().contiguous() for x in inputs],
@@ -82,12 +87,14 @@ class Rowwise:
     def derivative(
         self, inputs: Sequence[Tensor], gradients: Sequence[Tensor], needed: tuple[bool, ...]
     ) -> tuple[Tensor, ...]:
-        """The gradients of those inputs that are needed, in their order, from those of all
-        results."""
+        """Return the gradients of those inputs that need one, in their order.
+
+        gradients: of all results. needed: for each input whether its gradient is needed.
+        """
         function = self.function
 
-        def derivative(*given: Tensor) -> tuple[Tensor, ...]:
-            inputs = given[: len(needed)]
+        def derivative(*inputs_and_gradients: Tensor) -> tuple[Tensor, ...]:
+            inputs = inputs_and_gradients[: len(needed)]
 
             def of_needed(*chosen: Tensor) -> tuple[Tensor, ...]:
                 rest = list(chosen)
@@ -99,7 +106,7 @@ class Rowwise:
                 )
 
             chosen = [x for x, wanted in zip(inputs, needed, strict=True) if wanted]
-            return torch.func.vjp(of_needed, *chosen)[1](given[len(needed) :])
+            return torch.func.vjp(of_needed, *chosen)[1](inputs_and_gradients[len(needed) :])
 
         inputs = [x if x.stride(0) == 0 else x.contiguous() for x in inputs]
         return self.run(derivative, [*inputs, *(x.contiguous() for x in gradients)], needed)
@@ -107,13 +114,13 @@ class Rowwise:
     def run(
         self, function: Callable, inputs: list[Tensor], needed: tuple[bool, ...] = ()
     ) -> tuple[Tensor, ...]:
-        """The function, or its derivative by those inputs that are needed, by compiled code.
+        """Call the function, or its derivative by those inputs that are needed, as compiled code.
 
-        That is made by the first call with inputs of this kind.
+        The first call with inputs of this kind compiles it.
         """
         key = (needed, *((x.device, x.dtype, x.shape[1:], x.stride(0) == 0) for x in inputs))
         if key not in self._compiled:
-            from torch._dynamo.exc import TorchDynamoException  # not above: it takes seconds
+            from torch._dynamo.exc import TorchDynamoException  # here, since it takes seconds
 
             start = time.perf_counter()
             try:
@@ -132,26 +139,27 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rowwise: Rowwise, *inputs: Tensor) -> tuple[Tensor, ...]:
         detached = [x.detach() if x.stride(0) == 0 else x.detach().contiguous() for x in inputs]
-        ctx.rowwise, ctx.needed = rowwise, ctx.needs_input_grad[1:]
+        ctx.rowwise = rowwise
+        ctx.needed = ctx.needs_input_grad[1:]
         ctx.save_for_backward(*detached)
         return rowwise.run(rowwise.function, detached)
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Compiled here and not ahead: checkpointing's hooks, which torch.func does not take, are at
-        #   work in forward.
-        found = iter(ctx.rowwise.derivative(ctx.saved_tensors, gradients, ctx.needed))
-        return None, *(next(found) if wanted else None for wanted in ctx.needed)
+        # The derivative is compiled here and not in forward, where hooks of checkpointing are
+        # active, which torch.func does not allow.
+        results = iter(ctx.rowwise.derivative(ctx.saved_tensors, gradients, ctx.needed))
+        return None, *(next(results) if wanted else None for wanted in ctx.needed)
 
 
 @dataclass(frozen=True)
 class _Code:
-    """Compiled code of tensors with any number of rows.
+    """Compiled code for tensors with any number of rows.
 
-    checked: by torch.compile, whose checks take the host ten times as long as launching what they
-        lead to. direct: the
-    same code, given the number of rows and the tensors in this order, for inputs of a kind that has
-    been checked; None where it is not known how it is called.
+    checked: the function of torch.compile, whose checks take the host ten times as long as
+        launching the code.
+    direct: the same code without checks, called with the number of rows and the tensors in this
+        order, for inputs of a kind that has been checked; None where its arguments are not known.
     """
 
     checked: Callable
@@ -159,7 +167,7 @@ class _Code:
     order: tuple[int, ...] = ()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if self.direct is None or any(x.numel() >= _MOST_NUMBERS for x in inputs):
+        if self.direct is None or any(x.numel() >= _MAX_NUMBERS for x in inputs):
             return self.checked(*map(_of_any_number, inputs))
         return tuple(self.direct([len(inputs[0]), *(inputs[place] for place in self.order)]))
 
@@ -170,24 +178,26 @@ def _compile(function: Callable, like: list[Tensor]) -> _Code:
     def call(*inputs: Tensor) -> tuple[Tensor, ...]:
         return function(*inputs)
 
-    codes, order = [], []
+    codes: list[OutputCode] = []
+    order: list[int] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list, **options) -> OutputCode:
         codes.append(compile_fx_inner(graph, inputs, **options))
         return codes[-1]
 
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        # The names of placeholders are made of that of call's parameter, `inputs`.
         for node in graph.graph.find_nodes(op="placeholder"):
             order.extend(int(place) for place in re.findall(r"^l_inputs_(\d+)_$", node.name))
-        # Kernels are chosen by rule, not by a stopwatch: a resumed run computes the same.
-        how = {"deterministic": True, "compile_threads": 1}
-        return compile_fx(graph, inputs, inner_compile=keep, config_patches=how)
+        # Kernels are chosen by rule and not by timing, so that a resumed run computes the same.
+        settings = {"deterministic": True, "compile_threads": 1}
+        return compile_fx(graph, inputs, inner_compile=keep, config_patches=settings)
 
-    # A code object of its own: torch.compile would take what it compiles for other sizes for the
-    #   same function.
+    # Each function gets a code object of its own, since torch.compile tells functions apart by it.
     call = types.FunctionType(call.__code__.replace(), globals(), "call", None, call.__closure__)
     checked = torch.compile(call, fullgraph=True, dynamic=False, backend=backend)
-    # AOTAutograd's cache would give code that `keep` does not see; Inductor's, behind it, is on.
+    # AOTAutograd's cache would return code without calling `keep`. Inductor's cache, behind it, is
+    # on.
     with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=False):
         checked(*like)
         if len(codes) != 1 or sorted(order) != [*range(len(like))]:
@@ -197,16 +207,18 @@ def _compile(function: Callable, like: list[Tensor]) -> _Code:
 
 
 def _computes_the_same(code: _Code, like: list[Tensor]) -> bool:
-    """Whether a direct call gives what a checked one does, of inputs none of which can stand for
-    another unnoticed."""
+    """Return whether a direct call returns the same as a checked one.
+
+    All inputs differ, so that inputs in another order would be noticed.
+    """
     rows = [
         torch.linspace(-1, 1 + i, x[:1].numel(), device=x.device).view_as(x[:1])
         for i, x in enumerate(like)
     ]
     inputs = [_with_rows(row.to(x.dtype), x, 5) for row, x in zip(rows, like, strict=True)]
     expected = code.checked(*map(_of_any_number, inputs))
-    found = code(*inputs)
-    return len(found) == len(expected) and all(map(torch.equal, found, expected))
+    results = code(*inputs)
+    return len(results) == len(expected) and all(map(torch.equal, results, expected))
 
 
 def _rows_like(x: Tensor) -> Tensor:
@@ -214,22 +226,24 @@ def _rows_like(x: Tensor) -> Tensor:
 
 
 def _with_rows(row: Tensor, x: Tensor, count: int) -> Tensor:
-    """So many equal rows, which lie in memory as those of x do."""
+    """Return `count` equal rows, laid out in memory as those of x are."""
     rows = row.expand(count, *x.shape[1:])
     return rows if x.stride(0) == 0 else rows.contiguous()
 
 
 def _of_any_number(rows: Tensor) -> Tensor:
-    """All other sizes are fixed. Also at later calls, of which one with 2^31 numbers has other code
-    compiled."""
+    """Mark the number of rows as the only size that may vary, and return the rows.
+
+    Later calls do so, too: one with 2^31 numbers has other code compiled.
+    """
     torch._dynamo.maybe_mark_dynamic(rows, 0)
     return rows
 
 
 @functools.cache
 def rms_norm(epsilon: float, dtype: torch.dtype, with_sum: bool) -> Rowwise:
-    """Of one or several (n, H) and the weight: the norm of their sum in `dtype`, and with_sum also
-    the sum."""
+    """Return a function of one or several tensors (n, H) and the weight: the norm of their sum in
+    `dtype`, and with_sum also the sum."""
 
     def norm(x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         *added, weight = more
@@ -245,7 +259,7 @@ def rms_norm(epsilon: float, dtype: torch.dtype, with_sum: bool) -> Rowwise:
 
 @functools.cache
 def activation(name: str) -> Rowwise:
-    """The activation of (n, F), times another where there are two."""
+    """Return a function of (n, F): its activation, times a second tensor where there is one."""
     from transformers.activations import ACT2FN
 
     function = ACT2FN[name]
@@ -254,7 +268,8 @@ def activation(name: str) -> Rowwise:
 
 @functools.cache
 def gate(name: str) -> Rowwise:
-    """The activation of the first half of the columns of (n, 2 F), times the second half."""
+    """Return a function of (n, 2 F): the activation of its first half of columns, times the second
+    half."""
     from transformers.activations import ACT2FN
 
     function = ACT2FN[name]
@@ -268,7 +283,8 @@ def gate(name: str) -> Rowwise:
 
 @functools.cache
 def rotary(dtype: torch.dtype) -> Rowwise:
-    """Of query and key (n, heads, width), cosines and sines (n, width): both turned, in `dtype`."""
+    """Return a function of query and key (n, heads, width), cosines and sines (n, width): query and
+    key turned, in `dtype`."""
 
     def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -279,11 +295,13 @@ def rotary(dtype: torch.dtype) -> Rowwise:
 
 @functools.cache
 def turned_heads(queries: int, keys: int, epsilon: float | None, dtype: torch.dtype) -> Rowwise:
-    """Query, key and value, (n, heads, width) each, from all of them side by side, as attention
-    takes them in `dtype`.
+    """Return a function that gives query, key and value, (n, heads, width) each, as attention takes
+    them in `dtype`.
 
-    Of (n, queries + 2 keys, width), cosines and sines (n, width), and where each head of queries
-    and keys has a norm by epsilon, the weights of both, (n, width).
+    Its arguments are all heads side by side, (n, queries + 2 keys, width), cosines and sines
+    (n, width), and where each head of queries and keys has a norm by epsilon, the weights of both
+    norms, (n, width).
+    queries, keys: numbers of heads.
     """
 
     def turned(x: Tensor, cosine: Tensor, sine: Tensor, weight: Tensor | None) -> Tensor:
@@ -296,10 +314,10 @@ def turned_heads(queries: int, keys: int, epsilon: float | None, dtype: torch.dt
 
     def heads(x: Tensor, cosine: Tensor, sine: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         query, key, value = x.split((queries, keys, keys), 1)
-        of_query, of_key = weights or (None, None)
+        query_weight, key_weight = weights or (None, None)
         return (
-            turned(query, cosine, sine, of_query),
-            turned(key, cosine, sine, of_key),
+            turned(query, cosine, sine, query_weight),
+            turned(key, cosine, sine, key_weight),
             value.to(dtype).contiguous(),
         )
 
@@ -307,8 +325,9 @@ def turned_heads(queries: int, keys: int, epsilon: float | None, dtype: torch.dt
 
 
 def type_of_products(*inputs: Tensor) -> torch.dtype:
-    """What a matrix product takes: autocast's type, or without it that which they come to."""
-    kind = inputs[0].device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
+    """Return the type that a matrix product of these inputs computes in: autocast's, or without it
+    the one that they are promoted to."""
+    device_type = inputs[0].device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
     return functools.reduce(torch.promote_types, (x.dtype for x in inputs))

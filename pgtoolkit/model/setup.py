@@ -1,5 +1,5 @@
-"""Builds the policy: the tiny model, or one of the transformers library, checked to be what the
-loss computes."""
+"""Building the policy: the tiny model, or one of the transformers library, after checks that the
+loss is right for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -26,67 +26,85 @@ from pgtoolkit.system.report import listed, refusal
 from pgtoolkit.tasks.prompts import END, tiny_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 log = logging.getLogger("pgtoolkit")
 
 
 def prepare_torch(num_threads: int | None) -> None:
-    """Choose what PyTorch computes with in this process. num_threads: None for its own number."""
+    """Set the threads and kernels of PyTorch in this process; None: PyTorch's number of threads."""
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has a shape of
-    # its own: a quarter of a GPU's time in a small model's step. The other kernels of PyTorch need
-    # no plan.
+    # cuDNN's attention plans its execution anew for each shape, and each micro-batch has another
+    # shape. That takes a quarter of a GPU's time in a small model's step. PyTorch's other kernels
+    # need no plan.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def build_policy(
-    config, alphabet: str | None, on_gpu: bool, layout: Layout = ONE_PROCESS, compiles: bool = False
+    config: TinyModelConfig | HuggingFaceModelConfig,
+    alphabet: str | None,
+    on_gpu: bool,
+    layout: Layout = ONE_PROCESS,
+    compiles: bool = False,
 ) -> Policy:
-    """The model of `config.model` with its tokenizer.
+    """Return the configured model with its tokenizer.
 
-    Of the ranks of a node one reads it, or draws its numbers; to the others `parallelize` gives
-    them.
+    One rank of each node reads it, or draws its numbers; `parallelize` gives them to the others.
 
+    config: the group `model` of a configuration.
     alphabet: characters that the tiny model's tokenizer knows; None: see `tiny_tokenizer`.
-    on_gpu: what `model.dtype=auto` goes by: bfloat16 on a GPU, float32 elsewhere.
-    compiles: whether what lies between the matrices of a model that is known is compiled, see
+    on_gpu: `model.dtype=auto` is bfloat16 on a GPU, float32 elsewhere.
+    compiles: whether the code between the matrices of a model of a known type is compiled, see
         `compiled`.
     Raises ConfigError if the model cannot be loaded or its head is not a plain linear layer.
     """
-    tiny = isinstance(config, TinyModelConfig)
-    read = (
-        functools.partial(_tiny, config, alphabet)
-        if tiny
-        else functools.partial(_hugging_face, config, on_gpu)
-    )
+    if isinstance(config, TinyModelConfig):
+        read = functools.partial(_tiny, config, alphabet)
+    else:
+        read = functools.partial(_hugging_face, config, on_gpu)
     policy = read_once(layout, read, Policy.outline)
-    # What each process sets in its own transformers, or as hooks, which are not sent.
+    # Each process does the following for itself: it sets hooks, or its own transformers, and these
+    # are not sent to other ranks.
     if getattr(config, "gradient_checkpointing", False):
         policy.model.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
     fixed_order.switch_on(policy.model)
-    if on_gpu and not tiny:
+    if on_gpu and not isinstance(config, TinyModelConfig):
         attention.switch_on(policy.model, policy.compute_dtype, torch.device("cuda"))
-    if not (compiles and is_known(policy.model)):
-        return policy
-    if name := compiled.unknown_code(policy.model):
-        version = importlib.metadata.version("transformers")
-        reason = f"Its {name} computes something else than the code that is compiled in its place."
-        if config.compile is True:
-            needs = f"a version of transformers that it knows ({compiled.TRANSFORMERS})"
-            raise ConfigError(
-                refusal("model.compile=true", needs, version, reason, "model.compile=auto")
+    if compiles and is_known(policy.model):
+        return _compiled(policy, config)
+    return policy
+
+
+def _compiled(policy: Policy, config: TinyModelConfig | HuggingFaceModelConfig) -> Policy:
+    """Switch compiled code on, in place, where the version of transformers is known; return the
+    policy.
+
+    Raises ConfigError for model.compile=true with another version.
+    """
+    unknown = compiled.unknown_code(policy.model)
+    if unknown is None:
+        compiled.switch_on(policy.model)
+        return replace(policy, compiled=True)
+    version = importlib.metadata.version("transformers")
+    reason = f"Its {unknown} computes something else than the code that is compiled in its place."
+    if config.compile is True:
+        raise ConfigError(
+            refusal(
+                setting="model.compile=true",
+                needs=f"a version of transformers that it knows ({compiled.TRANSFORMERS})",
+                got=version,
+                reason=reason,
+                use="model.compile=auto",
             )
-        log.warning(
-            f"model.compile=auto: off with transformers {version}. {reason} Known: "
-            f"{compiled.TRANSFORMERS}."
         )
-        return policy
-    compiled.switch_on(policy.model)
-    return replace(policy, compiled=True)
+    log.warning(
+        f"model.compile=auto: off with transformers {version}. {reason} Known: "
+        f"{compiled.TRANSFORMERS}."
+    )
+    return policy
 
 
 def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
@@ -113,11 +131,11 @@ def _tiny(config: TinyModelConfig, alphabet: str | None) -> Policy:
     return Policy(model, tokenizer)
 
 
-def character_tokenizer(alphabet: str | None):
-    """`tiny_tokenizer` for transformers; the end also pads.
+def character_tokenizer(alphabet: str | None) -> PreTrainedTokenizerFast:
+    """Return `tiny_tokenizer` for transformers, with the end-of-sequence token for padding.
 
-    A padding token of its own could be sampled, and would leave no trace in the decoded text that
-    is scored.
+    A separate padding token could be sampled, and would leave no trace in the decoded text that is
+    scored.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -126,48 +144,34 @@ def character_tokenizer(alphabet: str | None):
 
 
 def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
+    """Return the model of a folder or of the hub, checked; ConfigError if it cannot be trained."""
     model_config = model_folder.load_config(config.path)
-    kind, got = model_config.model_type, None
-    if getattr(model_config, "is_encoder_decoder", False):
-        needs, got = "a language model that only decodes", f"{kind}, an encoder and a decoder"
-        reason = "A document is one row of tokens to it."
-    elif kind == "phimoe":
-        needs, got = (
-            "a model that computes the same in training",
-            f"{kind}, which then draws its experts at random",
-        )
-        reason = "The old and new log-probs of one policy would differ."
-    elif kind == "reformer":
-        needs, got = (
-            "a model for documents of every length",
-            f"{kind}, whose training takes multiples of its chunks",
-        )
-        reason = "Completions end where they end."
-    if got is not None:
-        raise ConfigError(model_folder.refusal(config.path, needs, got, reason))
+    _refuse_unsuitable(config.path, model_config)
     _switch_noise_off(model_config)
     dtype = torch_type(config.dtype, torch.bfloat16 if on_gpu else torch.float32)
     tokenizer = model_folder.load_tokenizer(config.path)
     if config.random_weights:
         from transformers import AutoModelForCausalLM
 
-        with model_folder.refused(
-            config.path, "a config.json of a causal language model", "It says what to make."
-        ):
+        needs = "a config.json of a causal language model"
+        with model_folder.refused(config.path, needs, "The model is built by it."):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 model_config, dtype=torch.float32, trust_remote_code=False
             )
             model.generation_config = model_folder.load_generation_config(config.path)
     else:
         model = _trained(config.path, model_config, dtype if config.lora_rank else torch.float32)
-    if broken := [name for name, weight in model.named_parameters() if not _is_finite(weight)]:
-        got, reason = f"NaN or infinity in {listed(broken, 3)}", "Nothing can be learned from it."
+    broken = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
+    if broken:
+        got = f"NaN or infinity in {listed(broken, 3)}"
+        reason = "Nothing can be learned from it."
         raise ConfigError(
             model_folder.refusal(config.path, "weights that are numbers", got, reason)
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.train()  # without dropout it changes no number, but checkpointing acts only in this mode
+    # Without dropout this changes no number, but checkpointing acts only in this mode.
+    model.train()
     loaded = Policy(model, tokenizer)
     packs = keeps_documents_apart(loaded, config.path)
     mixes_lengths, not_sampled = continues_rightly(loaded)
@@ -175,16 +179,35 @@ def _hugging_face(config: HuggingFaceModelConfig, on_gpu: bool) -> Policy:
     return Policy(model, tokenizer, dtype, digest, packs, mixes_lengths, not_sampled)
 
 
-def _trained(path: str, model_config, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with exactly the weights in its files; ConfigError where they are not all there."""
+def _refuse_unsuitable(path: str, model_config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a type of model that cannot be trained."""
+    kind = model_config.model_type
+    if getattr(model_config, "is_encoder_decoder", False):
+        needs = "a language model that only decodes"
+        got = f"{kind}, an encoder and a decoder"
+        reason = "A document is one row of tokens to it."
+    elif kind == "phimoe":
+        needs = "a model that computes the same in training"
+        got = f"{kind}, which then draws its experts at random"
+        reason = "The old and new log-probs of one policy would differ."
+    elif kind == "reformer":
+        needs = "a model for documents of every length"
+        got = f"{kind}, whose training takes multiples of its chunks"
+        reason = "Completions end at any length."
+    else:
+        return
+    raise ConfigError(model_folder.refusal(path, needs, got, reason))
+
+
+def _trained(path: str, model_config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model with exactly the weights in its files; raise ConfigError where some are
+    missing."""
     from transformers import AutoModelForCausalLM
 
-    needs, reason = (
-        "weights of the model that config.json describes",
-        "transformers would fill in random numbers.",
-    )
+    needs = "weights of the model that config.json describes"
+    reason = "transformers would fill in random numbers."
     with model_folder.refused(path, needs, "They and config.json must be of one model."):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             os.path.expanduser(path),
             config=model_config,
             dtype=dtype,
@@ -192,7 +215,8 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> PreTrainedModel:
             ignore_mismatched_sizes=True,  # refused below, by name
             **model_folder.how_to_load(path),
         )
-    model, report = loaded  # two, as output_loading_info says
+    # Two values, because of output_loading_info, which no type says.
+    model, report = cast("tuple[PreTrainedModel, dict[str, set]]", loaded)
     lacks = [f"no {name}" for name in sorted(report["missing_keys"])]
     lacks += [
         f"{name} of shape {list(shape)} instead of {list(needed)}"
@@ -200,23 +224,24 @@ def _trained(path: str, model_config, dtype: torch.dtype) -> PreTrainedModel:
     ]
     if lacks:
         raise ConfigError(model_folder.refusal(path, needs, listed(lacks, 3), reason))
-    if more := sorted(report["unexpected_keys"]):
+    unused = sorted(report["unexpected_keys"])
+    if unused:
         log.warning(
-            f"note: the weights of model.path={path} hold {listed(more, 3)}, which its config.json "
-            "does not use."
+            f"note: the weights of model.path={path} hold {listed(unused, 3)}, which its "
+            "config.json does not use."
         )
     _untie(model, path)
     return model
 
 
 def _untie(model: PreTrainedModel, path: str) -> None:
-    """Make the configuration say what was loaded, where it says tied and the files have two
-    different matrices.
+    """Switch tie_word_embeddings off where the files have two different matrices.
 
-    transformers then loads both. Saved with a configuration of tied ones, the model would be
-    another wherever the head is taken from the embeddings, as a sampler's copy and vLLM do.
+    transformers then loads both. If the configuration still said tied, a sampler's copy and vLLM
+    would take the head from the embeddings, which would be another model.
     """
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    config = model.config.get_text_config()
+    head = model.get_output_embeddings()
     is_tied = head is None or head.weight is model.get_input_embeddings().weight
     if is_tied or not config.tie_word_embeddings or not model._tied_weights_keys:
         return
@@ -233,9 +258,9 @@ def _is_finite(weight: Tensor) -> bool:
     return weight.numel() == 0 or all(bool(bound.isfinite()) for bound in weight.detach().aminmax())
 
 
-def _switch_noise_off(model_config) -> None:
-    """Dropout, layers left out, and jitter of experts' inputs would make old and new log-probs of
-    one policy differ."""
+def _switch_noise_off(model_config: PreTrainedConfig) -> None:
+    """Switch off dropout, the dropping of layers, and jitter of experts' inputs, with which old and
+    new log-probs of one policy would differ."""
     from transformers import PreTrainedConfig
 
     for key, value in [*vars(model_config).items()]:

@@ -1,21 +1,22 @@
-"""The policy spread over processes: what each kind of parallelism does to the model, put together,
-and FSDP2.
+"""The policy spread over processes: all kinds of parallelism put together, and FSDP2.
 
 With FSDP2 weights, gradients and optimizer states are divided among the ranks that see different
-data. A layer's weights are brought together while it computes. The gradient is the sum over the
-ranks, as everywhere here; FSDP2 would average. The embedding, the last norm and the head are one
-unit, which stays together from the model's forward until its backward, so that the loss can use the
+data. A layer's weights are gathered while it computes. The gradient is the sum over the ranks, as
+everywhere here; by default FSDP2 would average. The embedding, the last norm and the head are one
+unit, which stays gathered from the model's forward until its backward, so that the loss can use the
 head in between.
+
+Axes: T tokens of this rank, H hidden size.
 """
 
 from __future__ import annotations
 
 import types
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -47,13 +48,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPolicy(Policy):
-    """A policy of which this process holds its part, and which sees its part of the tokens.
+    """A policy of which this process holds a part, and which sees a part of the tokens.
 
-    sharded: by FSDP2. multiple: what the number of positions must divide by (sequence parallelism).
+    sharded: whether FSDP2 divides it.
+    multiple: the number of positions must be a multiple of it (sequence parallelism).
     partial: names of the parameters whose gradients the tensor ranks must add up after the backward
         passes.
-    max_tokens: the most tokens of a micro-batch. vocabulary: tokens of the whole head, which other
-        ranks may hold.
+    max_tokens: most tokens of a micro-batch.
+    vocabulary: tokens of the head, of which other ranks may hold a part.
     """
 
     layout: Layout
@@ -77,57 +79,59 @@ class ParallelPolicy(Policy):
     def weights(self) -> dict[str, Tensor]:
         if not self.is_whole:
             with failing_together(self.layout):
-                pass  # none begins to gather while another has failed
-        own, group = super().weights(), self.layout.group("pipeline_parallel")
+                pass  # no rank begins to gather while another has failed
+        weights = super().weights()
+        group = self.layout.group("pipeline_parallel")
         if group is None:
-            return own
-        # What another stage holds stands for a tensor, see `collectives.whole`.
-        return cast("dict[str, Tensor]", weights_of_all_stages(own, group, self.model.device))
+            return weights
+        # `collectives.whole` takes these like tensors.
+        return cast("dict[str, Tensor]", weights_of_all_stages(weights, group, self.model.device))
 
     @cached_property
     def pipeline(self) -> Pipeline | None:
-        """The stages that the layers are cut into, or None; then micro-batches go through its
-        `run`."""
+        """Return the pipeline whose `run` takes the micro-batches, or None where the layers are not
+        cut into stages."""
         if self.layout.size("pipeline_parallel") == 1:
             return None
         return Pipeline(self._stage_states, self.model, self.layout, self.max_tokens)
 
     def hidden_states(self, micro_batch: MicroBatch) -> Tensor:
-        """(T, H) hidden states of this rank's tokens; also without a token each rank takes part in
-        the exchanges."""
-        tokens, positions, lengths = (
-            micro_batch.tokens,
-            micro_batch.position_ids,
-            micro_batch.document_lengths,
-        )
+        """Return the (T, H) hidden states of this rank's tokens.
+
+        A rank without tokens takes part in the exchanges, too.
+        """
+        tokens = micro_batch.tokens
+        positions = micro_batch.position_ids
+        lengths = micro_batch.document_lengths
         group = self.layout.group("sequence_data_parallel")
         if len(micro_batch.tokens) == 0:
-            tokens = positions = tokens.new_zeros(self.multiple)
+            tokens = tokens.new_zeros(self.multiple)
+            positions = tokens
             lengths = ()
         elif group is None:
             return super().hidden_states(micro_batch)
-        more = (
-            {}
-            if group is None
-            else {"documents": documents_here(lengths, len(tokens), group, tokens.device)}
-        )
-        return self._body(tokens[None], positions[None], lengths, **more)[
-            0, : len(micro_batch.tokens)
-        ]
+        more = {}
+        if group is not None:
+            more["documents"] = documents_here(lengths, len(tokens), group, tokens.device)
+        hidden = self._body(tokens[None], positions[None], lengths, **more)
+        return hidden[0, : len(micro_batch.tokens)]
 
     def loss_inputs(self, micro_batch: MicroBatch) -> tuple[Tensor, LMHead, Ranks]:
         return self.with_head(self.hidden_states(micro_batch))
 
     def with_head(self, hidden: Tensor) -> tuple[Tensor, LMHead, Ranks]:
-        """What the loss needs, from the hidden states just computed; with FSDP2, not from older
-        ones."""
+        """Return the inputs of the loss, from hidden states that were computed last.
+
+        With FSDP2 older ones will not do: the head is gathered by their forward pass.
+        """
         layout = self.layout
         if self.compute_dtype != torch.float32:
-            # a pipeline's stages hand over what the residual stream has
+            # The stages of a pipeline hand over the residual stream in its own type.
             hidden = hidden.to(self.compute_dtype)
-        weight, bias = self.head.weight, self.head.bias
-        head = LMHead(local(weight), None if bias is None else local(bias))
-        group, start = layout.group("tensor_parallel"), None
+        bias = self.head.bias
+        head = LMHead(local(self.head.weight), None if bias is None else local(bias))
+        group = layout.group("tensor_parallel")
+        start = None
         if group is not None:
             assert layout.mesh is not None
             start = vocabulary_start(self.vocabulary_size, layout.mesh["tensor_parallel"])
@@ -135,7 +139,7 @@ class ParallelPolicy(Policy):
 
     def put_away(self) -> None:
         if self.sharded:
-            # FSDP2 keeps the head's unit together for the backward
+            # FSDP2 keeps the head's unit gathered for a backward pass.
             cast("FSDPModule", self.model).reshard()
 
     def all_tokens(self, values: Tensor) -> Tensor:
@@ -144,23 +148,26 @@ class ParallelPolicy(Policy):
 
     def gradient_groups(self) -> list[tuple[ProcessGroup, list[nn.Parameter]]]:
         groups = []
+        named = self.model.named_parameters()
         if self.partial:
-            partial = [p for name, p in self.model.named_parameters() if name in self.partial]
+            partial = [parameter for name, parameter in named if name in self.partial]
             groups.append((self.layout.group("tensor_parallel"), partial))
-        # else FSDP2 has summed them already
+        # Where FSDP2 divides the model, it has summed the gradients already.
         if self.layout.loss_group is not None and not self.sharded:
-            groups.append(
-                (self.layout.loss_group, [p for p in self.model.parameters() if p.requires_grad])
-            )
+            trained = [
+                parameter for parameter in self.model.parameters() if parameter.requires_grad
+            ]
+            groups.append((self.layout.loss_group, trained))
         return groups
 
     def _body(
         self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int] = (), **more
     ) -> Tensor:
         length = tokens.shape[1]
-        if missing := -length % self.multiple:
-            # As if each row went on: a position that does not follow the one before would begin a
-            #   document.
+        missing = -length % self.multiple
+        if missing > 0:
+            # The positions go on, since one that does not follow the one before would begin another
+            # document.
             following = position_ids[:, -1:] + torch.arange(1, missing + 1, device=tokens.device)
             position_ids = torch.cat([position_ids, following.clamp(max=self.max_positions - 1)], 1)
             tokens = functional.pad(tokens, (0, missing))
@@ -176,13 +183,15 @@ class ParallelPolicy(Policy):
     def _transformer(self, **inputs) -> Tensor:
         if not self.sharded:
             return super()._transformer(**inputs)
-        states: Any = self.model.transformer_states  # see `shard_fully`
+        states = cast("Callable[..., Tensor]", self.model.transformer_states)  # see `shard_fully`
         return states(**inputs)
 
 
 def refuse_misfit(model: PreTrainedModel, sizes: dict[str, int], shard: bool) -> None:
-    """ConfigError where a transformers causal LM cannot be spread so, which `check` may not have
-    known."""
+    """Raise ConfigError where a transformers causal LM cannot be spread over these sizes.
+
+    `pgtk check` may not have known it, since it does not load the model.
+    """
     config = model.config
     head = cast("nn.Linear", model.get_output_embeddings()).weight
     names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
@@ -199,34 +208,21 @@ def refuse_misfit(model: PreTrainedModel, sizes: dict[str, int], shard: bool) ->
 
 
 def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
-    """The policy with its model spread over the ranks of `layout`: each gets its part from the
-    reader of its node.
+    """Return the policy with its model spread over the ranks of `layout`.
 
-    Raises ConfigError where the model cannot be spread so, RankLost where the nodes have read other
-    weights.
+    Each rank gets its part from the reader of its node. Raises ConfigError where the model cannot
+    be spread over them, RankLost where the nodes have read different weights.
     """
     if layout.world_size == 1:
         return policy
-    # An outline is divided, and then filled one tensor after the other: no rank but the reader
-    # holds the whole model.
-    model, parallelism, partial = policy.outline().model, config.parallelism, set()
+    # An outline is divided, and then filled one tensor after the other, so that no rank but the
+    # reader holds all of the model.
+    model = policy.outline().model
+    parallelism = config.parallelism
     with failing_together(layout):
         refuse_misfit(model, {name: layout.size(name) for name in AXES}, parallelism.shard)
-    vocabulary = policy.vocabulary_size
-    assert layout.mesh is not None
-    if layout.size("tensor_parallel") > 1:
-        partial = shard_tensors(
-            model, layout.mesh["tensor_parallel"], parallelism.sequence_parallel
-        )
-    if layout.size("sequence_data_parallel") > 1:
-        use_packed_attention(model)
-    if (size := layout.size("pipeline_parallel")) > 1:
-        keep_stage(model, layout.rank_in("pipeline_parallel"), size)
-    names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
     sharded = parallelism.shard and layout.loss_group is not None
-    if sharded:
-        assert layout.loss_mesh is not None
-        shard_fully(model, layout.loss_mesh)
+    partial = _divide(model, layout, parallelism.sequence_parallel, sharded)
     check_same(layout, "the weights of the model", _fill(model, policy.model, layout))
     return ParallelPolicy(
         model,
@@ -240,46 +236,73 @@ def parallelize(policy: Policy, layout: Layout, config: Config) -> Policy:
         layout=layout,
         sharded=sharded,
         multiple=layout.size("tensor_parallel") if parallelism.sequence_parallel else 1,
-        partial=names,
+        partial=partial,
         max_tokens=config.accumulation.max_tokens,
-        vocabulary=vocabulary,
+        vocabulary=policy.vocabulary_size,
     )
+
+
+def _divide(
+    model: PreTrainedModel, layout: Layout, sequence_parallel: bool, sharded: bool
+) -> frozenset[str]:
+    """Reduce a model to the part of this rank, in place.
+
+    Returns the names of the parameters whose gradients the tensor ranks must add up.
+    """
+    assert layout.mesh is not None
+    partial: set[nn.Parameter] = set()
+    if layout.size("tensor_parallel") > 1:
+        partial = shard_tensors(model, layout.mesh["tensor_parallel"], sequence_parallel)
+    if layout.size("sequence_data_parallel") > 1:
+        use_packed_attention(model)
+    num_stages = layout.size("pipeline_parallel")
+    if num_stages > 1:
+        keep_stage(model, layout.rank_in("pipeline_parallel"), num_stages)
+    # Before FSDP2 puts other parameters in the place of these.
+    names = frozenset(name for name, parameter in model.named_parameters() if parameter in partial)
+    if sharded:
+        assert layout.loss_mesh is not None
+        shard_fully(model, layout.loss_mesh)
+    return names
 
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, source: PreTrainedModel, layout: Layout) -> int:
-    """Put the numbers of `source`, which the reader of the node has, in the place of this rank's
-    part, on the device.
+    """Fill this rank's part of a model, on its device, with the numbers that the reader of the node
+    has in `source`.
 
     Returns a digest of a few numbers of each tensor.
     """
     assert layout.mesh is not None
-    kind, parts, digest = layout.mesh.device_type, all_tensors(model), 0
-    device = (
-        torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-    )
+    kind = layout.mesh.device_type
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device(kind, torch.cuda.current_device())
+    parts = all_tensors(model)
+    digest = 0
     for name, tensor in all_tensors(source).items():
         if layout.rank == layout.reader:
-            whole = tensor.detach().to(device).contiguous()
+            full = tensor.detach().to(device).contiguous()
         else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if layout.node_group is not None:
-            dist.broadcast(whole, layout.reader, layout.node_group)
-        numbers = whole.flatten()[:: max(1, whole.numel() // 64)]
+            dist.broadcast(full, layout.reader, layout.node_group)
+        numbers = full.flatten()[:: max(1, full.numel() // 64)]
         digest = zlib.crc32(numbers.double().cpu().numpy().tobytes(), digest)
-        if (part := parts.get(name)) is not None:  # else it is another stage's
-            if isinstance(part, DTensor):
-                # its part
-                whole = distribute_tensor(
-                    whole, part.device_mesh, part.placements, src_data_rank=None
-                )
-            made = (
-                nn.Parameter(whole, part.requires_grad)
-                if isinstance(part, nn.Parameter)
-                else whole.detach()
-            )
-            # whoever knows the parameter, as FSDP2 does, knows it still
-            torch.utils.swap_tensors(part, made)
+        part = parts.get(name)
+        if part is None:
+            continue  # another stage has it
+        if isinstance(part, DTensor):
+            mesh = part.device_mesh
+            filled = distribute_tensor(full, mesh, part.placements, src_data_rank=None)
+        else:
+            filled = full
+        if isinstance(part, nn.Parameter):
+            filled = nn.Parameter(filled, part.requires_grad)
+        else:
+            filled = filled.detach()
+        # Swapped and not replaced, since FSDP2 holds references to the parameter.
+        torch.utils.swap_tensors(part, filled)
     return digest
 
 
@@ -290,7 +313,7 @@ def shard_fully(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Afterwards the hidden states come from `model.transformer_states(**inputs)`.
     """
     for layer in architecture_of(model).layers_of(model):
-        if next(layer.parameters(), None) is not None:  # a pipeline's stage has passed others on
+        if next(layer.parameters(), None) is not None:  # another stage's layers have none
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     vars(model)["transformer_states"] = types.MethodType(_transformer_states, model)
@@ -304,5 +327,5 @@ def shard_fully(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _transformer_states(model: PreTrainedModel, **inputs) -> Tensor:
-    # Not a view, on which FSDP2's hook for the backward pass would not be safe.
+    # A copy, since FSDP2's hook for the backward pass would not be safe on a view.
     return model.base_model(**inputs).last_hidden_state.clone()

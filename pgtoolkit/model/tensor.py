@@ -2,15 +2,16 @@
 ranks.
 
 Parameters are DTensors, so that sharding on top, checkpoints and the gradient norm know their
-global shapes; the forward pass computes with the local parts and names its collectives itself: one
+global shapes. The forward pass computes with the local parts and calls its collectives itself: one
 where a block (attention, MLP) begins and one where it ends, whatever the number of its matrices.
-Between the blocks every rank holds all tokens, or, with sequence parallelism, its share of them,
+Between the blocks every rank holds all tokens or, with sequence parallelism, its share of them
 along the axis of positions.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +34,16 @@ def shard_tensors(
 ) -> set[nn.Parameter]:
     """Divide a transformers causal LM among the ranks of `mesh` (one axis), in place.
 
-    Returns the parameters whose gradients are partial: each rank's backward gives its tokens' or
-        its heads' part.
-    The model's output is complete on each rank, and so must be the gradient that it gets. With
-    sequence_parallel the number of positions must divide by the number of ranks, and the model's
-    heads always.
+    Returns the parameters whose gradients are partial: each rank's backward pass gives the part of
+    its tokens or heads. The model's output is complete on each rank, and so must be the gradient
+    that it gets. The number of heads must be a multiple of the number of ranks, and with
+    sequence_parallel the number of positions, too.
     """
-    group, parts = mesh.get_group(), architecture_of(model)
-    layers, base = parts.layers_of(model), model.base_model
-    partial = set()
+    group = mesh.get_group()
+    parts = architecture_of(model)
+    layers = parts.layers_of(model)
+    base = model.base_model
+    partial: set[nn.Parameter] = set()
     for layer in layers:
         partial |= _shard_layer(layer, parts, mesh, sequence_parallel)
     _shard_vocabulary(model, parts, mesh)
@@ -59,15 +61,18 @@ def shard_tensors(
 
 
 def vocabulary_start(vocabulary: int, mesh: DeviceMesh) -> int:
-    """The first token id of this rank's shard of the embedding and the head, which are cut as
-    torch.chunk cuts."""
+    """Return the first token id of this rank's shard of the embedding and the head, which are cut
+    as torch.chunk cuts."""
     return min(vocabulary, -(-vocabulary // mesh.size()) * mesh.get_local_rank())
 
 
 def _shard_layer(
     layer: Layer, parts: Architecture, mesh: DeviceMesh, sequence_parallel: bool
 ) -> set[nn.Parameter]:
-    group, attention, partial = mesh.get_group(), layer.get_submodule(parts.attention), set()
+    """Divide a layer in place, and return its parameters whose gradients are partial."""
+    group = mesh.get_group()
+    attention = layer.get_submodule(parts.attention)
+    partial: set[nn.Parameter] = set()
     for name in parts.column:
         layer.set_submodule(name, ColumnParallel(layer.get_submodule(name), mesh))
     for name in parts.row:
@@ -95,25 +100,30 @@ def _shard_vocabulary(model: PreTrainedModel, parts: Architecture, mesh: DeviceM
     base: Layer = model.base_model
     head: Layer = model.get_output_embeddings()
     embedding = VocabularyEmbedding(getattr(base, parts.embedding), mesh)
-    tied = head.weight is getattr(base, parts.embedding).weight
+    is_tied = head.weight is getattr(base, parts.embedding).weight
     setattr(base, parts.embedding, embedding)
-    head.weight = embedding.weight if tied else _sharded(head.weight, mesh, 0)
+    head.weight = embedding.weight if is_tied else _sharded(head.weight, mesh, 0)
     if head.bias is not None:
         head.bias = _sharded(head.bias, mesh, 0)
 
 
 def _block_input(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
-    """The input of a block, all tokens of it, for each rank's own heads or columns."""
+    """Return the input of a block with all tokens, for each rank's own heads or columns."""
     if torch.is_autocast_enabled(x.device.type):
-        # as the matrices would, but before it is sent
+        # The matrices would cast it, too, but here that is before it is sent.
         x = x.to(torch.get_autocast_dtype(x.device.type))
     return collectives.join(x, group, 1, True) if sequence_parallel else collectives.copy(x, group)
 
 
-def _on_hidden(function):
-    """A forward pre-hook that applies `function` to the hidden states, however they are passed."""
+def _on_hidden(
+    function: Callable[[Tensor], Tensor],
+) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Any]], tuple]:
+    """Return a forward pre-hook that applies `function` to the hidden states, however they are
+    passed."""
 
-    def hook(_module, arguments, keywords):
+    def hook(
+        _module: nn.Module, arguments: tuple[Tensor, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
         if "hidden_states" in keywords:
             return arguments, keywords | {"hidden_states": function(keywords["hidden_states"])}
         return (function(arguments[0]), *arguments[1:]), keywords
@@ -122,15 +132,15 @@ def _on_hidden(function):
 
 
 def _sharded(parameter: nn.Parameter, mesh: DeviceMesh, axis: int) -> nn.Parameter:
-    # All ranks hold the same weights, so that each takes its part and nothing is sent.
+    # All ranks hold the same weights. Each takes its part, and nothing is sent.
     return nn.Parameter(distribute_tensor(parameter.data, mesh, [Shard(axis)], src_data_rank=None))
 
 
 class DividedMatrix(nn.Module):
-    """A linear layer's weight and bias under their names; transposed: (in, out), as in GPT-2's
-    Conv1D.
+    """A linear layer's weight and bias under their names.
 
-    resharded: FSDP2 divides them further, and holds this rank's part together only while it is
+    transposed: whether the weight is (in, out), as in GPT-2's Conv1D.
+    resharded: whether FSDP2 divides them further, and gathers this rank's part only while it is
         used.
     """
 
@@ -144,27 +154,28 @@ class DividedMatrix(nn.Module):
         self._parts: dict[str, _Part] = {}
 
     def part(self, name: str) -> Tensor:
-        """This rank's part of the weight or bias."""
+        """Return this rank's part of the weight or bias."""
         parameter = getattr(self, name)
         if self.resharded or not isinstance(parameter, DTensor):
             return local(parameter)
         part = self._parts.get(name)
         if part is None or not part.is_of(parameter):
-            part = self._parts[name] = _Part(parameter)
+            part = _Part(parameter)
+            self._parts[name] = part
         return part.leaf
 
     def matrix(self) -> Tensor:
-        """This rank's (out, in)."""
+        """Return this rank's part of the weight as (out, in)."""
         weight = self.part("weight")
         return weight.T if self.transposed else weight
 
 
 class _Part:
     """A rank's part of a sharded parameter as a plain leaf, in the same memory, that hands its
-    gradient over.
+    gradient over to the parameter.
 
-    DTensor.to_local does so too, at the price of three operations on DTensors for each parameter
-    and micro-batch: as long as all that a GPU does for one matrix of a small model.
+    DTensor.to_local does the same by three operations on DTensors for each parameter and
+    micro-batch. They take as long as all the work of a GPU for one matrix of a small model.
     """
 
     def __init__(self, parameter: DTensor):
@@ -181,20 +192,25 @@ class _Part:
             )
 
     def _hand_over(self, leaf: Tensor) -> None:
-        whole = self.parameter
+        parameter = self.parameter
         assert leaf.grad is not None
-        if whole.grad is None:
-            options = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-            whole.grad = DTensor.from_local(
-                leaf.grad, whole.device_mesh, whole.placements, **options
+        if parameter.grad is None:
+            parameter.grad = DTensor.from_local(
+                leaf.grad,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
         else:
-            local(whole.grad).add_(leaf.grad)
+            local(parameter.grad).add_(leaf.grad)
         leaf.grad = None
 
 
 class ColumnParallel(DividedMatrix):
-    """Each rank computes a share of the outputs, from an input that all have."""
+    """A linear layer of which each rank computes a share of the outputs, from an input that all
+    have."""
 
     def __init__(self, layer: Layer, mesh: DeviceMesh):
         super().__init__(layer)
@@ -207,65 +223,67 @@ class ColumnParallel(DividedMatrix):
 
 
 class RowParallel(DividedMatrix):
-    """Each rank computes the part of all outputs that its share of the inputs gives; the sum is
-    what comes out.
+    """A linear layer of which each rank has a share of the inputs. The output is the sum over the
+    ranks.
 
-    by_tokens: a rank gets the sum for its share of the tokens only.
+    by_tokens: whether a rank gets the sum for its share of the tokens only.
     """
 
     def __init__(self, layer: Layer, mesh: DeviceMesh, by_tokens: bool):
         super().__init__(layer)
         self.weight = _sharded(layer.weight, mesh, 0 if self.transposed else 1)
-        self.group, self.by_tokens = mesh.get_group(), by_tokens
+        self.group = mesh.get_group()
+        self.by_tokens = by_tokens
 
     def forward(self, x: Tensor) -> Tensor:
         part = functional.linear(x, self.matrix())
-        out = (
-            collectives.sum_piece(part, self.group, 1)
-            if self.by_tokens
-            else collectives.sum_over(part, self.group)
-        )
+        if self.by_tokens:
+            out = collectives.sum_piece(part, self.group, 1)
+        else:
+            out = collectives.sum_over(part, self.group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class FusedHeads(DividedMatrix):
-    """Query, key and value of this rank's heads, by a matrix (in, 3 * heads * width) that all ranks
-    hold whole.
+    """Query, key and value of this rank's heads, by a matrix (in, 3 * heads * width).
 
-    A shard of it would be no shard of one tensor, but of three; so it is the work that is divided,
-    not the memory.
+    All ranks hold all of the matrix, since its shard would consist of shards of three tensors. So
+    the work is divided, but not the memory.
     """
 
     def __init__(self, layer: Layer, group: ProcessGroup, num_heads: int):
         super().__init__(layer)
-        self.group, self.num_heads = group, num_heads
+        self.group = group
+        self.num_heads = num_heads
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.bias is not None
-        return functional.linear(x, self._own(local(self.weight)).T, self._own(local(self.bias)))
+        weight = self._of_rank(local(self.weight))
+        return functional.linear(x, weight.T, self._of_rank(local(self.bias)))
 
-    def _own(self, columns: Tensor) -> Tensor:
-        """(..., 3 * heads * width) -> (..., 3 * own heads * width)."""
+    def _of_rank(self, columns: Tensor) -> Tensor:
+        """Return this rank's part of columns (..., 3 * heads * width)."""
         by_head = columns.unflatten(-1, (3, self.num_heads, -1))
         return by_head.chunk(self.group.size(), -2)[self.group.rank()].flatten(-3)
 
 
 class VocabularyEmbedding(nn.Module):
-    """An embedding of which each rank holds the rows of its share of the vocabulary; the output is
+    """An embedding of which each rank holds the rows of its share of the vocabulary; its output is
     complete."""
 
     def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh):
         super().__init__()
         self.weight = _sharded(cast("nn.Parameter", embedding.weight), mesh, 0)
         self.start = vocabulary_start(embedding.num_embeddings, mesh)
-        self.padding, self.group = embedding.padding_idx, mesh.get_group()
+        self.padding = embedding.padding_idx
+        self.group = mesh.get_group()
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight)
         rows = tokens - self.start
-        mine = (rows >= 0) & (rows < len(weight))
+        is_here = (rows >= 0) & (rows < len(weight))
         padding = None if self.padding is None else self.padding - self.start
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
-        part = in_fixed_order(functional.embedding(torch.where(mine, rows, 0), weight, padding))
-        return collectives.sum_over(torch.where(mine[..., None], part, 0), self.group)
+        part = in_fixed_order(functional.embedding(torch.where(is_here, rows, 0), weight, padding))
+        return collectives.sum_over(torch.where(is_here[..., None], part, 0), self.group)

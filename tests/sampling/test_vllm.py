@@ -165,7 +165,7 @@ def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
         ) as caught:
             source.document(source.batch_size)
     said = re.search(
-        r"by (\S+) on average and \S+ at most, where sampler.tolerance=0.01 is", str(caught.value)
+        r"by (\S+) on average and \S+ at most, and sampler.tolerance=0.01 allows", str(caught.value)
     )
     assert not float(said[1]) <= 0.3  # or NaN
 
