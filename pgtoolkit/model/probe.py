@@ -47,7 +47,8 @@ def keeps_documents_apart(policy: Policy, path: str) -> bool:
     ):
         size = policy.model.config.get_text_config().vocab_size
         # Tokens at the ends of the vocabulary may be alike, since nobody has trained them.
-        first, second = _document(size // 7, size // 5, size // 3), _document(size // 2)
+        first = _document(size // 7, size // 5, size // 3)
+        second = _document(size // 2)
         hidden, plain = _handed_to_head(policy, first.tokens)
         rows = policy.in_rows(pack([first, second]))
         one_row = policy.in_one_row(pack([first, second, second]))

@@ -127,7 +127,7 @@ def failing_together(layout: Layout, busy: tuple[int, ...] | None = None) -> Ite
 def check_same(layout: Layout, name: str, digest: int) -> None:
     """Raise RankLost if the digests of the ranks, non-negative and below 2^63, are not equal.
 
-    name: of what the digest is made, in the plural, for the message.
+    name: of the data, in the plural, for the message.
     """
     digests = _of_all(layout, digest)
     odd = [rank for rank, other in enumerate(digests) if other != digests[0]]

@@ -79,16 +79,33 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
     parameters = list(parameters)
     if layout.world_size == 1:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
-    # By what the gradients are divided over: the ranks of the loss (0 or 1), and those of the
-    # tensors (0 or 1).
-    parts: dict[tuple[int, int], list[Tensor]] = {
-        divided: [] for divided in itertools.product((0, 1), (0, 1))
-    }
+    parts = _by_division(parameters)
+    norm = _norm(parts, layout, parameters[0].device)
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for gradients in parts.values():
+        if gradients:
+            factor = scale.to(gradients[0].dtype)
+            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
+    return norm
+
+
+_Parts = dict[tuple[int, int], list[Tensor]]
+"""This rank's parts of gradients, by the ranks that the gradients are divided over: those of the
+loss (0 or 1), and those of the tensors (0 or 1)."""
+
+
+def _by_division(parameters: list[nn.Parameter]) -> _Parts:
+    parts: _Parts = {divided: [] for divided in itertools.product((0, 1), (0, 1))}
     for parameter in parameters:
         if parameter.grad is not None:
             axes = _divided_over(parameter.grad)
             parts[int("loss" in axes), int("tensor_parallel" in axes)].append(local(parameter.grad))
-    squares = torch.zeros(2, 2, dtype=torch.float64, device=parameters[0].device)
+    return parts
+
+
+def _norm(parts: _Parts, layout: Layout, device: torch.device) -> Tensor:
+    """Return the norm of the gradient over all ranks, 0-dim float64; every rank calls this."""
+    squares = torch.zeros(2, 2, dtype=torch.float64, device=device)
     for divided, gradients in parts.items():
         if gradients:
             norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
@@ -105,13 +122,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], layout: Layout, limit: fl
     stages = layout.group("pipeline_parallel")
     if stages is not None:
         dist.all_reduce(square, group=stages)
-    norm = square.sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for gradients in parts.values():
-        if gradients:
-            factor = scale.to(gradients[0].dtype)
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
-    return norm
+    return square.sqrt()
 
 
 def _divided_over(gradient: Tensor) -> set[str]:

@@ -51,7 +51,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, job_signals)
 from pgtoolkit.sampling.copy_process import serve
 serve(Connection(channel.detach()))
 """
-"""The program of such a process. Its guard forks before the large imports, so that it is small."""
+"""The program of such a process. Its guard forks before the large imports, and so stays small."""
 
 _END_SECONDS = 15
 """Seconds in which guards, which kill their processes at once, must have ended."""
