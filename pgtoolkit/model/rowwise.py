@@ -185,7 +185,7 @@ def _compile(function: Callable, like: list[Tensor]) -> _Code:
         codes.append(compile_fx_inner(graph, inputs, **options))
         return codes[-1]
 
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
         # The names of placeholders are made of that of call's parameter, `inputs`.
         for node in graph.graph.find_nodes(op="placeholder"):
             order.extend(int(place) for place in re.findall(r"^l_inputs_(\d+)_$", node.name))
