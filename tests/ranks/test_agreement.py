@@ -1,5 +1,4 @@
-"""Ranks that fail together, also where one of them leaves a block that others have gone deeper
-into."""
+"""Errors that ranks raise together, and values that they exchange."""
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def nested(rank, failing, depth):
                 if rank == failing and depth == "inside":
                     raise DataError("rollouts.parquet is torn")
     except DataError as error:
-        # whose calls still meet
+        # Later collectives of the ranks still meet.
         return str(error), error.on_all_ranks, gather_objects(rank, layout.world_group)
     return None
 
@@ -28,10 +27,11 @@ def nested(rank, failing, depth):
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 @pytest.mark.parametrize("depth", ["before", "inside"])
 @pytest.mark.parametrize("failing", [0, 1, None])
-def test_blocks_inside_each_other(failing, depth):
-    expected = (
-        None if failing is None else (f"rank {failing}: rollouts.parquet is torn", True, [0, 1])
-    )
+def test_all_ranks_raise_an_error_of_one_from_blocks_inside_each_other(failing, depth):
+    """Also where one rank leaves a block while others have entered the next one inside it."""
+    expected = None
+    if failing is not None:
+        expected = (f"rank {failing}: rollouts.parquet is torn", True, [0, 1])
     assert on_ranks(2, nested, failing, depth) == [expected] * 2
 
 
@@ -49,15 +49,14 @@ def gathered(rank):
 
 
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
-def test_tensors_arrive_as_they_were():
-    """Views too, those of a type that NumPy lacks, and as tensors that can be written to."""
-    for of_ranks in on_ranks(2, gathered):
-        for rank, found in enumerate(of_ranks):
+def test_gathered_tensors_are_equal_to_those_sent_and_can_be_written_to():
+    """Also views, and tensors of a type that NumPy lacks."""
+    for values in on_ranks(2, gathered):
+        for rank, value in enumerate(values):
             wide = torch.arange(12.0).view(3, 4) + rank
-            assert found.pop("name") == f"rank {rank}"
-            for name, expected in zip(
-                found, (wide[1], wide.t(), wide.bfloat16(), wide.sum()), strict=True
-            ):
-                assert found[name].dtype == expected.dtype
-                assert torch.equal(found[name], expected)
-                found[name].zero_()
+            assert value.pop("name") == f"rank {rank}"
+            expected_tensors = (wide[1], wide.t(), wide.bfloat16(), wide.sum())
+            for tensor, expected in zip(value.values(), expected_tensors, strict=True):
+                assert tensor.dtype == expected.dtype
+                assert torch.equal(tensor, expected)
+                tensor.zero_()

@@ -1,4 +1,4 @@
-"""The layout of ranks, and the worlds that the tests of parallel parts run in."""
+"""The layout of ranks: their places, their groups and the timeouts of these."""
 
 import time
 
@@ -11,17 +11,18 @@ from pgtoolkit.ranks.layout import AXES, Layout
 
 
 def place():
-    found = layout(data_parallel=2, tensor_parallel=2)
+    ranks = layout(data_parallel=2, tensor_parallel=2)
+    groups = {axis: ranks.group(axis) for axis in AXES} | {"loss": ranks.loss_group}
     sums = {}
-    for name, group in [(axis, found.group(axis)) for axis in AXES] + [("loss", found.loss_group)]:
-        value = torch.tensor(10**found.rank)
+    for name, group in groups.items():
+        value = torch.tensor(10**ranks.rank)
         if group is not None:
             dist.all_reduce(value, group=group)
         sums[name] = value.item()
-    return [found.size(axis) for axis in AXES], [found.rank_in(axis) for axis in AXES], sums
+    return [ranks.size(axis) for axis in AXES], [ranks.rank_in(axis) for axis in AXES], sums
 
 
-def test_neighbours_are_neighbours_in_the_last_axis():
+def test_neighbouring_ranks_are_neighbours_in_the_last_axis():
     places = world(4).run(place)
     assert [sizes for sizes, _, _ in places] == [[1, 2, 1, 2]] * 4
     assert [ranks for _, ranks, _ in places] == [
@@ -41,21 +42,24 @@ def wrong_sizes():
         Layout.of_world(data_parallel=3)
 
 
-def test_sizes_that_do_not_fit_are_refused():
+def test_sizes_whose_product_is_not_the_number_of_processes_are_refused():
     world(2).run(wrong_sizes)
 
 
 def wait_for_a_late_rank():
-    """Seconds until this rank gives up waiting for the last one, for each group that has both."""
-    # Groups of one second, in a default group that waits a minute.
-    found = Layout.of_world("cpu", 1, data_parallel=2, tensor_parallel=2)
+    """Return the seconds until this rank gives up waiting for the last one, for each group that
+    has both."""
+    # These groups wait for a second; the default group that they are made from waits for a minute.
+    ranks = Layout.of_world("cpu", 1, data_parallel=2, tensor_parallel=2)
     dist.barrier()
     if dist.get_rank() == 3:
         time.sleep(3)
-    groups = {1: {"data": found.group("data_parallel"), "loss": found.loss_group}}
-    groups[2] = {"tensor": found.group("tensor_parallel")}
+    groups_with_the_last = {
+        1: {"data": ranks.group("data_parallel"), "loss": ranks.loss_group},
+        2: {"tensor": ranks.group("tensor_parallel")},
+    }
     waited = {}
-    for name, group in groups.get(dist.get_rank(), {}).items():
+    for name, group in groups_with_the_last.get(dist.get_rank(), {}).items():
         started = time.monotonic()
         with pytest.raises(RuntimeError):
             dist.all_reduce(torch.zeros(1), group=group)
@@ -65,9 +69,9 @@ def wait_for_a_late_rank():
 
 def test_every_group_has_the_timeout():
     try:
-        found = world(4).run(wait_for_a_late_rank, seconds=20)
+        by_rank = world(4).run(wait_for_a_late_rank, seconds=20)
     finally:
-        world(4).stop()  # a group that gave up is of no use any more
-    waited = found[0] | found[1] | found[2] | found[3]
+        world(4).stop()  # a group that has given up cannot be used again
+    waited = by_rank[0] | by_rank[1] | by_rank[2] | by_rank[3]
     assert waited.keys() == {"data", "loss", "tensor"}
     assert all(0.9 < seconds < 2 for seconds in waited.values()), waited

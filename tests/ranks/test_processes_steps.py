@@ -1,4 +1,4 @@
-"""How the documents of a step are dealt to ranks, and what ranks decide together."""
+"""The documents of a step dealt out to ranks, the sum of their gradients, and their agreement."""
 
 from __future__ import annotations
 
@@ -31,24 +31,21 @@ def document(number: int, length: int) -> Document:
 @settings(max_examples=60)
 def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_the_step_once(lengths, ranks):
     documents = [document(number, length) for number, length in enumerate(lengths)]
-    whole = make_step(documents, 12, {})
+    alone = make_step(documents, 12, {})
     steps = [make_step(documents, 12, {}, rank, ranks) for rank in range(ranks)]
     assert len({len(step.micro_batches) for step in steps}) == 1
-    assert (
-        max(len(micro_batch.tokens) for step in steps for micro_batch in step.micro_batches) <= 12
-    )
-    names = [
-        name for step in steps for micro_batch in step.micro_batches for name in micro_batch.names
-    ]
+    micro_batches = [micro_batch for step in steps for micro_batch in step.micro_batches]
+    assert max(len(micro_batch.tokens) for micro_batch in micro_batches) <= 12
+    names = [name for micro_batch in micro_batches for name in micro_batch.names]
     assert sorted(names) == sorted(f"document {number}" for number in range(len(lengths)))
     for step in steps:
-        assert vars(step.totals).keys() == vars(whole.totals).keys()
+        assert vars(step.totals).keys() == vars(alone.totals).keys()
         assert step.totals.num_documents == len(lengths)
-        assert step.totals.num_tokens == whole.totals.num_tokens
-        assert torch.equal(step.totals.tokens_per_group, whole.totals.tokens_per_group)
+        assert step.totals.num_tokens == alone.totals.num_tokens
+        assert torch.equal(step.totals.tokens_per_group, alone.totals.tokens_per_group)
         for micro_batch in step.micro_batches:
             groups = [int(name.split()[1]) // 2 for name in micro_batch.names]
-            assert micro_batch.group_index.tolist() == groups  # numbered within the whole step
+            assert micro_batch.group_index.tolist() == groups  # numbered over all ranks
     tokens = [sum(lengths[i] for i in share) for share in divide_among_ranks(documents, ranks)]
     assert max(tokens) - min(tokens) <= max(lengths)
 
@@ -59,14 +56,14 @@ def summed_gradients() -> tuple[list[torch.Tensor], list[int]]:
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (1,), (4, 4))]
     for parameter in parameters[:-1]:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
-    gradients.BUCKET_BYTES = {"cpu": 64}  # the first fills one alone
+    gradients.BUCKET_BYTES = {"cpu": 64}  # the first gradient fills a bucket alone
     sum_gradients(parameters, ranks.loss_group)
     assert parameters[-1].grad is None
     return [parameter.grad for parameter in parameters[:-1]]
 
 
 def test_gradients_are_summed_bitwise_alike_on_all_ranks():
-    found = world(4).run(summed_gradients)
+    sums = world(4).run(summed_gradients)
     expected = [torch.zeros(3, 5, dtype=torch.float64), torch.zeros(7), torch.zeros(1)]
     for rank in range(4):
         generator = torch.Generator().manual_seed(rank)
@@ -74,23 +71,23 @@ def test_gradients_are_summed_bitwise_alike_on_all_ranks():
             total + torch.randn(total.shape, generator=generator).double() for total in expected
         ]
     for rank in range(4):
-        for gradient, first, total in zip(found[rank], found[0], expected, strict=True):
+        for gradient, first, total in zip(sums[rank], sums[0], expected, strict=True):
             assert torch.equal(gradient, first)
             torch.testing.assert_close(gradient.double(), total, rtol=1e-6, atol=1e-6)
 
 
 def decide() -> list:
     ranks = layout(data_parallel=2)
-    found = [largest(ranks.rank * 15, ranks)]
+    outcomes = [largest(ranks.rank * 15, ranks)]
     for failing in ({1: DataError("torn")}, {0: StorageError("full"), 1: StorageError("full")}, {}):
         try:
             with failing_together(ranks):
                 if ranks.rank in failing:
                     raise failing[ranks.rank]
-            found.append("no error")
+            outcomes.append("no error")
         except (DataError, StorageError) as error:
-            found.append((type(error).__name__, str(error), error.on_all_ranks))
-    return found
+            outcomes.append((type(error).__name__, str(error), error.on_all_ranks))
+    return outcomes
 
 
 def test_an_error_of_one_rank_is_raised_by_all():

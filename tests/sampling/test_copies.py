@@ -1,5 +1,5 @@
-"""Processes of their own that sample from copies of the weights: what runs with them learn, and
-what they leave."""
+"""Runs whose completions come from processes with copies of the weights: they learn the same, and
+leave nothing behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from pgtoolkit.training.train import train
 AHEAD = ("rollout.old_log_probs=sampling", "trainer.device=cpu", "trainer.deterministic=true")
 LAG = (*AHEAD, "rollout.lag=2")
 COPY = (*AHEAD, "rollout.max_staleness=3", "sampler.processes=1")
-"""Either samples a batch, of two steps, when training on the batch before it begins."""
+"""LAG and COPY both sample a batch, of two steps, when training on the batch before it begins."""
 EVALUATED = (
     *("evaluation.every=3", "evaluation.prompts_per_set=3", "evaluation.max_completion_length=2"),
     "evaluation.sets.a.num_digits=1",
@@ -47,42 +47,39 @@ TALK = (
 
 @pytest.fixture(scope="module")
 def lagging(tmp_path_factory):
-    """A run that samples by itself, a batch ahead."""
+    """Return a run that samples in its own process, a batch ahead."""
     return run(tmp_path_factory.mktemp("lagging") / "run", *LAG, *EVALUATED)
 
 
-def assert_same(found: Path, expected: Path) -> None:
-    """What two runs have learned and measured is the same to the last bit."""
-    assert metrics_of(found) == metrics_of(expected)
+def assert_same(run_dir: Path, expected: Path) -> None:
+    """Assert that two runs have learned and measured the same, to the last bit."""
+    assert metrics_of(run_dir) == metrics_of(expected)
     for part in ("model", "optimizer"):
-        assert_equal(checkpoint_of(found, 6)[part], checkpoint_of(expected, 6)[part])
-    rows = [
-        [
-            {name: value for name, value in row.items() if name not in ("time", "seconds")}
-            for row in read_evaluations(of)
-        ]
-        for of in (found, expected)
+        assert_equal(checkpoint_of(run_dir, 6)[part], checkpoint_of(expected, 6)[part])
+    assert evaluations_of(run_dir) == evaluations_of(expected)
+
+
+def evaluations_of(run_dir: Path) -> list[dict]:
+    """Return a run's evaluations without times."""
+    return [
+        {name: value for name, value in row.items() if name not in ("time", "seconds")}
+        for row in read_evaluations(run_dir)
     ]
-    assert rows[0] == rows[1]
 
 
-def test_a_copy_in_another_process_samples_what_this_one_would(lagging, tmp_path):
-    """Bit for bit, evaluations between batches included; afterwards nothing of it is left."""
-    found = run(tmp_path / "run", *COPY, *EVALUATED)
-    assert_same(found, lagging)
-    assert [row["staleness"] for row in metrics_of(found)] == [0, 1, 2, 3, 2, 3]
-    assert [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "copy_process" in str(child.cmdline())
-    ] == []
-    completions = read_completions(found / "completions" / "evaluation_a_000003.parquet")
+def test_a_copy_in_another_process_samples_the_same_as_the_model(lagging, tmp_path):
+    """To the last bit, evaluations between batches included. The process has ended afterwards."""
+    run_dir = run(tmp_path / "run", *COPY, *EVALUATED)
+    assert_same(run_dir, lagging)
+    assert [row["staleness"] for row in metrics_of(run_dir)] == [0, 1, 2, 3, 2, 3]
+    children = psutil.Process().children(recursive=True)
+    assert [child for child in children if "copy_process" in str(child.cmdline())] == []
+    completions = read_completions(run_dir / "completions" / "evaluation_a_000003.parquet")
     assert {completion.version for completion in completions} == {3}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_to_the_last_bit(lagging, tmp_path):
-    """The configuration may name other processes than before."""
+def test_a_resumed_run_learns_the_same_to_the_last_bit(lagging, tmp_path):
     cut = copy_as_of(run(tmp_path / "first", *COPY, *EVALUATED), 3, tmp_path / "run")
     run(cut, *COPY, *EVALUATED, "sampler.processes=1", resume=True)
     assert_same(cut, lagging)
@@ -97,14 +94,14 @@ def test_a_resumed_run_goes_on_to_the_last_bit(lagging, tmp_path):
         ("model.dtype=bfloat16", "sampler.static_cache=true"),
     ],
 )
-def test_models_of_a_folder(tmp_path, chosen):
-    """Of adapters the copy has the sum with the frozen weights, which rounds otherwise than their
-    two products."""
+def test_a_copy_of_a_folders_model_samples_the_same(tmp_path, chosen):
+    """Except with adapters: the copy has their sum with the frozen weights, which rounds in another
+    way than the two products."""
     folder = save_with_tokenizer(small_llama(3), tmp_path / "model")
     runs = []
-    for name, how in (("lag", LAG), ("copy", COPY)):
+    for name, settings in (("lag", LAG), ("copy", COPY)):
         train(
-            config_of(*with_model(folder, *how, *chosen, "optimizer.learning_rate=0.01")),
+            config_of(*with_model(folder, *settings, *chosen, "optimizer.learning_rate=0.01")),
             tmp_path / name,
         )
         runs.append(metrics_of(tmp_path / name))
@@ -118,8 +115,8 @@ def test_models_of_a_folder(tmp_path, chosen):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiles", ["false", "true"])
-def test_a_copy_on_another_gpu_samples_what_this_one_would(tmp_path, compiles):
-    """Bit for bit, evaluations included, by CUDA graphs and Triton's kernels in bfloat16."""
+def test_a_copy_on_another_gpu_samples_the_same_as_the_model(tmp_path, compiles):
+    """To the last bit, evaluations included, by CUDA graphs and Triton's kernels in bfloat16."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     folder = save_with_tokenizer(small_llama(3), tmp_path / "model")
@@ -133,36 +130,36 @@ def test_a_copy_on_another_gpu_samples_what_this_one_would(tmp_path, compiles):
 
 
 @pytest.mark.slow
-def test_conversations_of_several_turns(tmp_path):
-    kept = [setting for setting in SHORT if not setting.startswith("task.")]
-    for name, how in (("lag", LAG), ("copy", COPY)):
-        train(
-            config_of(*[x for x in kept if x.split("=")[0] not in str(TALK)], *how, *TALK),
-            tmp_path / name,
-        )
+def test_conversations_of_several_turns_are_the_same(tmp_path):
+    base = [
+        setting
+        for setting in SHORT
+        if not setting.startswith("task.") and setting.split("=")[0] not in str(TALK)
+    ]
+    for name, settings in (("lag", LAG), ("copy", COPY)):
+        train(config_of(*base, *settings, *TALK), tmp_path / name)
     assert metrics_of(tmp_path / "copy") == metrics_of(tmp_path / "lag")
     assert max(row["turns"] for row in metrics_of(tmp_path / "copy")) > 1
 
 
 @pytest.mark.slow
 def test_several_processes_share_the_prompts_of_a_batch(lagging, tmp_path):
-    """What is completed at the same time is rounded otherwise, and drawn alike."""
-    found = run(tmp_path / "run", *COPY, *EVALUATED, "sampler.processes=3")
-    assert sorted(file.name for file in found.glob("sampler*.log")) == [
+    """They draw the same tokens; rounding depends on what is completed at the same time."""
+    run_dir = run(tmp_path / "run", *COPY, *EVALUATED, "sampler.processes=3")
+    assert sorted(file.name for file in run_dir.glob("sampler*.log")) == [
         f"sampler-{number}.log" for number in range(3)
     ]
-    for row, other in zip(metrics_of(found), metrics_of(lagging), strict=True):
+    for row, other in zip(metrics_of(run_dir), metrics_of(lagging), strict=True):
         assert row["reward"] == other["reward"]
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
 
 
 @pytest.mark.slow
-def test_ranks_have_processes_of_their_own(tmp_path):
-    for name, how in (("lag", LAG), ("copy", (*COPY, "sampler.processes=2"))):
-        command = Command(tmp_path / name, *SHORT, *how, "parallelism=ddp")
+def test_each_rank_has_its_own_process(tmp_path):
+    for name, settings in (("lag", LAG), ("copy", (*COPY, "sampler.processes=2"))):
+        command = Command(tmp_path / name, *SHORT, *settings, "parallelism=ddp")
         assert command.process.wait(200) == 0, command.log.read_text()
-    found, expected = (metrics_of(tmp_path / name / "run") for name in ("copy", "lag"))
-    assert found == expected
+    assert metrics_of(tmp_path / "copy" / "run") == metrics_of(tmp_path / "lag" / "run")
 
 
 @pytest.mark.slow
@@ -178,7 +175,7 @@ def test_weights_that_are_not_finite_are_an_error_of_the_run(tmp_path):
 
 
 class CopyCommand(Command):
-    """A run that goes on until it is ended, with a process that samples."""
+    """A run without end, with a process that samples."""
 
     def __init__(self, folder: Path, *more: str):
         super().__init__(
@@ -186,7 +183,7 @@ class CopyCommand(Command):
         )
 
     def copies(self) -> list[psutil.Process]:
-        """The guard, and what it guards."""
+        """Return the guard, and the process that it guards."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if "copy_process" in " ".join(child.cmdline())]
 
@@ -212,17 +209,17 @@ def test_a_run_that_is_killed_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1], ids=["guard", "copy"])
-def test_a_killed_process_loses_no_step(lagging, tmp_path, which):
+@pytest.mark.parametrize("number", [0, 1], ids=["guard", "copy"])
+def test_a_killed_process_loses_no_step(lagging, tmp_path, number):
     command = CopyCommand(tmp_path, "trainer.checkpoint_every=1000000")
     command.wait_for_steps(3)
     copies = command.copies()
-    copies[which].kill()
+    copies[number].kill()
     assert command.process.wait(60) == 5
     assert gone(copies)
-    said = " ".join(command.log.read_text().split())
-    assert "the process that samples on the CPU was ended by SIGKILL" in said
-    assert "Continue with: " in said
+    output = " ".join(command.log.read_text().split())
+    assert "the process that samples on the CPU was ended by SIGKILL" in output
+    assert "Continue with: " in output
     status = read_status(command.directory)
     assert (status["state"], status["step"]) == ("failed", status["saved"])
     assert status["step"] >= 3
@@ -240,7 +237,7 @@ def test_ctrl_c_ends_the_step_and_then_the_process(tmp_path):
     assert gone(copies)
 
 
-def test_what_is_refused():
+def test_settings_that_do_not_go_together_are_refused():
     def problems(*overrides: str) -> str:
         return " ".join(validate(config_of(*SHORT, *overrides))[1].problems)
 

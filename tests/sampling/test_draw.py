@@ -1,5 +1,5 @@
-"""The draw of a token: the numbers it takes against SplitMix64 as published, what it draws against
-float64."""
+"""The draw of a token: its random numbers against SplitMix64 as published, its tokens against a
+draw in float64."""
 
 import math
 
@@ -12,12 +12,12 @@ WORD = 2**64
 
 
 def outputs(state, count):
-    """Of SplitMix64, as its authors wrote it down."""
-    found = []
+    """Return the first outputs of SplitMix64, as its authors wrote it down."""
+    words = []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) % WORD
-        found.append(mixed(state))
-    return found
+        words.append(mixed(state))
+    return words
 
 
 def mixed(word):
@@ -27,20 +27,20 @@ def mixed(word):
 
 
 def test_numbers_are_those_of_splitmix64():
-    # as others give them
+    # Published outputs of the seed 0.
     assert outputs(0, 3) == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     rows = [(0, 0), (0, 1), (7, 0), (7, 5), (2**32 - 1, 999)]
-    found = uniform_numbers(rows, 40)
-    assert found.dtype == torch.float64
-    for (seed, completion), numbers in zip(rows, found.tolist(), strict=True):
+    uniform = uniform_numbers(rows, 40)
+    assert uniform.dtype == torch.float64
+    for (seed, completion), numbers in zip(rows, uniform.tolist(), strict=True):
         start = (mixed(seed) + completion) % WORD
         assert numbers == [(word >> 11) / 2**53 for word in outputs(mixed(start), 40)]
-    assert torch.equal(uniform_numbers(rows[2:4], 9), found[2:4, :9])  # whatever else is drawn
+    assert torch.equal(uniform_numbers(rows[2:4], 9), uniform[2:4, :9])  # other rows do not matter
     assert uniform_numbers([], 3).shape == (0, 3)
 
 
 def reference(scores, uniform):
-    """(B,) int64 tokens by the cumulative probabilities in float64, and these, (B, V)."""
+    """Return the (B,) int64 tokens by cumulative probabilities in float64, and these, (B, V)."""
     cumulative = scores.double().softmax(-1).cumsum(-1)
     return torch.searchsorted(cumulative, uniform[:, None], right=True)[:, 0], cumulative
 
@@ -49,7 +49,7 @@ def reference(scores, uniform):
     ("vocabulary", "scale"), [(12, 2.0), (1000, 3.0), (151_936, 3.0), (151_936, 12.0)]
 )
 def test_the_token_is_where_the_cumulative_probability_exceeds(vocabulary, scale):
-    """But within rounding of a bound; with the log-prob of the softmax."""
+    """Except within rounding of a bound. Its log-prob is that of the softmax."""
     logits = scale * torch.randn(60, vocabulary, generator=torch.Generator().manual_seed(3))
     uniform = uniform_numbers([(seed, 0) for seed in range(60)], 1)[:, 0]
     tokens, log_probs = draw(logits, uniform)
@@ -64,15 +64,16 @@ def test_the_token_is_where_the_cumulative_probability_exceeds(vocabulary, scale
 def test_draws_are_as_frequent_as_their_probabilities():
     """Chi-squared, over the rows of a batch and over the tokens of a row; 19 degrees of freedom,
     deviation 6.2."""
-    logits = torch.linspace(-3, 1.5, 20)[
-        torch.randperm(20, generator=torch.Generator().manual_seed(1))
-    ]
-    probabilities, count = logits.double().softmax(0), 100_000
-    by_row = uniform_numbers([(i // 8, i % 8) for i in range(count)], 3)[:, 2]
-    for uniform in (by_row, uniform_numbers([(5, 1)], count)[0]):
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    logits = torch.linspace(-3, 1.5, 20)[order]
+    probabilities = logits.double().softmax(0)
+    count = 100_000
+    of_rows = uniform_numbers([(i // 8, i % 8) for i in range(count)], 3)[:, 2]
+    of_tokens = uniform_numbers([(5, 1)], count)[0]
+    for uniform in (of_rows, of_tokens):
         tokens, _ = draw(logits.expand(count, 20), uniform)
-        found = torch.bincount(tokens, minlength=20).double()
-        chi_squared = ((found - count * probabilities) ** 2 / (count * probabilities)).sum()
+        counts = torch.bincount(tokens, minlength=20).double()
+        chi_squared = ((counts - count * probabilities) ** 2 / (count * probabilities)).sum()
         assert chi_squared < 19 + 4 * math.sqrt(38)
 
 
@@ -82,14 +83,15 @@ def test_no_token_of_probability_zero_is_drawn(uniform):
     logits = torch.full((3, 5000), -torch.inf)
     logits[0, [7, 4000]] = torch.tensor([1.0, 2.0])
     logits[1, 2500] = -1e30
-    logits[2, [100, 3000]], logits[2, 200:300] = 0.0, -150.0
+    logits[2, [100, 3000]] = 0.0
+    logits[2, 200:300] = -150.0
     tokens, log_probs = draw(logits, torch.full((3,), uniform, dtype=torch.float64))
     assert tokens.tolist() == [[7, 2500, 100], [4000, 2500, 3000]][uniform > 0]
     assert log_probs.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_probabilities_that_are_not_finite_show(value):
+def test_where_scores_are_not_finite_the_log_prob_is_not(value):
     logits = torch.zeros(2, 30)
     logits[1, 4] = value
     tokens, log_probs = draw(logits, torch.tensor([0.3, 0.999], dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What belongs to a server's process on this machine: its port."""
+"""The port of a server's process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 from pgtoolkit.sampling.server_process import reserve_port
 
 
-def test_a_port_that_is_kept_for_a_server_is_given_to_no_other():
-    """vLLM binds it with SO_REUSEPORT, which lets two servers have it, and a connection reaches
-    either."""
+def test_a_port_that_is_reserved_for_a_server_is_given_to_no_other():
+    """vLLM binds it with SO_REUSEPORT, by which two servers could have it, and a connection would
+    reach either of them."""
 
     def bound(port: int) -> socket.socket:
-        found = socket.socket()
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        found.bind(("127.0.0.1", port))
-        return found
+        opened = socket.socket()
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        opened.bind(("127.0.0.1", port))
+        return opened
 
     with contextlib.ExitStack() as opened, reserve_port() as reserved:
         port = reserved.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The folder that a server reads weights from: what lies in it, and where it cannot be written."""
+"""The folder that a server reads weights from: its files, its place, its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pgtoolkit.sampling.weights_folder import WeightsFolder, _lock_pages
 from pgtoolkit.training.build import build
 
 
-def test_a_full_disk_is_one_sentence(tmp_path):
+def test_a_full_disk_is_answered_in_one_sentence(tmp_path):
     folder = WeightsFolder(tmp_path, tmp_path, torch.float32)
     folder.make(1, lambda _: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -40,12 +40,11 @@ def test_a_full_disk_is_one_sentence(tmp_path):
     folder.remove()
 
 
-def test_numbers_that_are_no_weights_are_written_as_they_are(tmp_path):
-    """bfloat16 has 8 bits of a number: 257 and 2^31 + 1 would be others, and a mask would be no
-    mask."""
-    steps, mask = torch.tensor([257, 2**31 + 1, -3]), torch.tensor([True, False, True, True, False])
+def test_only_floating_point_numbers_are_written_in_the_folders_type(tmp_path):
+    """bfloat16 has 8 bits of a number, so that 257 and 2^31 + 1 would become others."""
+    steps = torch.tensor([257, 2**31 + 1, -3])
     others = {
-        "mask": mask,
+        "mask": torch.tensor([True, False, True, True, False]),
         "steps": steps,
         "index": steps[::2].int(),
         "bytes": torch.tensor([255, 0, 7]).byte(),
@@ -68,7 +67,7 @@ def test_numbers_that_are_no_weights_are_written_as_they_are(tmp_path):
 def test_64_mib_of_shared_memory_stay_free_beside_the_weights(
     tmp_path, monkeypatch, more, in_memory
 ):
-    """Others of the machine need some. Weights that would not leave so much go to the disk."""
+    """Other programs need some of it. Weights that would leave less are written to the disk."""
     num_bytes = 3 * 2**30
     free = num_bytes + 64 * 1024 * 1024 + more
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
@@ -79,7 +78,7 @@ def test_64_mib_of_shared_memory_stay_free_beside_the_weights(
 
 
 @pytest.mark.parametrize(("for_others", "rights"), [(False, 0o700), (True, 0o755)])
-def test_weights_are_their_owners_alone_where_no_other_has_started_the_server(
+def test_other_users_can_read_weights_only_where_one_may_have_started_the_server(
     tmp_path, for_others, rights
 ):
     folder = WeightsFolder(tmp_path, tmp_path, torch.float32, for_others)
@@ -89,7 +88,6 @@ def test_weights_are_their_owners_alone_where_no_other_has_started_the_server(
 
 
 def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
-    """Of one without a server of its own, too, which joins others' for weeks."""
     program = """if True:
         import os, signal, sys, torch
         from pathlib import Path
@@ -111,8 +109,7 @@ def test_nothing_is_left_of_the_folder_of_a_process_that_is_killed(tmp_path):
 
 
 def written(config, sizes: dict[str, int]) -> str:
-    """Writes two versions of a module's weights on these ranks; the folder, which is left to the
-    test."""
+    """Write two versions of a module's weights on these ranks; return a copy of the folder."""
     layout_here = layout(**sizes)
     module, loader = build(config, layout=layout_here)
     sampler = loader.source.sampler
@@ -148,14 +145,14 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
     from transformers import AutoModelForCausalLM
 
     model = save_with_tokenizer(small_llama(5, num_hidden_layers=3), tmp_path / "model")
-    own = [
+    sampler = [
         "sampler=vllm",
         f"sampler.executable={COMMAND}",
         f"sampler.weights_folder={tmp_path}/weights",
     ]
-    settings = with_model(model, "trainer.device=cpu", "model.dtype=bfloat16", *own, *more)
-    cut = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
-    config = config_of(*settings, *cut)
+    settings = with_model(model, "trainer.device=cpu", "model.dtype=bfloat16", *sampler, *more)
+    parallelism = [f"parallelism.{axis}={size}" for axis, size in sizes.items()]
+    config = config_of(*settings, *parallelism)
     folders = [Path(folder) for folder in world(2).run(written, config, sizes)]
     files = sorted(folders[0].glob("*.safetensors"))
     assert [file.name for file in files] == [
@@ -164,21 +161,23 @@ def test_the_ranks_of_a_node_write_a_file_each_and_together_the_weights_of_one_p
     assert 0.3 < files[0].stat().st_size / files[1].stat().st_size < 3
     index = json.loads((folders[0] / "model.safetensors.index.json").read_text())["weight_map"]
     assert index == {name: file.name for file in files for name in load_file(file)}
-    found = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
-    alone = [one for one in settings if not one.startswith("parallelism.")]
+    loaded = AutoModelForCausalLM.from_pretrained(folders[0]).state_dict()
+    alone = [setting for setting in settings if not setting.startswith("parallelism.")]
     module, _ = build(config_of(*alone), run_dir=tmp_path)
     with torch.no_grad():
         for parameter in module.model.parameters():
             parameter += 1
     expected = {name: weight.bfloat16() for name, weight in module.policy.weights().items()}
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].bfloat16(), weight) for name, weight in expected.items())
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name].bfloat16(), weight) for name, weight in expected.items())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shared", "device"), [(True, "cuda"), (False, "cuda"), (True, "cpu")])
-def test_weights_are_in_the_file_once_they_are_written_beside_a_gpu(tmp_path, shared, device):
-    """Also those of a run with trainer.device=cpu in a process that knows a GPU."""
+def test_weights_are_in_the_file_once_they_are_written_in_a_process_with_a_gpu(
+    tmp_path, shared, device
+):
+    """Also those of a run with trainer.device=cpu."""
     torch.cuda.init()
     folder = WeightsFolder(None if shared else tmp_path, tmp_path, torch.bfloat16)
     weights = {
@@ -191,15 +190,15 @@ def test_weights_are_in_the_file_once_they_are_written_beside_a_gpu(tmp_path, sh
         for _ in range(3):
             folder.make_room(weights)
             folder.fill(weights)
-            found = load_file(folder.path / "model.safetensors")
+            loaded = load_file(folder.path / "model.safetensors")
             for name, tensor in weights.items():
-                assert torch.equal(found[name], tensor.to(found[name].dtype).cpu())
+                assert torch.equal(loaded[name], tensor.to(loaded[name].dtype).cpu())
                 tensor.add_(1)
             assert (folder._known_at is not None) == shared
         if shared:
             content = folder._rooms["large"]
             assert content.is_pinned()
-            assert not _lock_pages(content)  # a second time
+            assert not _lock_pages(content)  # they are locked already
             assert torch.ones(3, device="cuda").sum().item() == 3
     finally:
         folder.remove()
