@@ -5,9 +5,9 @@
 verl and transformers' continuous batching ask for the package flash-attn, which PyPI has as source
 alone and which takes an hour to build. This writes FOLDER/flash_attn in its place: packed
 attention, forward and backward, is the FlashAttention 2 that PyTorch itself contains
-(`torch.nn.attention.varlen`), and attention over a cache in pages is the FlashAttention 3 that vLLM
-contains. With FOLDER and this file's folder on PYTHONPATH both programs
-take it for flash-attn 2.8.3. What is not attention (flash-attn's cross entropy) it does not have.
+(`torch.nn.attention.varlen`), attention over a cache in pages is the FlashAttention 3 that vLLM
+contains, and the cross entropy is compiled by torch.compile. With FOLDER and this file's folder on
+PYTHONPATH both programs take it for flash-attn 2.8.3.
 """
 
 from __future__ import annotations
@@ -138,6 +138,23 @@ def flash_attn_with_kvcache(
     return out[:, None]
 
 
+def cross_entropy_loss(
+    logits: Tensor, labels: Tensor, inplace_backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the losses, (tokens,) float32, of logits (tokens, vocabulary), and zeros.
+
+    inplace_backward: ignored; the gradient gets memory of its own.
+    """
+    losses = _losses(logits, labels)
+    return losses, torch.zeros_like(losses)
+
+
+@torch.compile(dynamic=True)
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    values = logits.float()
+    return values.logsumexp(-1) - values.gather(-1, labels[:, None])[:, 0]
+
+
 def install(folder: Path) -> None:
     """Write a package flash_attn of these functions, with the metadata that is asked for."""
     package = folder / "flash_attn"
@@ -155,6 +172,11 @@ def install(folder: Path) -> None:
         "from transformers.modeling_flash_attention_utils import _pad_input as pad_input\n"
         "from transformers.modeling_flash_attention_utils import _unpad_input as unpad_input\n"
     )
+    triton = package / "ops" / "triton"
+    triton.mkdir(parents=True, exist_ok=True)
+    (package / "ops" / "__init__.py").touch()
+    (triton / "__init__.py").touch()
+    (triton / "cross_entropy.py").write_text("from flash_attn_by_torch import cross_entropy_loss\n")
     metadata = folder / f"flash_attn-{VERSION}.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(
