@@ -187,9 +187,9 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
 
-    hidden: (T, H). lm_head_weight: (V, H), cast to hidden's dtype if it has another. bias: (V,) or
-        None. The other
-    tensors and keywords are those of `policy_loss`, but for:
+    hidden: (T, H).
+    lm_head_weight: (V, H), cast to hidden's dtype if it has another.
+    bias: (V,) or None. The other tensors and keywords are those of `policy_loss`, but for:
 
     impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit
         logits_memory_mb (MiB; by default a sixty-fourth of the GPU's memory and at least 512, on a
@@ -269,14 +269,12 @@ def log_prob_loss(
     """`policy_loss` of log-probs that the caller has computed, differentiable with respect to them.
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to
-        one axis, padding
-    included. mask: (T,) bool, True where a token is trained; other positions are not read. factors:
-        (T,) floating, a
-    correction that a trainer has computed by itself: without gradient on each token's loss, and not
-        on the penalty.
+        one axis, padding included.
+    mask: (T,) bool, True where a token is trained; other positions are not read.
+    factors: (T,) floating, a correction that a trainer has computed by itself: without gradient on
+        each token's loss, and not on the penalty.
     metrics: "none" or "basic", as entropy needs the logits, which is why there is no bonus for it.
-        The other tensors
-    and keywords are those of `policy_loss`.
+        The other tensors and keywords are those of `policy_loss`.
     """
     if metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")

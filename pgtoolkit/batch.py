@@ -323,9 +323,8 @@ def pack(
     has_trajectories: whether the step's documents name any.
 
     Here alone tokens become labels: position t predicts token t + 1 of its document, with that
-        token's old log-prob
-    and advantage; the last position of a document predicts nothing. No documents give a micro-batch
-    of length 0.
+    token's old log-prob and advantage; the last position of a document predicts nothing. No
+    documents give a micro-batch of length 0.
     """
     lengths = [len(document.tokens) for document in documents]
     tokens = _concatenate([document.tokens for document in documents], torch.int64)

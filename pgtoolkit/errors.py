@@ -19,8 +19,7 @@ class PgtoolkitError(Exception):
     """Base of every error that is reported as one message without a traceback.
 
     on_all_ranks: of several processes, each raises it alike, and one of them says it for all.
-        agreed: every rank raises
-    it at this place of its program.
+    agreed: every rank raises it at this place of its program.
     """
 
     exit_status = 1

@@ -48,8 +48,7 @@ def assert_conforms(
     """Raise AssertionError unless the function computes this loss: its value, its gradient, and its
     denominators.
 
-        def test_my_loss():
-            pgtoolkit.testing.assert_conforms(my_loss, "grpo", aggregation="token_mean")
+    def test_my_loss(): pgtoolkit.testing.assert_conforms(my_loss, "grpo", aggregation="token_mean")
 
     function: returns the loss to minimise, a scalar, or a tuple that begins with it. Its parameters
         say by name what it takes, of B documents padded to the length T: log_probs, (B, T) float64,
@@ -70,9 +69,8 @@ def assert_conforms(
     tolerance: the largest error of value and gradient, relative to the reference's.
 
     All that differs is said at once: on whole steps that are on-policy, near, and clipped on both
-        sides; on their
-    pieces; and with NaN and infinity in all but the logits of every token that is not trained.
-    Raises ValueError where the question itself cannot be right.
+    sides; on their pieces; and with NaN and infinity in all but the logits of every token that is
+    not trained. Raises ValueError where the question itself cannot be right.
     """
     if kl is not None and kl.full:
         raise ValueError(

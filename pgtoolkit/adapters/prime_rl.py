@@ -2,9 +2,8 @@
 "pgtoolkit.adapters.prime_rl.policy_loss".
 
 prime-rl calls it with one document, adds up what it returns over micro-batches and ranks, and
-divides by the trained
-tokens of the whole step: the aggregation is token_mean, and a step does not depend on how it was
-    cut.
+divides by the trained tokens of the whole step: the aggregation is token_mean, and a step does not
+depend on how it was cut.
 """
 
 from __future__ import annotations

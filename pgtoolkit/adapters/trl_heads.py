@@ -131,9 +131,8 @@ def add_fused_head(model: nn.Module) -> None:
     calls stay as before.
 
     DistributedDataParallel looks for a step's parameters in the output of the forward pass, so the
-    head must be used
-    inside of it. model: a transformers causal LM, in PEFT or not, before it is wrapped for several
-        processes.
+    head must be used inside of it. model: a transformers causal LM, in PEFT or not, before it is
+    wrapped for several processes.
     """
     model = getattr(model, "get_base_model", lambda: model)()
     usual_forward = model.forward

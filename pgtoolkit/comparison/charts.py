@@ -79,10 +79,9 @@ def picture(compared: Compared, kind: str) -> bytes:
     """Draw the charts with their legend, and return the file.
 
     The panels are curves over documents, curves over time, the tested means with their intervals,
-    and with --best-of
-    the values that were tried. kind: png, pdf, or svg, which is transparent.
-    In the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the group's place,
-    and intervals interval-GROUP.
+    and with --best-of the values that were tried. kind: png, pdf, or svg, which is transparent. In
+    the SVG bands, means and single runs are groups named KIND-GROUP-AXIS, by the group's place, and
+    intervals interval-GROUP.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure

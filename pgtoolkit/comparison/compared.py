@@ -34,9 +34,8 @@ class Group:
         counted run reached.
     tried: with --best-of, all finished groups that differ from this one in that key alone, by its
         value in words.
-    labels: the user's names for values, by (key, value in words). label: a few words that tell the
-        group from the
-    others; see `name_groups`.
+    labels: the user's names for values, by (key, value in words).
+    label: a few words that tell the group from the others; see `name_groups`.
     """
 
     values: dict[str, object]

@@ -46,9 +46,10 @@ class Rule:
 
     name: what is wrong. metrics: the columns without which nothing can be said. measured_by: how to
         get them.
-    healthy: what they are in a run without it, as docs/metrics.md has it. find: what a run shows of
-        it. meaning: why it
-    matters. change: what to try, the likeliest first.
+    healthy: what they are in a run without it, as docs/metrics.md has it.
+    find: what a run shows of it.
+    meaning: why it matters.
+    change: what to try, the likeliest first.
     """
 
     name: str

@@ -63,9 +63,8 @@ class Kept:
 class Change(NamedTuple):
     """A prompt whose completions were kept at two steps.
 
-    means: of the rewards at the first and at the second step. before, after: the completion of each
-        step whose reward
-    is nearest to the mean.
+    means: of the rewards at the first and at the second step.
+    before, after: the completion of each step whose reward is nearest to the mean.
     """
 
     means: tuple[float, float]
@@ -77,8 +76,8 @@ class Samples(NamedTuple):
     """One set at one step, and how rewards changed since an earlier step.
 
     counts: of the prompts that were sampled more than once between the steps `since` and `step`,
-        how many have a mean
-    reward that rose, fell and stayed the same. changes: the largest changes, in falling order.
+        how many have a mean reward that rose, fell and stayed the same.
+    changes: the largest changes, in falling order.
     """
 
     set: str
@@ -132,7 +131,9 @@ def samples(
 ) -> Samples:
     """Return a set at a step, and the prompts whose rewards changed most since another step.
 
-    step: None for the last. since: None for the first. count: of changes at most.
+    step: None for the last.
+    since: None for the first.
+    count: of changes at most.
     Raises ConfigError for a step without completions.
     """
     step = kept.steps[-1] if step is None else step

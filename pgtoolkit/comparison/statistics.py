@@ -93,9 +93,9 @@ def mean_and_std(values: list[float]) -> tuple[float | None, float | None]:
 class Comparisons:
     """A t-test of every pair of samples that have values, p adjusted over all the pairs tested.
 
-    margin: for the test that a pair is equal, see `margin_of`. primary: the pairs (first place,
-        second place) that
-    were planned before the runs; p is adjusted over these alone, and the others are exploratory.
+    margin: for the test that a pair is equal, see `margin_of`.
+    primary: the pairs (first place, second place) that were planned before the runs; p is adjusted
+        over these alone, and the others are exploratory.
 
     len() is the number of pairs, and iterating gives a `Comparison` of each. All are tested at
     once, since a thousand configurations make half a million pairs; intervals are computed when a
@@ -282,11 +282,10 @@ def _p_values(
     elsewhere.
 
     The first has the p of the difference: of Student's test of the differences where the samples
-        are paired, else of
-    Welch's. The second has the p that they are equal within the margin, the higher of two one-sided
-    tests (Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15, 1987). Both are NaN
-    where a sample has a single value, or no seed differs from another. Of samples without any
-    spread p is 1 if they are equal, and NaN if they are not.
+    are paired, else of Welch's. The second has the p that they are equal within the margin, the
+    higher of two one-sided tests (Schuirmann, Journal of Pharmacokinetics and Biopharmaceutics 15,
+    1987). Both are NaN where a sample has a single value, or no seed differs from another. Of
+    samples without any spread p is 1 if they are equal, and NaN if they are not.
     """
     from scipy.special import stdtr
 
@@ -367,9 +366,9 @@ def seeds_needed(difference: float, variances: list[float]) -> int:
     probability POWER.
 
     variances: of both samples, or, where they are paired, of their differences alone. The
-        difference and the variances
-    are taken for the true ones and the values for normal, and p is not adjusted for other pairs
-    (arXiv 1806.08295). Returns MOST_SEEDS + 1 for any larger number.
+        difference and the variances are taken for the true ones and the values for normal, and p is
+        not adjusted for other pairs (arXiv 1806.08295).
+    Returns MOST_SEEDS + 1 for any larger number.
     """
     for counts in (np.arange(2, 33), np.arange(33, MOST_SEEDS + 1)):  # most comparisons need few
         freedom = (counts - 1) * sum(variances) ** 2 / sum(variance**2 for variance in variances)

@@ -63,10 +63,10 @@ more."""
 class Inspected:
     """A step with the numbers of its tokens under each loss, the run's own first.
 
-    name: of the run's folder, or of the file. own: words before the label of the first column.
-        facts: sentences on
-    where weights and documents come from, and how that is known. common: see
-    `tokens_losses.common_vectors`.
+    name: of the run's folder, or of the file.
+    own: words before the label of the first column.
+    facts: sentences on where weights and documents come from, and how that is known.
+    common: see `tokens_losses.common_vectors`.
     """
 
     name: str
@@ -82,12 +82,13 @@ def inspect(target: str, overrides: list[str], number: int | None) -> Inspected:
     """Return a step of a run, or of a run that would be started on recorded rollouts, under several
     losses.
 
-    target: a run directory, or a file or folder of recorded rollouts. overrides: keys of the loss,
-        with several
-    values separated by commas, choose the losses to compare; for recorded rollouts others configure
-    the run. number: of the step; None for the last step on the batch of documents with which the
-    newest checkpoint goes on. Raises ConfigError, DataError if the repeated step is not the one
-    that the run has made, and what training raises.
+    target: a run directory, or a file or folder of recorded rollouts.
+    overrides: keys of the loss, with several values separated by commas, choose the losses to
+        compare; for recorded rollouts others configure the run.
+    number: of the step; None for the last step on the batch of documents with which the newest
+        checkpoint goes on.
+    Raises ConfigError, DataError if the repeated step is not the one that the run has made, and
+    what training raises.
     """
     path = Path(target)
     run_dir = path if is_run(path) else None

@@ -22,8 +22,8 @@ CLIPS = (
 """Effects of a family's bounds on a token, by number.
 
 Below or above the bounds the coefficient is unchanged where the advantage has the other sign,
-capped where the weight
-stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or minus 20.
+capped where the weight stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or
+minus 20.
 """
 
 
@@ -31,16 +31,16 @@ stays at the bound, or cut to 0. Clamped: the log-ratio lies beyond plus or minu
 class LossOnStep:
     """One loss on a step. label: the overrides that choose it. lines: its equation.
 
-    total: the step's loss, as training adds it up. vectors: by name, one number per trained token
-        of the step in the
-    order of its documents, float32 but for clip:
-        ratio: the token's, or its document's where the family's scope is the document.
-        clip: uint8, a place in CLIPS.
-        weight: w_t, without the factor of a correction. factor: that factor; missing where there is
-            no correction.
-        coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the
-            entropy bonus.
-        share: the token's part of the step's loss, with the penalty and the bonus.
+    total: the step's loss, as training adds it up.
+    vectors: by name, one number per trained token of the step in the order of its documents,
+        float32 but for clip: ratio: the token's, or its document's where the family's scope is the
+        document.
+    clip: uint8, a place in CLIPS.
+    weight: w_t, without the factor of a correction.
+    factor: that factor; missing where there is no correction.
+    coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the entropy
+        bonus.
+    share: the token's part of the step's loss, with the penalty and the bonus.
     """
 
     loss: Loss

@@ -38,8 +38,7 @@ def tokens_of(
     as int64.
 
     vectors: the first of VECTORS, (T,) each; None for an optional one that is missing.
-        of_documents: those of
-    OF_DOCUMENTS, (documents,) each, or None.
+    of_documents: those of OF_DOCUMENTS, (documents,) each, or None.
     num_documents: None for the largest index + 1, read on the host.
     Raises ValueError for a vector that does not fit the rows.
     """
@@ -244,8 +243,7 @@ def check_totals(
     documents.
 
     of_documents: of the names in OF_DOCUMENTS those that are given. Reads the values of tensors on
-        a CPU only: asking a
-    GPU costs a synchronisation.
+        a CPU only: asking a GPU costs a synchronisation.
     """
     for key, index in of_documents.items():
         check_tensor(

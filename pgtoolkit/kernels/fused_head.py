@@ -4,12 +4,11 @@ at a time.
 The gradient of a log-prob by its logits is (onehot - softmax) / temperature, the *score*, whatever
 the loss. With c_t the derivative of the loss by the log-prob of token t,
 
-    gradient of hidden = (c / temperature) * (score @ weight)
-    gradient of weight = score.T @ ((c / temperature) * hidden)
+gradient of hidden = (c / temperature) * (score @ weight) gradient of weight = score.T @ ((c /
+temperature) * hidden)
 
 so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass
-suffices even
-where c_t needs all tokens of its document: chunks are made of whole documents.
+suffices even where c_t needs all tokens of its document: chunks are made of whole documents.
 
 An entropy bonus, or the full KL against a reference, adds a second row to the gradient of the
 logits, with a coefficient of its own. A chunk's logits, and the reference's beside them, then stay
@@ -220,8 +219,7 @@ class _FusedPass:
             self.any_not_finite = AnyOnHost(torch.zeros_like(objective.mask))
         # Whether all tokens of a document may turn out to have no gradient. They cannot if the
         # family's weight is never 0, if old log-probs are those of this pass (every ratio is 1), or
-        # if penalties give every
-        # token a gradient.
+        # if penalties give every token a gradient.
         family, old_log_probs = objective.family, objective.old_log_probs
         clips = family.by_document and family.slope_of == "log_ratio" and old_log_probs is not None
         clips_documents = (
@@ -231,8 +229,7 @@ class _FusedPass:
             pieces = [plan.rows[piece] for piece in chunk.pieces(options.max_rows)]
             # If a document has more rows than may exist at once, only the last piece's score is
             # still there when the coefficients are known; the other logits are computed again. This
-            # rank may have no row
-            # of a chunk.
+            # rank may have no row of a chunk.
             kept = [pieces.pop()] if chunk.needs_gradient and pieces else []
             parts = [self.with_logits(rows).log_probs for rows in pieces]
             for rows in kept:

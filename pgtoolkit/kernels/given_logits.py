@@ -33,8 +33,7 @@ def choose_implementation(
 
     impl: "auto" or one of IMPLEMENTATIONS.
     vocabulary: the group over which the columns are spread, and the first column that is here; the
-        result is then a
-    `VocabularyShard`.
+        result is then a `VocabularyShard`.
     """
     if vocabulary is not None:
         return VocabularyShard(_passes(impl, like), *vocabulary)
@@ -168,9 +167,9 @@ class GradientsFromForward(torch.autograd.Function):
     """The loss, whose gradients by the inputs, or None for some, the forward pass has computed
     already.
 
-    scale_: multiplies a tensor by a 0-dim one in place. can_scale: False where a part of the
-        gradients was added
-    elsewhere, so that the loss must be backpropagated as it is.
+    scale_: multiplies a tensor by a 0-dim one in place.
+    can_scale: False where a part of the gradients was added elsewhere, so that the loss must be
+        backpropagated as it is.
     """
 
     @staticmethod

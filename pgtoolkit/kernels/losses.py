@@ -30,10 +30,9 @@ class PolicyLoss:
 
     loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained;
         detached.
-    metric_sums: the metrics before division, to merge over the pieces of a step. totals: the
-        step's.
-    With ranks that share a sequence or the data, loss and metric_sums are this rank's share, and
-    add up over the ranks.
+    metric_sums: the metrics before division, to merge over the pieces of a step.
+    totals: the step's. With ranks that share a sequence or the data, loss and metric_sums are this
+        rank's share, and add up over the ranks.
     """
 
     loss: Tensor

@@ -127,11 +127,10 @@ def backward(
     softmax), 0 where c_t = 0.
 
     coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where
-        there is a teacher.
-    e_t is the derivative of the loss by each row's entropy H_t, the last row of normalizer, and
-    adds -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is the derivative by each
-    row's full KL, and adds k_t / temperature times p (log p - log f - KL) for a reverse one, or p -
-    f for a forward one.
+        there is a teacher. e_t is the derivative of the loss by each row's entropy H_t, the last
+        row of normalizer, and adds -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is
+        the derivative by each row's full KL, and adds k_t / temperature times p (log p - log f -
+        KL) for a reverse one, or p - f for a forward one.
     normalizer: of all columns, where logits are a shard of them. out: written and returned; may be
         `logits`.
     """

@@ -54,10 +54,9 @@ def attention_kernel(
     GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to powers
     of 2, and to what tl.dot takes if it is to multiply (DOT). NUMBER is the type of sums. The first
     part has the new key and value, too, and writes them into the cache, where no program reads
-    them. With cosines and sines, (rows, WIDTH), query and key
-    are first turned by them, and rounded. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several
-        parts log_sums:
-    (rows, HEADS, PARTS, GROUP), to base 2.
+    them. With cosines and sines, (rows, WIDTH), query and key are first turned by them, and
+    rounded. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several parts log_sums: (rows, HEADS,
+    PARTS, GROUP), to base 2.
     """
     program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, head = program // HEADS, program % HEADS
@@ -172,16 +171,16 @@ def attend(
     """(B, heads, width): softmax attention of a token of each row, whose key and value are kept at
     its position.
 
-    query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width). keys, values: the
-        cache, (B, key-value
-    heads, room, width), contiguous, of which a row's places before its own are read, once.
+    query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width).
+    keys, values: the cache, (B, key-value heads, room, width), contiguous, of which a row's places
+        before its own are read, once.
     positions: (B,) int64.
-    window: how many keys a query sees at most, its own among them. turns: cosines and sines, (B, 1,
-        width) each, of the
-    rotary position by which query and key are still to be turned. All of one float type: products
-    are of its precision, sums of float32's, or float64's. Where rows and heads are too few to fill
-    a GPU, several programs share the places of each (Dao et al. 2023, "Flash-Decoding"), so that
-    the rounding depends on the number of rows.
+    window: how many keys a query sees at most, its own among them.
+    turns: cosines and sines, (B, 1, width) each, of the rotary position by which query and key are
+        still to be turned. All of one float type: products are of its precision, sums of float32's,
+        or float64's. Where rows and heads are too few to fill a GPU, several programs share the
+        places of each (Dao et al. 2023, "Flash-Decoding"), so that the rounding depends on the
+        number of rows.
     """
     query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
     cosines, sines = (None, None) if turns is None else (x.contiguous() for x in turns)

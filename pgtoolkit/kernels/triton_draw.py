@@ -63,9 +63,8 @@ def draw_kernel(
     """One program a row, of at most BLOCKS blocks, a power of 2, whose maxima and sums are known.
 
     The number picks a block by their sums, and what is left of it, a token of the block. Both are
-    counted in integers,
-    whose sums are exact: so nothing of weight 0 is picked. offsets, positions, following: see
-        `draw_next`, or None.
+    counted in integers, whose sums are exact: so nothing of weight 0 is picked. offsets, positions,
+    following: see `draw_next`, or None.
     """
     row = tl.program_id(0).to(tl.int64)
     at = row
@@ -137,8 +136,8 @@ def draw_next(
     place of its own.
 
     offsets, positions: (B,) int64, whose sum is the place in uniform, tokens and log_probs, which
-        are contiguous and of
-    any shape. positions become one more. following: (B,) int64, becomes the tokens.
+        are contiguous and of any shape. positions become one more.
+    following: (B,) int64, becomes the tokens.
     """
     _launch(logits, uniform, temperature, tokens, log_probs, offsets, positions, following)
 

@@ -32,11 +32,12 @@ from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 class PlannedRun:
     """One run. config: None if nothing could be composed.
 
-    overrides: what was typed for it. recorded: what its run directory has of them. name: of the
-        run. directory: of a
-    single run, None if its name does not resolve. job: what it is in its sweep. refused_anywhere:
-        whether the problems
-    are not those of this machine.
+    overrides: what was typed for it.
+    recorded: what its run directory has of them.
+    name: of the run.
+    directory: of a single run, None if its name does not resolve.
+    job: what it is in its sweep.
+    refused_anywhere: whether the problems are not those of this machine.
     """
 
     overrides: list[str]
@@ -62,10 +63,9 @@ class Checked:
 
     runs: what would be trained; of a search, the corners of what it searches. report: on all of
         them together.
-    sweep_config: what is said of a sweep as a whole; None for a single run. sweep: where its jobs
-        lie; None if its
-    folder is not known for all the problems. plan: checks another job, of these overrides and this
-        number.
+    sweep_config: what is said of a sweep as a whole; None for a single run.
+    sweep: where its jobs lie; None if its folder is not known for all the problems.
+    plan: checks another job, of these overrides and this number.
     """
 
     runs: list[PlannedRun] = field(default_factory=list)

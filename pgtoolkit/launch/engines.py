@@ -147,10 +147,9 @@ class SubmititEngine:
     """Every job one of submitit's, on SLURM an element of one array; a preempted job saves and is
     queued again.
 
-    cluster: slurm, or local for submitit's processes of this machine. parameters: of submitit's
-        executor, by the names
-    of conf/hydra/launcher/slurm.yaml. Raises ConfigError where submitit refuses them, or there is
-    no SLURM.
+    cluster: slurm, or local for submitit's processes of this machine.
+    parameters: of submitit's executor, by the names of conf/hydra/launcher/slurm.yaml.
+    Raises ConfigError where submitit refuses them, or there is no SLURM.
     """
 
     at_a_time = sys.maxsize

@@ -111,8 +111,8 @@ def _configuration(
 ) -> Config:
     """Return the configuration without what says how to train.
 
-    trained: the configuration of the run that is evaluated; None where it is a model. on: see
-        `evaluate`.
+    trained: the configuration of the run that is evaluated; None where it is a model.
+    on: see `evaluate`.
     Raises ConfigError with all problems.
     """
     of_run = trained is not None

@@ -262,8 +262,7 @@ def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
 if __name__ == "__main__":
     status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else serve()
     # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares
-    # with the others,
-    # only to free it: 0.4 s.
+    # with the others, only to free it: 0.4 s.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  (CPython's, without a type)
     atexit._run_exitfuncs()
     flush_streams()

@@ -94,9 +94,8 @@ def _run_workers(training: Training, count: int) -> None:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps(training))
         # Workers start with SIGINT blocked, which they undo: until then their interpreter would
-        #   show where it was. Here it waits until it can be forwarded; the store's threads, which
-        #   come next, must not have it
-        # either.
+        # show where it was. Here it waits until it can be forwarded; the store's threads, which
+        # come next, must not have it either.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         store = loopback_store()
         workers: dict[int, Child] = {}

@@ -16,8 +16,7 @@ def run_search(search: Search, run: Callable[[list[list[str]], int], list[float 
     """Run the jobs of a search.
 
     run: runs jobs, by the overrides of each and the number of the first; returns what each has
-        reached, None for one
-    that failed.
+        reached, None for one that failed.
     """
     import optuna  # pyright: ignore[reportMissingImports]  (an extra)
 

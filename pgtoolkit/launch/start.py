@@ -26,9 +26,10 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     """Check everything, then train; or print what Hydra's own flags ask for. Returns the exit
     status.
 
-    argv: overrides and flags. sweep_file: of `pgtk sweep`. command: what was typed. Raises
-        PgtoolkitError, before
-    anything is created if it can be known then.
+    argv: overrides and flags.
+    sweep_file: of `pgtk sweep`.
+    command: what was typed.
+    Raises PgtoolkitError, before anything is created if it can be known then.
     """
     args = hydra_arguments(argv)
     if args.info or args.hydra_help:

@@ -96,9 +96,8 @@ def refuse_another(directory: Path, config: dict) -> None:
 class Sweep:
     """folder: holds sweep.json and the jobs' run directories. command: what was typed.
 
-    jobs: of this command, by their directories. earlier: what sweep.json said of jobs before, those
-        of other commands
-    among them.
+    jobs: of this command, by their directories.
+    earlier: what sweep.json said of jobs before, those of other commands among them.
     """
 
     folder: Path

@@ -164,8 +164,7 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     # Ctrl-C ends the process at once until training minds it: KeyboardInterrupt in the middle of an
     # import would be shown, or taken by the import for a failure of its own. The interpreter
-    # started with it
-    # blocked.
+    # started with it blocked.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     follow_parent(channel_to_parent())

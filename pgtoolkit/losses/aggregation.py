@@ -36,11 +36,12 @@ class Aggregation:
     of a document.
 
     D and N_d count trajectories; where the data names none, each document is one.
-    name: as in `aggregation=`. equation, where: w_t and its symbols, and total: the sum of w_t over
-        a step, all for
-    `pgtk check`. needs_groups: True if group_index is needed. equal_within_documents: True if the
-        tokens of a document
-    have the same weight, which only a custom reducer's may not have.
+    name: as in `aggregation=`.
+    equation, where: w_t and its symbols, and total: the sum of w_t over a step, all for `pgtk
+        check`.
+    needs_groups: True if group_index is needed.
+    equal_within_documents: True if the tokens of a document have the same weight, which only a
+        custom reducer's may not have.
     """
 
     name: ClassVar[str]

@@ -102,9 +102,9 @@ class Correction(ABC):
 class Factors:
     """The factors of a correction, (T,) each, without gradient.
 
-    values: rho. outside: bool, True beyond the correction's bounds. clamped: bool, True where the
-        log-ratio over the
-    scope was clamped.
+    values: rho.
+    outside: bool, True beyond the correction's bounds.
+    clamped: bool, True where the log-ratio over the scope was clamped.
     """
 
     values: Tensor
@@ -194,8 +194,7 @@ class _Bounded(Correction):
 @dataclass(frozen=True)
 class TokenTruncate(_Bounded):
     """Truncated importance sampling: each token's loss times exp(old - sampling log-prob), which is
-    bounded (Yao et al. 2025).
-    """
+    bounded (Yao et al. 2025)."""
 
     low: float | None = parameter(
         None,
@@ -217,8 +216,7 @@ class TokenTruncate(_Bounded):
 @dataclass(frozen=True)
 class TokenMask(_Bounded):
     """IcePop: each token's loss times exp(old - sampling log-prob), and 0 outside of two bounds
-    (arXiv 2510.18855).
-    """
+    (arXiv 2510.18855)."""
 
     low: float | None = parameter(
         0.5,
@@ -258,8 +256,7 @@ class _Sequence(_Bounded):
 @dataclass(frozen=True)
 class SequenceTruncate(_Sequence):
     """Truncated importance sampling by document: its tokens' loss times exp of the sum, or mean, of
-    old - sampling log-probs.
-    """
+    old - sampling log-probs."""
 
     mean: Mean = parameter(
         Mean.product,
@@ -283,8 +280,7 @@ class SequenceTruncate(_Sequence):
 @dataclass(frozen=True)
 class SequenceMask(_Sequence):
     """Documents whose product, geometric mean, or worst token of exp(old - sampling log-prob) lies
-    outside of two bounds are left out.
-    """
+    outside of two bounds are left out."""
 
     mean: MaskMean = parameter(
         MaskMean.product,
@@ -351,8 +347,7 @@ class SequenceMask(_Sequence):
 @dataclass(frozen=True)
 class OffPolicyMask(Correction):
     """Documents of negative advantage that the policy has moved away from are left out
-    (DeepSeek-V3.2, arXiv 2512.02556).
-    """
+    (DeepSeek-V3.2, arXiv 2512.02556)."""
 
     threshold: float = parameter(
         0.5,

@@ -2,8 +2,7 @@
 slope.
 
 Nothing else knows a family: all ask the object. No torch is imported here, so that `pgtk check` may
-    read equations and
-defaults; tensors bring their methods.
+read equations and defaults; tensors bring their methods.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class _Clipped(Family):
 @dataclass(frozen=True)
 class Grpo(_Clipped):
     """GRPO: one ratio per token, clipped per token (arXiv 2402.03300, equation 3; asymmetric clip
-    arXiv 2503.14476).
-    """
+    arXiv 2503.14476)."""
 
     epsilon_low: float = parameter(
         0.2,
@@ -155,8 +153,7 @@ class Gspo(_Clipped):
 @dataclass(frozen=True)
 class Cispo(_Clipped):
     """CISPO: the clipped ratio weights each token's gradient and never removes it (arXiv
-    2506.13585, equations 4 and 5).
-    """
+    2506.13585, equations 4 and 5)."""
 
     epsilon_low: float | None = parameter(
         None,
@@ -449,8 +446,7 @@ class Kimi(Family):
 @dataclass(frozen=True)
 class Reinforce(Family):
     """REINFORCE (Williams 1992): the log-prob weighted by the advantage; with advantages of 1,
-    supervised fine-tuning.
-    """
+    supervised fine-tuning."""
 
     slope_of: ClassVar[str] = "log_prob"
     silent_without_advantage: ClassVar[bool] = True

@@ -46,7 +46,8 @@ def parameter(
     """Declare a parameter of a family or a correction: a field of its dataclass, a key of its
     option.
 
-    help: its meaning, in sentences. least, most: the range of a number, both ends included.
+    help: its meaning, in sentences.
+    least, most: the range of a number, both ends included.
     default_if: (condition, default): the default of the key where a condition on other keys holds.
     declared: other attributes of the key, see `config.key.Key`.
     """
@@ -140,10 +141,10 @@ class Family:
     ) -> tuple[Tensor, Tensor]:
         """Return (l, slope), each (T,).
 
-        log_ratio: s, clamped to plus or minus 20. advantages: over the scope. log_probs: the new
-            ones. All are 0 where
-        nothing is trained. `check_family` compares the slope with autograd's of l, so l needs
-        `detach` where the paper has a stop-gradient.
+        log_ratio: s, clamped to plus or minus 20.
+        advantages: over the scope.
+        log_probs: the new ones. All are 0 where nothing is trained. `check_family` compares the
+            slope with autograd's of l, so l needs `detach` where the paper has a stop-gradient.
         """
         raise TypeError(
             f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)"

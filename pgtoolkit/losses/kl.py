@@ -75,9 +75,9 @@ class KL:
     def terms(self, distance: Tensor, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
         """Return (values, their derivatives by p), (T,) each, without the coefficient.
 
-        distance: p - f. log_ratio: p - o. Both are clamped before exp, and where the clamp acts
-            their derivative is 0.
-        NaN where the distance is NaN.
+        distance: p - f.
+        log_ratio: p - o. Both are clamped before exp, and where the clamp acts their derivative is
+            0. NaN where the distance is NaN.
         """
         if self.kind == "k1":
             return distance, distance * 0 + 1

@@ -20,8 +20,8 @@ class _Kind:
     travel negated.
 
     sample_size: the name of an effective sample size, of three more sums over tokens: of a factor,
-        of its square, and
-    of their weights. sums: the names of the first two where these are metrics as well.
+        of its square, and of their weights.
+    sums: the names of the first two where these are metrics as well.
     """
 
     means: tuple[str, ...]
@@ -99,9 +99,8 @@ class MetricSums:
     pieces and ranks.
 
     sums: (K,) float64, maxima: (M,) float64, those of the level first. A piece without a trained
-        token holds -inf among
-    the maxima, so that no placeholder can win. more: the kinds that follow the level, the same in
-        all pieces of a step.
+        token holds -inf among the maxima, so that no placeholder can win.
+    more: the kinds that follow the level, the same in all pieces of a step.
     """
 
     level: str

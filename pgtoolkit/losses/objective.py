@@ -176,9 +176,9 @@ class Objective:
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses, coefficients), each (T,), 0 where nothing is trained.
 
-        losses: w_t times the surrogate, with the penalty of the token. coefficients: c_t, the
-            derivative of their sum
-        by each log-prob. It is what autograd would give, but by formula, since no graph is kept.
+        losses: w_t times the surrogate, with the penalty of the token.
+        coefficients: c_t, the derivative of their sum by each log-prob. It is what autograd would
+            give, but by formula, since no graph is kept.
         """
         terms = self.token_terms(log_probs)
         return self.penalties.with_kl(
@@ -210,8 +210,7 @@ class Objective:
         """Return the objective of some rows, in that order, without metrics.
 
         documents: of the same rows; None only if the objective is not `by_document`. Otherwise each
-            document must have
-        all or none of its tokens among the rows.
+            document must have all or none of its tokens among the rows.
         """
         names = ("mask", "advantages", "weights", "gradient_weights", "document_advantages")
         names += ("old_log_probs", "sampling_log_probs")

@@ -31,13 +31,11 @@ def from_padded(
     One of logits, (B, T, V), hidden, (B, T, H), and log_probs, (B, T): as the model gives them,
     with their gradients.
     labels: (B, T) integers with logits or hidden; labels[b, t] is token t + 1 of document b, which
-        the logits at t
-    predict, and negative where nothing is trained. mask: (B, T) bool or 0 and 1, where a token is
-        trained; needed with
-    log_probs. Padding on either side is a mask. advantages: (B,), one a document, or (B, T). The
-        others: (B, T).
-    Tensors, or numpy arrays, which go to the device of the first three. What is floating keeps its
-    dtype.
+        the logits at t predict, and negative where nothing is trained.
+    mask: (B, T) bool or 0 and 1, where a token is trained; needed with log_probs. Padding on either
+        side is a mask.
+    advantages: (B,), one a document, or (B, T). The others: (B, T). Tensors, or numpy arrays, which
+        go to the device of the first three. What is floating keeps its dtype.
 
     Each row is a document, also one without a trained token. Raises ValueError where shapes do not
     fit together.

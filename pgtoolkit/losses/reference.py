@@ -4,12 +4,9 @@ with the rest.
 Slow on purpose. Where an implementation disagrees with this file, the implementation is wrong.
 
 Names are those of the equations. Of a token t: z logits over temperature, y its label, p, o, b and
-    f its log-probs
-under the new, the old, the sampling and the reference policy; lam the clamped log-ratio over the
-scope, rho its
-exponential, A the advantage. Of the step: D documents, N trained tokens, G groups; N_g and N_a
-    trained tokens of a
-group g and of an attempt (trajectory) a.
+f its log-probs under the new, the old, the sampling and the reference policy; lam the clamped
+log-ratio over the scope, rho its exponential, A the advantage. Of the step: D documents, N trained
+tokens, G groups; N_g and N_a trained tokens of a group g and of an attempt (trajectory) a.
 """
 
 from __future__ import annotations

@@ -55,11 +55,11 @@ parent_has_ended = threading.Event()
 class Child:
     """A child process in its own session, so that Ctrl-C in a terminal reaches its parent alone.
 
-    environment: None for that of this process. log: a file to which the child's output is appended;
-        None for the output
-    of this process. is_quiet: its standard output is dropped. printed: an open file that takes its
-        output in the
-    place of a log. channel: a stream between the two processes.
+    environment: None for that of this process.
+    log: a file to which the child's output is appended; None for the output of this process.
+    is_quiet: its standard output is dropped.
+    printed: an open file that takes its output in the place of a log.
+    channel: a stream between the two processes.
     """
 
     def __init__(

@@ -47,9 +47,10 @@ def import_function(
     """Return the function or class at `package.module.name`, which may lie in the current
     directory.
 
-    key: the configuration key that holds the path. arguments, keywords: names of the arguments that
-        it will be called
-    with; None: the caller checks its parameters. options: other values that the key may have.
+    key: the configuration key that holds the path.
+    arguments, keywords: names of the arguments that it will be called with; None: the caller checks
+        its parameters.
+    options: other values that the key may have.
     Raises ConfigError if it cannot be imported, or not be called with these arguments.
     """
     module, _, name = path.rpartition(".")

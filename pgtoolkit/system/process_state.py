@@ -22,9 +22,8 @@ class ProcessState:
     its creation.
 
     A run's files, its way to stop, and its gradients depend on them. The global generators of
-    random numbers are not
-    among them: pgtoolkit does not use them, and a user's code that does should not draw the same
-        numbers each time.
+    random numbers are not among them: pgtoolkit does not use them, and a user's code that does
+    should not draw the same numbers each time.
     """
 
     def __init__(self):

@@ -97,8 +97,7 @@ def status_of_output(status: int) -> int:
     """Return the exit status of a command whose result is the text that it has printed.
 
     status: the command's own. If output was lost, it is 141 where the reader has gone, as a shell
-        has it of
-    `yes | head`, and that of a StorageError otherwise.
+        has it of `yes | head`, and that of a StorageError otherwise.
     """
     flush_streams()
     if not _failures:
