@@ -33,14 +33,14 @@ class LossOnStep:
 
     total: the step's loss, as training adds it up.
     vectors: by name, one number per trained token of the step in the order of its documents,
-        float32 but for clip: ratio: the token's, or its document's where the family's scope is the
-        document.
-    clip: uint8, a place in CLIPS.
-    weight: w_t, without the factor of a correction.
-    factor: that factor; missing where there is no correction.
-    coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the entropy
-        bonus.
-    share: the token's part of the step's loss, with the penalty and the bonus.
+        float32 but for clip:
+        ratio: the token's, or its document's where the family's scope is the document.
+        clip: uint8, a place in CLIPS.
+        weight: w_t, without the factor of a correction.
+        factor: that factor; missing where there is no correction.
+        coefficient: c_t, the derivative of the step's loss by the token's log-prob, without the
+            entropy bonus.
+        share: the token's part of the step's loss, with the penalty and the bonus.
     """
 
     loss: Loss

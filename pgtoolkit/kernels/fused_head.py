@@ -4,8 +4,8 @@ at a time.
 The gradient of a log-prob by its logits is (onehot - softmax) / temperature, the *score*, whatever
 the loss. With c_t the derivative of the loss by the log-prob of token t,
 
-gradient of hidden = (c / temperature) * (score @ weight) gradient of weight = score.T @ ((c /
-temperature) * hidden)
+    gradient of hidden = (c / temperature) * (score @ weight)
+    gradient of weight = score.T @ ((c / temperature) * hidden)
 
 so c is applied to T x H vectors, and the score can overwrite the logits before c is known. One pass
 suffices even where c_t needs all tokens of its document: chunks are made of whole documents.

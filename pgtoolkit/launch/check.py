@@ -1,5 +1,4 @@
-"""Checks every run that a command line describes before any of them starts; the page that pgtk
-check prints of it."""
+"""Checks every run of a command line before any starts, and writes the page of pgtk check."""
 
 from __future__ import annotations
 
@@ -30,14 +29,15 @@ from pgtoolkit.training.machine import check_machine, jobs_on_gpus
 
 @dataclass
 class PlannedRun:
-    """One run. config: None if nothing could be composed.
+    """One run, with what the checks have found.
 
-    overrides: what was typed for it.
-    recorded: what its run directory has of them.
-    name: of the run.
-    directory: of a single run, None if its name does not resolve.
-    job: what it is in its sweep.
-    refused_anywhere: whether the problems are not those of this machine.
+    overrides: as they were typed for it.
+    config: None if nothing could be composed.
+    recorded: the overrides that its run directory records.
+    name: the name of the run.
+    directory: of a single run; None if its name does not resolve.
+    job: the job of its sweep.
+    refused_anywhere: True if it has problems on every machine, not only on this one.
     """
 
     overrides: list[str]
@@ -51,21 +51,20 @@ class PlannedRun:
 
     @property
     def named_config(self) -> Config:
-        """The configuration as the run begins with it: with its name, and paths that mean the same
-        from everywhere."""
+        """Return the configuration that the run begins with: with its name, and absolute paths."""
         assert self.config is not None
         return absolute_paths(with_values(self.config, {"tracking.run_name": self.name}))
 
 
 @dataclass
 class Checked:
-    """What a command describes: a run, or the jobs of a sweep.
+    """A command's run, or the jobs of its sweep, with what the checks have found.
 
-    runs: what would be trained; of a search, the corners of what it searches. report: on all of
-        them together.
-    sweep_config: what is said of a sweep as a whole; None for a single run.
-    sweep: where its jobs lie; None if its folder is not known for all the problems.
-    plan: checks another job, of these overrides and this number.
+    runs: the runs that would be trained; of a search, the corners of its space.
+    report: problems and notes that concern all of them together.
+    sweep_config: the settings of the sweep; None for a single run.
+    sweep: its folder and jobs; None if problems leave the folder unknown.
+    plan: checks another job, by its overrides and its number.
     """
 
     runs: list[PlannedRun] = field(default_factory=list)
@@ -76,7 +75,7 @@ class Checked:
 
     @property
     def varying(self) -> dict[str, list[str]]:
-        """Key -> its values, of each override that is not the same in all runs."""
+        """Return the values of each key that differs between the runs."""
         return {} if self.sweep_config is None else self.sweep_config.varying
 
 
@@ -87,42 +86,45 @@ def check(
     sweep_file: Path | None = None,
     command: Sequence[str] = (),
 ) -> Checked:
-    """Compose and validate each run; several with `multirun` or where the configuration itself asks
-    for a sweep.
+    """Compose and check a run, or each job of a sweep.
 
-    command: what was typed, for sweep.json.
+    It is a sweep with `multirun`, or where the configuration itself asks for one.
+    command: the words that were typed, for sweep.json.
     """
     if not multirun:
         composed = compose(overrides, config_dir)
         if not composed.is_sweep:
             return Checked([_check_single(composed, overrides)])
-    described = compose_sweep(overrides, config_dir, sweep_file)
-    if described.unusable:
-        return Checked([PlannedRun(overrides, Report(described.unusable))], sweep_config=described)
-    checked = Checked(sweep_config=described, report=Report(described.problems))
-    if described.launcher is not None:
-        launcher(described.launcher, described.sweeper, checked.report)
-    if described.folder is not None:
-        if occupied := problems_of_folder("hydra.sweep.dir", described.folder):
-            checked.report.problems += occupied
-        else:
-            checked.sweep = Sweep(described.folder, list(command))
-    checked.plan = _Plan(checked)
-    checked.runs = [checked.plan(of_job, number) for number, of_job in enumerate(described.jobs)]
+    sweep_config = compose_sweep(overrides, config_dir, sweep_file)
+    if sweep_config.unusable:
+        run = PlannedRun(overrides, Report(sweep_config.unusable))
+        return Checked([run], sweep_config=sweep_config)
+    checked = Checked(sweep_config=sweep_config, report=Report(sweep_config.problems))
+    if sweep_config.launcher is not None:
+        launcher(sweep_config.launcher, sweep_config.sweeper, checked.report)
+    if sweep_config.folder is not None:
+        folder_problems = problems_of_folder("hydra.sweep.dir", sweep_config.folder)
+        checked.report.problems += folder_problems
+        if not folder_problems:
+            checked.sweep = Sweep(sweep_config.folder, list(command))
+    checked.plan = _JobCheck(checked, sweep_config)
+    for number, job_overrides in enumerate(sweep_config.jobs):
+        checked.runs.append(checked.plan(job_overrides, number))
     return checked
 
 
 def _check_single(composed: Composed, overrides: list[str]) -> PlannedRun:
-    """Check a run by itself, also on this machine."""
+    """Check a single run, also for this machine."""
     run = check_run(composed, overrides)
     if run.config is None:
         return run
-    problems = composed.problems_of_directory
-    if run.directory is not None:
-        problems = problems_of_folder("hydra.run.dir", run.directory, ("sweep.json",))
-    run.report.problems += problems
-    if problem := occupied_by_rollouts(getattr(run.config.rollout, "save_path", None)):
-        run.report.problems.append(problem)
+    if run.directory is None:
+        run.report.problems += composed.problems_of_directory
+    else:
+        run.report.problems += problems_of_folder("hydra.run.dir", run.directory, ("sweep.json",))
+    occupied = occupied_by_rollouts(getattr(run.config.rollout, "save_path", None))
+    if occupied is not None:
+        run.report.problems.append(occupied)
     if not run.report.problems:
         announce(run.config)
     check_machine(run.config, run.report)
@@ -143,42 +145,45 @@ def check_run(composed: Composed, overrides: list[str]) -> PlannedRun:
     )
 
 
-class _Plan:
+class _JobCheck:
     """Checks the jobs of a sweep, one at a time."""
 
-    def __init__(self, checked: Checked):
+    def __init__(self, checked: Checked, sweep_config: SweepConfig):
         self._checked = checked
+        self._sweep_config = sweep_config
         self._announced: set[str] = set()
 
     def __call__(self, overrides: list[str], number: int) -> PlannedRun:
-        """Check the job of these overrides and this number, and find its place in the sweep's
-        folder."""
-        described, sweep = self._checked.sweep_config, self._checked.sweep
-        assert described is not None
-        assert described.compose is not None
-        job = described.compose(overrides, number)
-        run = check_run(job.composed, overrides)
+        """Check the job of these overrides, and add it to the jobs of the sweep's folder."""
+        assert self._sweep_config.compose is not None
+        composed_job = self._sweep_config.compose(overrides, number)
+        run = check_run(composed_job.composed, overrides)
         if run.config is None:
             return run
         if not run.report.problems:
             announce(run.config, self._announced)
-        if described.launcher is not None and described.launcher.kind == "local":
-            check_machine(run.config, run.report)
-            jobs_per_gpu = described.launcher.settings.get("jobs_per_gpu")
-            if jobs_per_gpu is not None and not self._checked.report.problems:
-                jobs_on_gpus(run.config, jobs_per_gpu, run.report)
-        if sweep is not None and job.directory is not None and not run.report.problems:
+        self._check_machine(run.config, run.report)
+        sweep = self._checked.sweep
+        directory = composed_job.directory
+        if sweep is not None and directory is not None and not run.report.problems:
             assert run.name is not None
-            _place(
-                sweep,
-                run,
-                sweep.plan(run.config, run.recorded, run.name, job.directory, job.digest),
-            )
+            job = sweep.plan(run.config, run.recorded, run.name, directory, composed_job.digest)
+            _add_job(sweep, run, job)
         return run
 
+    def _check_machine(self, config: Config, report: Report) -> None:
+        """Check a job for this machine, if it is to run here."""
+        launcher = self._sweep_config.launcher
+        if launcher is None or launcher.kind != "local":
+            return
+        check_machine(config, report)
+        jobs_per_gpu = launcher.settings.get("jobs_per_gpu")
+        if jobs_per_gpu is not None and not self._checked.report.problems:
+            jobs_on_gpus(config, jobs_per_gpu, report)
 
-def _place(sweep: Sweep, run: PlannedRun, job: Job) -> None:
-    """Add a job to those of the sweep, and find out what became of it before."""
+
+def _add_job(sweep: Sweep, run: PlannedRun, job: Job) -> None:
+    """Add a job to those of the sweep, and read how far it has come before."""
     run.job = sweep.jobs.setdefault(job.directory, job)
     if run.job is not job and run.job.config != job.config:
         run.report.refuse(
@@ -198,49 +203,51 @@ def _place(sweep: Sweep, run: PlannedRun, job: Job) -> None:
 
 
 def problems(checked: Checked) -> list[str]:
-    """Each problem once; in a sweep with the overrides of the first run that has it, unless all
-    have it."""
-    return list(dict.fromkeys([*checked.report.problems, *_once(checked, "problems")]))
+    """Return each problem once.
+
+    A problem that not all runs of a sweep have begins with the overrides of the first that has it.
+    """
+    of_runs = _without_repeats(checked, [run.report.problems for run in checked.runs])
+    return list(dict.fromkeys([*checked.report.problems, *of_runs]))
 
 
 def notes(checked: Checked) -> list[str]:
-    """The same for notes."""
-    return [*checked.report.notes, *_once(checked, "notes")]
+    """Return each note once, as `problems` does."""
+    of_runs = _without_repeats(checked, [run.report.notes for run in checked.runs])
+    return [*checked.report.notes, *of_runs]
 
 
-def _once(checked: Checked, kind: str) -> list[str]:
-    having: dict[str, list[PlannedRun]] = {}
-    for run in checked.runs:
-        for sentence in dict.fromkeys(getattr(run.report, kind)):
-            having.setdefault(sentence, []).append(run)
-    return [
-        sentence
-        if len(of) == len(checked.runs)
-        else f"{distinctive(of[0], checked.varying)}: {sentence}"
-        for sentence, of in having.items()
-    ]
+def _without_repeats(checked: Checked, sentences_of_runs: list[list[str]]) -> list[str]:
+    """Return the sentences of all runs, each once, with the first run that has it unless all do."""
+    runs_with: dict[str, list[PlannedRun]] = {}
+    for run, sentences in zip(checked.runs, sentences_of_runs, strict=True):
+        for sentence in dict.fromkeys(sentences):
+            runs_with.setdefault(sentence, []).append(run)
+    result = []
+    for sentence, runs in runs_with.items():
+        if len(runs) < len(checked.runs):
+            sentence = f"{distinctive(runs[0], checked.varying)}: {sentence}"
+        result.append(sentence)
+    return result
 
 
 def distinctive(run: PlannedRun, varying: dict[str, list[str]]) -> str:
-    """What tells a run from the others of its sweep; all of its overrides where nothing does."""
-    return " ".join(
-        [override for override in run.overrides if key_of(override) in varying] or run.overrides
-    )
+    """Return the overrides that tell a run from the others of its sweep; all where none does."""
+    different = [override for override in run.overrides if key_of(override) in varying]
+    return " ".join(different or run.overrides)
 
 
 def render_plan(checked: Checked) -> str:
-    """The plan of the (first) run, then notes and problems of all."""
-    sections = _sections(checked)
+    """Return the page of `pgtk check`: the first run's plan, then notes and problems of all."""
     return "\n\n".join(
         title + "\n" + "\n".join(f"  {line}" for line in lines)
-        for title, lines in sections
+        for title, lines in _sections(checked)
         if lines
     )
 
 
 def plan_as_json(checked: Checked) -> str:
-    """Return the same as one JSON object: lines by the title of their section, and what it trains,
-    run by run."""
+    """Return the same as a JSON object: lines by the title of their section, and a list of runs."""
     sections = {
         title.partition(" (")[0].lower().replace(" ", "_"): lines
         for title, lines in _sections(checked)
@@ -255,17 +262,18 @@ def plan_as_json(checked: Checked) -> str:
         }
         for run in checked.runs
     ]
-    told = sections | {
+    content = sections | {
         "notes": sections.get("notes", []),
         "problems": problems(checked),
         "runs": runs,
     }
-    return json.dumps(told, indent=1, ensure_ascii=False)
+    return json.dumps(content, indent=1, ensure_ascii=False)
 
 
 def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
     """Return (title, lines) for each section of the page."""
-    first, of_prompts = checked.runs[0], []
+    first = checked.runs[0]
+    prompt_notes: list[str] = []
     sections = _sweep_sections(checked) if checked.sweep_config is not None else []
     if first.config is not None:
         defaults = compose([]).config
@@ -273,21 +281,27 @@ def _sections(checked: Checked) -> list[tuple[str, list[str]]]:
         assert first.name is not None
         sections += plan_sections(first.config, defaults, first.overrides)
         if first.config.model.name == "huggingface" and not first.report.problems:
-            gpu = gpu_memory()
-            sections.append(("Memory", [*memory.memory_lines(first.config, gpu)]))
-            if gpu is not None and first.config.trainer.device != "cpu":
-                sections.append(("Several GPUs", [*ways_in_words(first.config, len(gpus()), gpu)]))
-            compiles, reason = compilation(
-                first.config, gpu is not None and first.config.trainer.device != "cpu"
-            )
-            sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
+            sections += _machine_sections(first.config)
         sections.append(("Run name", [first.name]))
         if first.config.rollout.name == "policy" and not first.report.problems:
-            lines, of_prompts = _first_prompt(first.config)
+            lines, prompt_notes = _first_prompt(first.config)
             sections.append(("First prompt", lines))
-    sections.append(("Notes", [*notes(checked), *of_prompts]))
-    found = problems(checked)
-    sections.append((f"Problems ({len(found)})" if found else "Problems", found or ["none"]))
+    sections.append(("Notes", [*notes(checked), *prompt_notes]))
+    all_problems = problems(checked)
+    title = f"Problems ({len(all_problems)})" if all_problems else "Problems"
+    sections.append((title, all_problems or ["none"]))
+    return sections
+
+
+def _machine_sections(config: Config) -> list[tuple[str, list[str]]]:
+    """Return the sections on memory, on several GPUs, and on compiled code."""
+    gpu_bytes = gpu_memory()
+    on_gpu = gpu_bytes is not None and config.trainer.device != "cpu"
+    sections = [("Memory", [*memory.memory_lines(config, gpu_bytes)])]
+    if gpu_bytes is not None and on_gpu:
+        sections.append(("Several GPUs", [*ways_in_words(config, len(gpus()), gpu_bytes)]))
+    compiles, reason = compilation(config, on_gpu)
+    sections.append(("Compiled", [f"{'yes' if compiles else 'no'}, {reason}"]))
     return sections
 
 
@@ -297,12 +311,15 @@ def _first_prompt(config: Config) -> tuple[list[str], list[str]]:
 
     try:
         return preview(config)
-    except Exception as error:  # a damaged tokenizer raises whatever its reader stumbles over
+    except Exception as error:  # the reader of a damaged tokenizer may raise anything
         return [f"cannot be shown: {first_line(error)}"], []
 
 
 def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
-    runs, sweep, varying = checked.runs, checked.sweep, checked.varying
+    """Return the list of runs, and what they have in common."""
+    runs = checked.runs
+    sweep = checked.sweep
+    varying = checked.varying
     title = f"Sweep of {len(runs)} runs; the plan is that of the first"
     assert checked.sweep_config is not None
     search = checked.sweep_config.search
@@ -310,14 +327,17 @@ def _sweep_sections(checked: Checked) -> list[tuple[str, list[str]]]:
         trials = search.settings["n_trials"]
         title = f"Search of {trials} trials; the plan is that of the first of {len(runs)} corners"
     states = [run.job.status if run.job else "with problems" for run in runs]
-    width, last = max(map(len, states)), len(str(len(runs) - 1))
+    state_width = max(map(len, states))
+    number_width = len(str(len(runs) - 1))
     lines = [
-        f"{number:>{last}}  {state:<{width}}  {distinctive(run, varying)}"
+        f"{number:>{number_width}}  {state:<{state_width}}  {distinctive(run, varying)}"
         for number, (run, state) in enumerate(zip(runs, states, strict=True))
     ]
-    whole = [f"folder: {sweep.folder}"] if sweep else []
-    whole += [f"varies: {key} = {', '.join(values)}" for key, values in varying.items()]
+    common = [f"folder: {sweep.folder}"] if sweep else []
+    common += [f"varies: {key} = {', '.join(values)}" for key, values in varying.items()]
     fixed = [override for override in runs[0].overrides if key_of(override) not in varying]
-    whole += ["in all: " + " ".join(fixed)] if fixed else []
-    whole += [summary(sweep)] if sweep and sweep.jobs and search is None else []
-    return [(title, lines), ("The sweep", whole)]
+    if fixed:
+        common.append("in all: " + " ".join(fixed))
+    if sweep and sweep.jobs and search is None:
+        common.append(summary(sweep))
+    return [(title, lines), ("The sweep", common)]

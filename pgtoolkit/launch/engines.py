@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.config.launchers import Launcher
 from pgtoolkit.errors import ConfigError, Interrupted, PgtoolkitError, first_line
@@ -18,42 +19,52 @@ from pgtoolkit.launch.forks import Forks, JobProcess
 from pgtoolkit.system.report import refusal, say
 from pgtoolkit.training.machine import visible_gpus
 
+if TYPE_CHECKING:
+    import ray
+    import submitit
+
 _SECONDS_TO_CONNECT = 30
 _SECONDS_BETWEEN_CANCELS = 10
-"""Ray's cancelling is its best effort: one may come before `_run_job` has its handler."""
+"""Ray may cancel a task before `_run_job` has set its handler, so it is asked again."""
 _SECONDS_TO_CANCEL = 60
-"""SLURM kills a cancelled job after its KillWait, usually 30 s; one that has never begun leaves
-nothing to wait for."""
+"""SLURM kills a cancelled job after its KillWait, usually 30 s. A job that never began reports
+nothing, so we stop waiting for it then."""
 
 
 class LocalEngine:
-    """n_jobs at a time on this machine, or jobs_per_gpu on each of its GPUs; the CPU cores are
-    divided among them."""
+    """Runs n_jobs at a time on this machine, or jobs_per_gpu on each of its GPUs.
+
+    The CPU cores are divided among them.
+    """
 
     def __init__(self, n_jobs: int, jobs_per_gpu: int | None):
         self._gpus = visible_gpus() * jobs_per_gpu if jobs_per_gpu else [None] * n_jobs
-        self.at_a_time, environment = len(self._gpus), dict(os.environ)
+        self.at_a_time = len(self._gpus)
+        environment = dict(os.environ)
         if self.at_a_time > 1:
             threads = max(1, len(os.sched_getaffinity(0)) // self.at_a_time)
             environment.setdefault("OMP_NUM_THREADS", str(threads))
-        self._running: dict[int, JobProcess] = {}
+        self._running: dict[int, JobProcess] = {}  # by slot, an index of _gpus
         self._forks = Forks(environment)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[JobProcess]:
-        """jobs: absolute paths of each job's file, which `multirun` writes, and of its log."""
+        """Start jobs, each by the absolute paths of its file, which `multirun` writes, and of its
+        log."""
         return [self._start(file, log) for file, log in jobs]
 
     def _start(self, file: str, log: str) -> JobProcess:
-        taken = {place for place, process in self._running.items() if process.poll() is None}
-        place = next(place for place in range(self.at_a_time) if place not in taken)
-        self._running[place] = self._forks.start(file, log, self._gpus[place])
-        return self._running[place]
+        taken = {slot for slot, process in self._running.items() if process.poll() is None}
+        slot = next(slot for slot in range(self.at_a_time) if slot not in taken)
+        self._running[slot] = self._forks.start(file, log, self._gpus[slot])
+        return self._running[slot]
 
 
 class RayEngine:
-    """Every job a task of Ray, which starts it again on another worker where one is lost.
+    """Runs every job as a task of Ray, which starts it again elsewhere if its worker is lost.
 
-    init: for ray.init. remote: for ray.remote. Raises ConfigError where there is no such cluster.
+    init: arguments of ray.init.
+    remote: arguments of ray.remote.
+    Raises ConfigError where there is no such cluster.
     """
 
     at_a_time = sys.maxsize
@@ -62,28 +73,16 @@ class RayEngine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
         import ray
 
-        self._ray, address = ray, init.get("address")
+        self._ray = ray
+        address = init.get("address")
         handler = signal.getsignal(signal.SIGTERM)
         try:
             if address is None:  # nothing listens to the network
                 init = {"_node_ip_address": "127.0.0.1", "include_dashboard": False} | init
-            elif (
-                ":" in address and "://" not in address
-            ):  # for whose answer Ray would wait for minutes, deaf to signals
-                say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
-                command = [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "ray.scripts.scripts",
-                    "health-check",
-                    f"--address={address}",
-                ]
-                subprocess.run(
-                    command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True
-                )
+            elif ":" in address and "://" not in address:
+                _check_ray_answers(address)
             ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | init)
-        except PgtoolkitError:  # of a signal
+        except PgtoolkitError:  # raised by the handler of a signal
             raise
         except Exception as error:  # Ray has no common type
             raise ConfigError(
@@ -96,7 +95,7 @@ class RayEngine:
                 )
             ) from error
         finally:
-            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process at once
+            signal.signal(signal.SIGTERM, handler)  # Ray's handler would end this process at once
         self._task = ray.remote(**remote)(_run_job)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_RayTask]:
@@ -105,9 +104,24 @@ class RayEngine:
         ]
 
 
+def _check_ray_answers(address: str) -> None:
+    """Raise an error if no Ray cluster answers at HOST:PORT.
+
+    ray.init would wait for minutes, and would not react to signals.
+    """
+    say(f"connecting to Ray at {address}, for at most {_SECONDS_TO_CONNECT} s")
+    module = "ray.scripts.scripts"
+    command = [sys.executable, "-P", "-m", module, "health-check", f"--address={address}"]
+    subprocess.run(command, capture_output=True, timeout=_SECONDS_TO_CONNECT, check=True)
+
+
 class _RayTask:
-    def __init__(self, ray, reference):
-        self._ray, self._reference, self._cancelled = ray, reference, None
+    """A job that runs as a task of Ray."""
+
+    def __init__(self, ray: ModuleType, reference: ray.ObjectRef):
+        self._ray = ray
+        self._reference = reference
+        self._cancelled: float | None = None
         self.reason: str | None = None
 
     def poll(self) -> int | None:
@@ -129,11 +143,13 @@ class _RayTask:
 
 
 def _run_job(folder: str, file: str, log: str) -> int:
-    """A job on a worker of Ray, which calls its handler of SIGINT to cancel; returns the exit
-    status."""
+    """Run a job on a worker of Ray; return its exit status.
+
+    Ray cancels a task by calling its handler of SIGINT.
+    """
     cancelled: list[int] = []
-    # One of our own: Python has none where a script has started the cluster in the background,
-    #   which ignores SIGINT.
+    # Python sets no such handler where a script has started the cluster in the background, since
+    # SIGINT is ignored there.
     signal.signal(signal.SIGINT, lambda number, _: cancelled.append(number))
     os.chdir(folder)
     process = Forks().start(file, log)
@@ -144,11 +160,11 @@ def _run_job(folder: str, file: str, log: str) -> int:
 
 
 class SubmititEngine:
-    """Every job one of submitit's, on SLURM an element of one array; a preempted job saves and is
-    queued again.
+    """Runs every job through submitit: on SLURM as an element of one array.
 
-    cluster: slurm, or local for submitit's processes of this machine.
-    parameters: of submitit's executor, by the names of conf/hydra/launcher/slurm.yaml.
+    A preempted job saves and is queued again.
+    cluster: slurm, or local for processes that submitit starts on this machine.
+    parameters: those of submitit's executor, by the names of conf/hydra/launcher/slurm.yaml.
     Raises ConfigError where submitit refuses them, or there is no SLURM.
     """
 
@@ -162,26 +178,24 @@ class SubmititEngine:
         with self._refused():
             limit = {f"{cluster}_max_num_timeout": max_num_timeout}
             self._executor = submitit.AutoExecutor(submitit_folder, cluster=cluster, **limit)
-            of_all = submitit.AutoExecutor._typed_parameters()
+            of_any_cluster = submitit.AutoExecutor._typed_parameters()
             named = {
-                name if name in of_all else f"slurm_{name}": value
+                name if name in of_any_cluster else f"slurm_{name}": value
                 for name, value in parameters.items()
             }
             self._executor.update_parameters(**named)
 
     def start(self, jobs: Sequence[tuple[str, str]]) -> list[_SubmittedJob]:
-        # submitit's own process on a node begins in this directory, of which no file is to hide a
-        # library.
+        # submitit starts Python on a node in this directory, whose files must not hide a library.
         os.environ["PYTHONSAFEPATH"] = "1"
         with self._refused():
-            return [
-                _SubmittedJob(job)
-                for job in self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))
-            ]
+            submitted = self._executor.map_array(_JobOfSubmitit(), *zip(*jobs, strict=True))
+            return [_SubmittedJob(job) for job in submitted]
 
     @staticmethod
     @contextlib.contextmanager
-    def _refused():
+    def _refused() -> Iterator[None]:
+        """Inside the block, an error of submitit becomes a ConfigError."""
         try:
             yield
         except Exception as error:  # submitit has no common type
@@ -197,8 +211,11 @@ class SubmititEngine:
 
 
 class _SubmittedJob:
-    def __init__(self, job):
-        self._job, self._cancelled = job, None
+    """A job that submitit has queued."""
+
+    def __init__(self, job: submitit.Job[int]):
+        self._job = job
+        self._cancelled: float | None = None
         self.reason: str | None = None
 
     def poll(self) -> int | None:
@@ -209,9 +226,11 @@ class _SubmittedJob:
         try:
             return max(self._job.results())
         except Exception as error:  # it was cancelled or killed, or ran out of time too often
-            self.reason = (
-                f"{self._job.cluster}: {_last_line(error)}" if self._cancelled is None else None
-            )
+            if self._cancelled is None:
+                cluster = self._job.cluster  # pyright: ignore[reportAttributeAccessIssue]  (set by AutoExecutor)
+                self.reason = f"{cluster}: {_last_line(error)}"
+            else:
+                self.reason = None
             return Interrupted.exit_status
 
     def stop(self, _number: int) -> None:
@@ -221,7 +240,7 @@ class _SubmittedJob:
 
 
 class _JobOfSubmitit:
-    """What submitit runs on a node: the job's process, to which it passes on what it is told."""
+    """The function that submitit runs on a node: starts the job's process, and forwards signals."""
 
     _process: JobProcess | None = None
 
@@ -231,9 +250,9 @@ class _JobOfSubmitit:
         signal.signal(signal.SIGTERM, lambda number, _: process.stop(number))
         return process.wait()
 
-    def checkpoint(self, file: str, log: str):
-        """submitit asks for this when the job is preempted or out of time: save, then take a place
-        in the queue."""
+    def checkpoint(self, file: str, log: str) -> submitit.helpers.DelayedSubmission:
+        """Save, and queue the job again; submitit calls it when the job is preempted or out of
+        time."""
         import submitit
 
         if self._process is not None:
@@ -243,28 +262,29 @@ class _JobOfSubmitit:
 
 
 def engine_of(launcher: Launcher) -> Engine:
-    """Start what runs the jobs of a sweep; raises ConfigError where it cannot be started."""
-    settings = {
-        name: value
-        for name, value in launcher.settings.items()
-        if name not in ("kind", "fail_fast")
-    }
+    """Return the engine that a launcher configures; raises ConfigError where it cannot start."""
+    settings = dict(launcher.settings)
+    for name in ("kind", "fail_fast"):
+        settings.pop(name, None)
     if launcher.kind == "local":
         return LocalEngine(**settings)
     if launcher.kind == "ray_cluster":
         return RayEngine(**settings["ray"])
-    of_submitit = ("cluster", "submitit_folder", "max_num_timeout")
-    parameters = {name: value for name, value in settings.items() if name not in of_submitit}
-    return SubmititEngine(*(settings[name] for name in of_submitit), parameters=parameters)
+    return SubmititEngine(
+        cluster=settings.pop("cluster"),
+        submitit_folder=settings.pop("submitit_folder"),
+        max_num_timeout=settings.pop("max_num_timeout"),
+        parameters=settings,
+    )
 
 
 Engine = LocalEngine | RayEngine | SubmititEngine
-"""Starts `Forks` for its jobs, `at_a_time` of them; `LocalEngine` says what each offers."""
+"""Starts jobs and has room for `at_a_time` of them; `LocalEngine` documents the methods."""
 
 JobHandle = JobProcess | _RayTask | _SubmittedJob
-"""A job that was started; `JobProcess` says what each offers."""
+"""A job that was started; `JobProcess` documents the methods."""
 
 
 def _last_line(error: BaseException) -> str:
-    """Of an exception that quotes the traceback of another process."""
+    """Return the last line of an exception that quotes the traceback of another process."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()

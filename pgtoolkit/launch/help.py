@@ -1,5 +1,4 @@
-"""What pgtk says of itself: the page of --help, the nearest of an unknown command, words for the
-Tab key."""
+"""The page of pgtk --help, the answer to an unknown command, and words for the Tab key."""
 
 from __future__ import annotations
 
@@ -17,33 +16,21 @@ from pgtoolkit.system.report import nearest, say
 
 
 def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
-    """Commands, groups with their options, examples: one screen of at most 36 lines. commands:
-    `cli.COMMANDS`."""
+    """Return commands, groups with their options, and examples: one screen of at most 36 lines.
+
+    commands: `cli.COMMANDS`.
+    """
     lines = [
-        (
-            "Policy-gradient losses for language models, compared by declarative configuration. "
-            "Commands:"
-        )
+        "Policy-gradient losses for language models, compared by declarative configuration. "
+        "Commands:"
     ]
     lines.append(
         f"  pgtk {'[OVERRIDES]':<28}train, results in outputs/; -m a=1,2 b=3,4 runs all four"
     )
-    lines += [
-        f"  pgtk {f'{name} {words}':<28}{says}" for name, (words, says, _) in commands.items()
-    ]
+    for name, (words, purpose, _) in commands.items():
+        lines.append(f"  pgtk {f'{name} {words}':<28}{purpose}")
     lines.append("Groups (GROUP=OPTION; * is the default):")
-    defaults, single, columns = default_options(), [], []
-    for group, names in sorted(
-        options().items(), key=lambda item: [*defaults, item[0]].index(item[0])
-    ):
-        if len(names) == 1:
-            single.append(group if names[0] == "default" else f"{group} ({names[0]})")
-            continue
-        marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
-        columns.append(f"  {group:<13}" + "  ".join(marked))
-    for line in _side_by_side(columns):
-        lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
-    lines.append("  with one option: " + ", ".join(single))
+    lines += _groups()
     lines.append(
         "Flags: -m (--multirun), --fail-fast, --config-dir FOLDER, --cfg job (--resolve, --package "
         "GROUP),"
@@ -59,9 +46,29 @@ def help_page(commands: Mapping[str, tuple[str, str, Callable]]) -> str:
     return "\n".join(lines)
 
 
-def training_help(command: str, words: str, says: str) -> str:
-    """What `pgtk COMMAND --help` says of one whose words are Hydra's."""
-    page = [f"usage: pgtk {command} {words}", "", says, ""]
+def _groups() -> list[str]:
+    """Return the lines on the groups of the configuration, in the order of their defaults."""
+    defaults = default_options()
+    order = list(defaults)
+    rows = []
+    single = []
+    for group in sorted(options(), key=lambda group: [*order, group].index(group)):
+        names = options()[group]
+        if len(names) == 1:
+            single.append(group if names[0] == "default" else f"{group} ({names[0]})")
+            continue
+        marked = [f"{name}*" if defaults.get(group) == name else name for name in names]
+        rows.append(f"  {group:<13}" + "  ".join(marked))
+    lines = []
+    for line in _side_by_side(rows):
+        lines += textwrap.wrap(line, 100, subsequent_indent=" " * 15)
+    lines.append("  with one option: " + ", ".join(single))
+    return lines
+
+
+def training_help(command: str, words: str, purpose: str) -> str:
+    """Return the page of `pgtk COMMAND --help`, for a command whose words Hydra reads."""
+    page = [f"usage: pgtk {command} {words}", "", purpose, ""]
     if command == "sweep":
         page.append(f"NAME: {', '.join(sweep_files())}, or path/to/file.yaml")
     page.append("OVERRIDES: GROUP=OPTION or KEY=VALUE, see pgtk --help")
@@ -85,19 +92,21 @@ TRAINING_FLAGS = {
     },
     "continue": _CONFIG_DIR,
 }
-"""Command whose words are Hydra's -> the flags that it takes, with their meanings."""
+"""Command whose words Hydra reads -> its flags with their meanings."""
 
 
 def _side_by_side(lines: list[str], width: int = 52) -> list[str]:
-    """Two on one line of 100 columns where both are short: one and the next short one after it."""
+    """Join short lines in pairs: each with the next short one, in 100 columns."""
     joined: list[str] = []
-    free = None  # number of a line that has room for another
+    unpaired = None  # the index of a line that has room for another
     for line in lines:
-        if free is not None and len(line) <= 102 - width:
-            joined[free], free = f"{joined[free]:<{width}}{line.removeprefix('  ')}", None
-        else:
-            free = len(joined) if len(line) < width else free
-            joined.append(line)
+        if unpaired is not None and len(line) <= 102 - width:
+            joined[unpaired] = f"{joined[unpaired]:<{width}}{line.removeprefix('  ')}"
+            unpaired = None
+            continue
+        if len(line) < width:
+            unpaired = len(joined)
+        joined.append(line)
     return joined
 
 
@@ -106,17 +115,15 @@ _REPLACED = {
     "diff": "pgtk compare RUN_A RUN_B, which begins with what differs between two runs",
     "plan": "the column of needed seeds that pgtk compare prints for earlier runs",
 }
-"""Commands that are gone, with what to use in their place."""
+"""Commands of earlier versions -> their replacement."""
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
-    """The refusal of a first word that is no command, with the nearest, or with what takes its
-    place."""
+    """Return the refusal of a word that is no command, with the nearest or its replacement."""
     if word in _REPLACED:
         return ConfigError(f"pgtk {word} is gone: use {_REPLACED[word]}.")
-    uses = {name: f"pgtk {name}=OPTION" for name in options()} | {
-        name: f"pgtk {name}" for name in commands
-    }
+    uses = {name: f"pgtk {name}=OPTION" for name in options()}
+    uses |= {name: f"pgtk {name}" for name in commands}
     uses["train"] = "pgtk [OVERRIDES]"
     closest = nearest(word, uses, 0.6)
     use = "pgtk --help" if closest is None else uses[closest]
@@ -126,9 +133,9 @@ def unknown_command(word: str, commands: Iterable[str]) -> ConfigError:
 
 
 def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], int]) -> int:
-    """Answer `pgtk -sc ...`. A half-typed line is no error: what cannot be completed gives no
-    words.
+    """Answer `pgtk -sc ...`, which the shell asks at the Tab key; return the exit status.
 
+    A half-typed line that cannot be completed gives no words, and is no error.
     hydra: runs Hydra with a command line; it completes the overrides after pgtk's own words.
     """
     if not any(word.startswith("query=") for word in argv):
@@ -137,23 +144,25 @@ def complete(argv: list[str], commands: list[str], hydra: Callable[[list[str]], 
     say("\n".join(words))
     if line is not None:
         os.environ["COMP_LINE"] = line
-        answer, quiet = io.StringIO(), contextlib.suppress(Exception, SystemExit)
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(answer), quiet:
+        answer = io.StringIO()
+        with (
+            contextlib.redirect_stderr(io.StringIO()),
+            contextlib.redirect_stdout(answer),
+            contextlib.suppress(Exception, SystemExit),
+        ):
             hydra(argv)
-        # Hydra takes the types of the keys, and what options share, for options, which nobody
-        # means.
-        say(
-            " ".join(
-                word for word in answer.getvalue().split() if not re.search("=(schema|_)", word)
-            )
-        )
+        # Hydra also offers files that are no options: schemas, and keys that options share.
+        offered = answer.getvalue().split()
+        say(" ".join(word for word in offered if not re.search("=(schema|_)", word)))
     return 0
 
 
 def split(line: str, commands: list[str]) -> tuple[list[str], str | None]:
-    """(words that fit here, the line as Hydra is to complete it); None where no override belongs.
+    """Return (the words that fit here, the line that Hydra is to complete).
 
-    line: as far as it is typed, the program first. commands: the first words that pgtk knows.
+    The line is None where no override belongs.
+    line: as far as it is typed, the program first.
+    commands: the first words that pgtk knows.
     """
     program, *words = line.split() or [""]
     being_typed = "" if line.endswith(" ") or not words else words.pop()

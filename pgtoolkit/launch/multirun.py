@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 from pgtoolkit.config.names import plain_config
 from pgtoolkit.config.schema import Config
@@ -25,11 +27,11 @@ from pgtoolkit.system.report import say
 from pgtoolkit.tracking.signals import STOP_SIGNALS, answered_by
 
 STOPPED = (signal.SIGKILL, *STOP_SIGNALS)
-"""Signals by which someone ends a process; by others it ends itself."""
+"""Signals that somebody sends to end a process; other signals come from its own failure."""
 
 
 def run_sweep(checked: Checked) -> int:
-    """Run the checked jobs, each if it is not done; returns the exit status: 1 if a job failed.
+    """Run those of the checked jobs that are not done; return the exit status: 1 if a job failed.
 
     Raises Interrupted after a signal.
     """
@@ -38,12 +40,13 @@ def run_sweep(checked: Checked) -> int:
     sweep = checked.sweep
     search = checked.sweep_config.search
     if search is not None:
-        sweep.jobs.clear()  # it makes its own, and repeats what it finds done
+        sweep.jobs.clear()  # a search makes its own jobs as it goes
     with sweep.held():
         sweep.save()
         say(f"{sweep_report.summary(sweep)}, in {sweep.folder}")
         say(sweep_report.logs(sweep))
-        begun, interrupted = time.monotonic(), None
+        begun = time.monotonic()
+        interrupted = None
         try:
             launch = _Launch(checked)
             if search is None:
@@ -62,16 +65,15 @@ def run_sweep(checked: Checked) -> int:
         _publish(sweep, config)
         if interrupted:
             raise Interrupted(f"{interrupted} Continue with: {sweep_report.command_of(sweep)}")
-    return (
-        0
-        if all(job.status == "done" for job in sweep.jobs.values())
-        else PgtoolkitError.exit_status
-    )
+    all_done = all(job.status == "done" for job in sweep.jobs.values())
+    return 0 if all_done else PgtoolkitError.exit_status
 
 
 class _Launch:
-    """Runs jobs of a sweep by its launcher, which is started once, with the first job that is not
-    done."""
+    """Runs jobs of a sweep by its launcher.
+
+    The launcher starts once, before the first job that is not done.
+    """
 
     def __init__(self, checked: Checked):
         assert checked.sweep is not None
@@ -95,31 +97,36 @@ class _Launch:
             Jobs(self._sweep, jobs, self._launcher.settings["fail_fast"]).run(self._engine)
 
     def run_drawn(self, overrides: list[list[str]], first: int) -> list[float | None]:
-        """Run the jobs of values that a search has drawn, by their overrides; returns what each has
-        reached.
+        """Run jobs whose values a search has drawn; return the final reward of each.
 
-        first: number of the first job. Raises ConfigError for values that make no job.
+        overrides: those of each job.
+        first: the number of the first job.
+        Raises ConfigError for values that make no valid job.
         """
         jobs: list[Job] = []
-        for number, of_job in enumerate(overrides, start=first):
-            run = self._plan(of_job, number)
+        for number, job_overrides in enumerate(overrides, start=first):
+            run = self._plan(job_overrides, number)
             if run.report.problems:
                 raise ConfigError("\n".join(run.report.problems))
             assert run.job is not None
             jobs.append(run.job)
-        # the same configuration runs once
+        # Jobs of one configuration share a directory, and run once.
         self.run(list({job.directory: job for job in jobs}.values()))
         rewards = []
         for job in jobs:
-            is_done = job.status == "done"
-            rewards.append(
-                sweep_report.reached(self._sweep.folder / job.directory) if is_done else None
-            )
+            directory = self._sweep.folder / job.directory
+            rewards.append(sweep_report.reached(directory) if job.status == "done" else None)
         return rewards
 
 
 @dataclass
 class _Running:
+    """A job that runs.
+
+    started: time.monotonic() at its start.
+    log_start: size of its log in bytes, before it began.
+    """
+
     job: Job
     handle: JobHandle
     started: float
@@ -127,10 +134,12 @@ class _Running:
 
 
 class Jobs:
-    """The jobs of one launch, of which those that are not done are run: waiting, running, ended."""
+    """Runs the jobs of one launch that are not done: they wait, run, and end."""
 
     def __init__(self, sweep: Sweep, jobs: list[Job], fail_fast: bool):
-        self._sweep, self._count, self._fail_fast = sweep, len(jobs), fail_fast
+        self._sweep = sweep
+        self._count = len(jobs)
+        self._fail_fast = fail_fast
         self._line = SweepLine(sweep.folder, jobs)
         self._waiting = deque(job for job in jobs if job.status != "done")
         self._running: list[_Running] = []
@@ -138,12 +147,14 @@ class Jobs:
         self._ended = len(jobs) - len(self._waiting)
 
     def run(self, start_engine: Callable[[], Engine]) -> None:
-        """Raises Interrupted after one of STOP_SIGNALS, once the running jobs have saved and
-        stopped."""
+        """Run the jobs until all have ended.
+
+        Raises Interrupted after one of STOP_SIGNALS, once the running jobs have saved and stopped.
+        """
         arrived: list[int] = []
         engine = None
 
-        def stop(number: int, _frame) -> None:
+        def stop(number: int, _frame: FrameType | None) -> None:
             arrived.append(number)
             if engine is None:
                 raise Interrupted(
@@ -163,48 +174,76 @@ class Jobs:
                     self._line.show(self._waiting, [running.job for running in self._running])
                     time.sleep(0.05)
                     for running in list(self._running):
-                        if (status := running.handle.poll()) is not None:
+                        status = running.handle.poll()
+                        if status is not None:
                             self._end(running, status)
             finally:
-                # After a defect of the launcher itself the jobs must not run on unseen.
+                # After an error of this process the jobs must not run on unseen.
                 self._stop_all(signal.SIGTERM)
                 self._line.close()
         if self._stopped_by:
             raise Interrupted(f"the sweep was stopped as asked ({self._stopped_by}).")
 
     def _start(self, engine: Engine) -> None:
-        """As many of the waiting jobs as there is room for."""
+        """Start as many of the waiting jobs as there is room for."""
         free = min(len(self._waiting), engine.at_a_time - len(self._running))
         chosen = [self._waiting.popleft() for _ in range(free)]
-        files, sizes = [], []
+        files = []
+        log_sizes = []
         for job in chosen:
-            directory = (self._sweep.folder / job.directory).resolve()
-            directory.mkdir(parents=True, exist_ok=True)
-            content = {
-                "command": self._sweep.command,
-                "sweep": self._sweep.name,
-                "directory": str(directory),
-            }
-            content |= {"overrides": job.overrides, "config": plain_config(job.config)}
-            write_atomically(file := directory / ".job.json", json.dumps(content, indent=1) + "\n")
             log = str(self._sweep.folder.resolve() / job.log)
-            files.append((str(file), log))
-            sizes.append(os.path.getsize(log) if os.path.exists(log) else 0)
-        for job, handle, size in zip(chosen, engine.start(files), sizes, strict=True):
+            files.append((str(self._write_job(job)), log))
+            log_sizes.append(os.path.getsize(log) if os.path.exists(log) else 0)
+        for job, handle, size in zip(chosen, engine.start(files), log_sizes, strict=True):
             self._running.append(_Running(job, handle, time.monotonic(), size))
             say(sweep_report.started(job, self._ended + len(self._running), self._count))
-            job.status, job.reason = "running", None
+            job.status = "running"
+            job.reason = None
         self._sweep.add(*chosen)
 
+    def _write_job(self, job: Job) -> Path:
+        """Write the file that `ranks.run_job` reads, and return its path."""
+        directory = (self._sweep.folder / job.directory).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        content = {
+            "command": self._sweep.command,
+            "sweep": self._sweep.name,
+            "directory": str(directory),
+            "overrides": job.overrides,
+            "config": plain_config(job.config),
+        }
+        file = directory / ".job.json"
+        write_atomically(file, json.dumps(content, indent=1) + "\n")
+        return file
+
     def _end(self, running: _Running, status: int) -> None:
+        """Record and print how a job has ended; with --fail-fast stop the others if it failed.
+
+        status: its exit status, negative where a signal ended it.
+        """
         self._running.remove(running)
         self._ended += 1
-        job, taken = running.job, time.monotonic() - running.started
+        job = running.job
+        seconds = time.monotonic() - running.started
         try:
             job.update_from(self._sweep.folder)
         except PgtoolkitError as error:  # a damaged file in its directory ends no other job
-            job.status, job.reason, status = "failed", str(error), status or 1
-        job.seconds = round(job.seconds + taken, 1)
+            job.status = "failed"
+            job.reason = str(error)
+            status = status or 1
+        job.seconds = round(job.seconds + seconds, 1)
+        self._explain_end(running, status)
+        self._sweep.add(job)
+        say(sweep_report.ended(job, self._sweep.folder, self._ended, self._count, seconds))
+        others = self._waiting or self._running
+        if job.status != "done" and self._fail_fast and not self._stopped_by and others:
+            say("--fail-fast: no further job is started; running ones save and stop")
+            self._waiting.clear()
+            self._stop_all(signal.SIGTERM)
+
+    def _explain_end(self, running: _Running, status: int) -> None:
+        """Set the status and the reason of a job that has not ended with exit status 0."""
+        job = running.job
         if status < 0:
             number = signal.Signals(-status)
             job.status = "interrupted" if number in STOPPED else "failed"
@@ -217,17 +256,6 @@ class Jobs:
                 job.reason = running.handle.reason or sweep_report.last_line(log, running.log_start)
                 job.reason = job.reason or f"exit status {status}"
             job.status = "failed"
-        self._sweep.add(job)
-        say(sweep_report.ended(job, self._sweep.folder, self._ended, self._count, taken))
-        if (
-            job.status != "done"
-            and self._fail_fast
-            and not self._stopped_by
-            and (self._waiting or self._running)
-        ):
-            say("--fail-fast: no further job is started; running ones save and stop")
-            self._waiting.clear()
-            self._stop_all(signal.SIGTERM)
 
     def _stop(self, number: int) -> None:
         self._stopped_by = signal.Signals(number).name
@@ -244,8 +272,10 @@ class Jobs:
 
 
 def _publish(sweep: Sweep, config: Config) -> None:
-    """Tell MLflow of the sweep as a whole; its folder has everything, so that a store which fails
-    is a warning."""
+    """Add the sweep's summary to MLflow.
+
+    The sweep's folder holds the same, so a store that fails is a warning.
+    """
     if config.tracking.name != "mlflow":
         return
     from pgtoolkit.comparison.sweep_summary import publish

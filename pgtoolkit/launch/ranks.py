@@ -1,5 +1,4 @@
-"""Trains on as many processes as the configuration says: this one, local workers, or those a
-launcher started.
+"""Trains on the processes of the configuration: this one, local workers, or those of a launcher.
 
 Local workers are started, watched, and ended together; a signal lets a step of any length finish.
 """
@@ -44,30 +43,33 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
 AFTER_WORKERS = ("running", "failed")
-"""States that a worker may have left: who has started it knows better why it failed."""
+"""States in status.json that this process may replace: it knows better why a worker failed."""
 
 GRACE_SECONDS = 30
-"""For rank 0 to write final status and curves once another has failed; 2 for the others, who have
-none to write."""
+"""Seconds that rank 0 has for its final status and curves, once another rank has failed."""
+
+_GRACE_SECONDS_OF_OTHERS = 2
+"""The same for the other ranks, which write nothing at their end."""
 
 _SECONDS_TO_BECOME_FREE = 600
-"""For a process whose launcher was killed, which finishes its step and saves."""
+"""Time for a process whose launcher was killed: it finishes its step and saves."""
 
 
 def train_on_processes(training: Training) -> None:
-    """`train` of the validated configuration, with every kind of parallelism; its errors come out
-    here, once.
+    """Train by the validated configuration, with every kind of parallelism; raise its errors once.
 
     Where a launcher such as torchrun has started this process, the run directory is that of rank 0,
-    and the other ranks may give any. Otherwise signals are answered in an orderly way from here on,
-    also while torch is loaded.
+    and the other ranks may give any. Otherwise this function answers signals from here on, also
+    while torch is loaded.
     """
     config = training.config
-    if (rank := joined()) is not None:
+    rank = joined()
+    if rank is not None:
         train_as_rank(training, rank)
         return
     with stop_signals_recorded(config, training.run_dir, training.overrides, training.sweep):
-        if (count := world_size(config.parallelism)) > 1:
+        count = world_size(config.parallelism)
+        if count > 1:
             _run_workers(training, count)
             return
         with without(), stop_signals_wait():
@@ -77,25 +79,18 @@ def train_on_processes(training: Training) -> None:
 
 
 def _run_workers(training: Training, count: int) -> None:
-    """Train in so many local processes until all have ended; raises the error that ended them.
+    """Train in `count` local processes until all have ended; raise the error that ended them.
 
-    STOP_SIGNALS go on to the workers, who finish their step; StopSignal if they had not begun. A
-    worker that fails takes the others with it.
+    STOP_SIGNALS go on to the workers, which finish their step. Raises StopSignal if they had not
+    begun. A worker that fails takes the others with it.
     """
-    import torch
-
-    device = training.config.trainer.device
-    if device != "cpu" and 0 < (gpus := torch.cuda.device_count()) < count:
-        raise ConfigError(
-            f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL "
-            "does not share one. Use smaller sizes in parallelism, or trainer.device=cpu."
-        )
+    _check_gpus(training.config, count)
     with tempfile.TemporaryDirectory(prefix="pgtk-") as name:
         folder = Path(name)
         (folder / "job").write_bytes(pickle.dumps(training))
-        # Workers start with SIGINT blocked, which they undo: until then their interpreter would
-        # show where it was. Here it waits until it can be forwarded; the store's threads, which
-        # come next, must not have it either.
+        # Workers start with SIGINT blocked and unblock it themselves: until then the interpreter
+        # would print a traceback. This process blocks it until it can forward the signal, and
+        # before the store starts its threads, which must not receive it either.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         store = loopback_store()
         workers: dict[int, Child] = {}
@@ -108,25 +103,37 @@ def _run_workers(training: Training, count: int) -> None:
 
         try:
             for rank in range(count):
-                workers[rank] = _started(folder, rank, count, store.port)
+                workers[rank] = _start_worker(folder, rank, count, store.port)
             with answered_by(forward):
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                unanswering = _wait(workers, signals)
+                killed = _wait(workers, signals)
         finally:
-            end_all(workers.values())  # whatever happened here, nobody stays behind
+            end_all(workers.values())  # also after an error of this process
         try:
-            _conclude(folder, workers, signals, unanswering, training)
+            _conclude(folder, workers, signals, killed, training)
         except RankLost as error:
             record_end(training.run_dir, "failed", f"RankLost: {error}", AFTER_WORKERS)
             raise
 
 
-def loopback_store() -> TCPStore:
-    """Where the workers find each other: a port of the system's choice, so that two jobs of one
-    sweep never meet.
+def _check_gpus(config: Config, count: int) -> None:
+    """Raise ConfigError where this machine has GPUs, but fewer than processes."""
+    import torch
 
-    It asks nobody for a password, and torch would open it to the network: only this machine may
-    come in.
+    device = config.trainer.device
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if 0 < gpus < count:
+        raise ConfigError(
+            f"trainer.device={device} needs a GPU for each of {count} processes (got {gpus}). NCCL "
+            "does not share one. Use smaller sizes in parallelism, or trainer.device=cpu."
+        )
+
+
+def loopback_store() -> TCPStore:
+    """Return the store where the workers find each other.
+
+    The system chooses its port, so that two jobs of one sweep never meet. The store has no
+    password, and torch would open it to the network: it listens on this machine alone.
     """
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  (torch documents it)
 
@@ -142,125 +149,141 @@ def loopback_store() -> TCPStore:
     )
 
 
-def _started(folder: Path, rank: int, count: int, port: int) -> Child:
-    own = {
+def _start_worker(folder: Path, rank: int, count: int, port: int) -> Child:
+    """Start the process of one rank, with the variables that torchrun would set."""
+    variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": count,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-    }
-    own |= {
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RUN_ID": "pgtk",
         "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        # A server in another environment gets the user's own path instead.
+        "PGTK_PYTHONPATH": os.environ.get("PYTHONPATH", ""),
     }
-    own |= {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    own |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    # what servers in other environments get
-    own |= {"PGTK_PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    environment = os.environ | {name: str(value) for name, value in own.items()}
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
     command = [sys.executable, "-P", "-m", "pgtoolkit.launch.worker", str(folder)]
     if rank == 0:
         return Child(command, environment)
-    # The others have nothing to say that rank 0 does not; what a library prints is looked at if one
-    # dies.
+    # Only rank 0 talks to the user. The output of the others is read if one of them dies.
     return Child(command, environment, folder / f"stderr-{rank}", is_quiet=True)
 
 
 def _wait(workers: dict[int, Child], signals: list[int]) -> list[int]:
-    """Until all have ended; returns the ranks that had to be killed."""
+    """Wait until all have ended; return the ranks that had to be killed."""
     deadline = None
-    while running := [rank for rank, process in workers.items() if process.poll() is None]:
+    while True:
+        running = [rank for rank, process in workers.items() if process.poll() is None]
+        if not running:
+            return []
+        now = time.monotonic()
         failed = any(process.poll() for process in workers.values())
         if deadline is None and (failed or signals.count(signal.SIGINT) > 1):
-            deadline = time.monotonic() + (GRACE_SECONDS if 0 in running else 2)
+            deadline = now + (GRACE_SECONDS if 0 in running else _GRACE_SECONDS_OF_OTHERS)
         if deadline is not None and failed and 0 not in running:
-            deadline = min(deadline, time.monotonic() + 2)
-        if deadline is not None and time.monotonic() > deadline:
-            for rank in running:
-                workers[rank].stop(signal.SIGTERM)
-            deadline = time.monotonic() + 2
-            for rank in running:
-                workers[rank].wait(max(0, deadline - time.monotonic()))
+            deadline = min(deadline, now + _GRACE_SECONDS_OF_OTHERS)
+        if deadline is not None and now > deadline:
+            _terminate([workers[rank] for rank in running])
             return running
         time.sleep(0.05)
-    return []
+
+
+def _terminate(processes: list[Child]) -> None:
+    """Ask the processes to end, and give them two seconds for it."""
+    for process in processes:
+        process.stop(signal.SIGTERM)
+    deadline = time.monotonic() + 2
+    for process in processes:
+        process.wait(max(0, deadline - time.monotonic()))
 
 
 def _conclude(
     folder: Path,
     workers: Mapping[int, Child],
     signals: list[int],
-    unanswering: list[int],
+    killed: list[int],
     training: Training,
 ) -> None:
-    """Raise the error that ended the job, if one did: what came first, not what followed from
-    it."""
+    """Raise the error that ended the job, if one did: the first one, not those that followed from
+    it.
+
+    killed: ranks that did not end by themselves.
+    """
     outcomes: dict[int, tuple[PgtoolkitError | None, str]] = {}
     for rank in workers:
         with contextlib.suppress(FileNotFoundError):
             outcomes[rank] = pickle.loads((folder / f"rank-{rank}").read_bytes())
-    resume = f"Continue with: {resume_command(training.run_dir)}"
-    failed = {rank: error for rank, (error, _) in outcomes.items() if error is not None}
-    for rank, error in failed.items():
-        if shown := outcomes[rank][1]:
-            say(shown, error=True)
-            raise PgtoolkitError(f"rank {rank} failed: {error}")
-        if not isinstance(error, RankLost | Interrupted):
-            raise type(error)(
-                str(error) if rank == 0 or error.on_all_ranks else f"rank {rank}: {error}"
-            )
-    for error in failed.values():
-        if isinstance(error, Interrupted):
-            raise error
+    errors = {rank: error for rank, (error, _) in outcomes.items() if error is not None}
+    _raise_reported(errors, {rank: traceback for rank, (_, traceback) in outcomes.items()})
     if signals:
         name = signal.Signals(signals[-1]).name
         record_end(training.run_dir, "interrupted", name, AFTER_WORKERS)
         raise StopSignal(name)
-    unknown: dict[int, int] = {}
+    resume = f"Continue with: {resume_command(training.run_dir)}"
+    lost: dict[int, int] = {}  # rank -> exit status, of those that have left no outcome
     for rank, worker in workers.items():
-        if rank not in outcomes and rank not in unanswering:
+        if rank not in outcomes and rank not in killed:
             assert worker.returncode is not None  # all have ended
-            unknown[rank] = worker.returncode
-    for rank, code in sorted(unknown.items(), key=lambda pair: pair[1] >= 0):  # by a signal first
-        how = (
-            f"ended with status {code}"
-            if code >= 0
-            else f"was ended by {signal.Signals(-code).name}"
-        )
-        if code == -signal.SIGKILL:
-            how += " (the system does so when memory runs out)"
-        elif (
-            code == -signal.SIGABRT and unanswering
-        ):  # as NCCL ends a process that has waited too long for others
-            how += f", and rank {', '.join(map(str, unanswering))} did not answer any more"
-        stderr = folder / f"stderr-{rank}"
-        lines = (
-            stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            if stderr.exists()
-            else []
-        )
-        last_words = f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
-        raise RankLost(f"rank {rank} {how}.{last_words} {resume}")
-    for error in failed.values():
-        if not unanswering:
+            lost[rank] = worker.returncode
+    if lost:
+        # A rank that a signal has ended comes first.
+        rank = min(lost, key=lambda rank: lost[rank] >= 0)
+        raise RankLost(f"{_description_of_lost(rank, lost[rank], killed, folder)} {resume}")
+    for error in errors.values():
+        if not killed:
             raise RankLost(f"{error}. {resume}")
-        names, seconds = (
-            ", ".join(map(str, unanswering)),
-            training.config.parallelism.timeout_seconds,
-        )
-        limit = f"parallelism.timeout_seconds={seconds:g}"
+        names = ", ".join(map(str, killed))
+        limit = f"parallelism.timeout_seconds={training.config.parallelism.timeout_seconds:g}"
         raise RankLost(f"rank {names} did not answer within {limit} and was ended. {resume}")
+
+
+def _raise_reported(errors: dict[int, PgtoolkitError], tracebacks: dict[int, str]) -> None:
+    """Raise the error that a rank has reported, but for the loss of another rank.
+
+    tracebacks: by rank, empty where the error needs none.
+    """
+    for rank, error in errors.items():
+        if tracebacks[rank]:
+            say(tracebacks[rank], error=True)
+            raise PgtoolkitError(f"rank {rank} failed: {error}")
+        if not isinstance(error, RankLost | Interrupted):
+            needs_rank = rank > 0 and not error.on_all_ranks
+            raise type(error)(f"rank {rank}: {error}" if needs_rank else str(error))
+    for error in errors.values():
+        if isinstance(error, Interrupted):
+            raise error
+
+
+def _description_of_lost(rank: int, status: int, killed: list[int], folder: Path) -> str:
+    """Return sentences on a rank that ended without an outcome, with the last lines it printed."""
+    if status >= 0:
+        ending = f"ended with status {status}"
+    else:
+        ending = f"was ended by {signal.Signals(-status).name}"
+    if status == -signal.SIGKILL:
+        ending += " (the system does so when memory runs out)"
+    elif status == -signal.SIGABRT and killed:
+        # NCCL ends a process so if it has waited too long for others.
+        ending += f", and rank {', '.join(map(str, killed))} did not answer any more"
+    stderr = folder / f"stderr-{rank}"
+    lines: list[str] = []
+    if stderr.exists():
+        lines = stderr.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    last_words = f" Its last words: {' | '.join(lines[-5:])}." if lines else ""
+    return f"rank {rank} {ending}.{last_words}"
 
 
 def train_job(
     config: Config, directory: Path, overrides: list[str], sweep: str | None = None
 ) -> None:
-    """Train in the directory: from its newest checkpoint if a run was begun there before; nothing
-    if it is done."""
+    """Train in the directory, from its newest checkpoint if there is one, unless it is done."""
     wait_until_free(directory)
-    if begun := (directory / "config.yaml").is_file():
+    begun = (directory / "config.yaml").is_file()
+    if begun:
         refuse_another(directory, plain_config(config))
         if read_status(directory).get("state") == "done":
             say(f"{shortest_path(directory)} is done: nothing is left to train")
@@ -269,10 +292,12 @@ def train_job(
 
 
 def wait_until_free(directory: Path) -> None:
-    """Another process may still hold the directory; one that does not let go is named when training
-    begins."""
+    """Wait while another process holds the directory, for ten minutes at most.
+
+    One that does not let go is named when training begins.
+    """
     if joined() is not None or not is_held(directory):
-        return  # of several ranks another one may hold it already
+        return  # another rank of this run may hold it already
     say(f"waiting for another process that still runs {shortest_path(directory)}")
     end = time.monotonic() + _SECONDS_TO_BECOME_FREE
     while is_held(directory) and time.monotonic() < end:
@@ -280,13 +305,12 @@ def wait_until_free(directory: Path) -> None:
 
 
 def run_job(file: Path) -> int:
-    """Run the job that the launcher wrote into a file; returns the exit status."""
+    """Run the job that the launcher wrote into a file; return the exit status."""
     job = json.loads(file.read_text(encoding="utf-8"))
-    sys.argv = job["command"]  # what provenance.json names
+    sys.argv = job["command"]  # for provenance.json
     try:
-        train_job(
-            typed(job["config"], str(file)), Path(job["directory"]), job["overrides"], job["sweep"]
-        )
+        config = typed(job["config"], str(file))
+        train_job(config, Path(job["directory"]), job["overrides"], job["sweep"])
     except (PgtoolkitError, OSError) as error:
         return print_error(unusable(error) if isinstance(error, OSError) else error)
     except KeyboardInterrupt:

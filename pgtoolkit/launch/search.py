@@ -1,5 +1,4 @@
-"""A sweep whose values are chosen as it goes: Optuna proposes those of the next jobs from what
-earlier ones reached."""
+"""Runs a sweep whose values are chosen as it goes: Optuna proposes them from earlier results."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ if TYPE_CHECKING:
 def run_search(search: Search, run: Callable[[list[list[str]], int], list[float | None]]) -> None:
     """Run the jobs of a search.
 
-    run: runs jobs, by the overrides of each and the number of the first; returns what each has
-        reached, None for one that failed.
+    run: runs jobs, by the overrides of each and the number of the first; returns the final reward
+        of each, None for a job that failed.
     """
     import optuna  # pyright: ignore[reportMissingImports]  (an extra)
 

@@ -1,9 +1,10 @@
-"""Starts what the command line describes, once it is checked: a run, a rank of one, a sweep, or a
+"""Checks what the command line describes, and starts it: a run, one rank of a run, a sweep, or a
 resumed run."""
 
 from __future__ import annotations
 
 import contextlib
+from argparse import Namespace
 from pathlib import Path
 
 from pgtoolkit.config.compose import compose, compose_node
@@ -23,30 +24,18 @@ from pgtoolkit.training.machine import check_machine
 
 
 def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
-    """Check everything, then train; or print what Hydra's own flags ask for. Returns the exit
-    status.
+    """Check everything, then train; or print what Hydra's own flags ask for.
 
     argv: overrides and flags.
-    sweep_file: of `pgtk sweep`.
-    command: what was typed.
-    Raises PgtoolkitError, before anything is created if it can be known then.
+    sweep_file: the file that `pgtk sweep` names.
+    command: the words that were typed.
+    Returns the exit status.
+    Raises PgtoolkitError; for all that can be known then, before anything is created.
     """
     args = hydra_arguments(argv)
-    if args.info or args.hydra_help:
-        return hydra_answers(for_hydra(argv, args.overrides))
-    if args.cfg:
-        if args.multirun:
-            raise ConfigError(
-                refusal(
-                    setting="--cfg",
-                    needs="one run",
-                    got="-m",
-                    reason="It prints one configuration.",
-                    use="pgtk check -m for a sweep",
-                )
-            )
-        if wrong := compose_node(args.overrides, args.config_dir).problems:
-            raise refused(list(dict.fromkeys(wrong)))
+    if args.cfg and not args.info and not args.hydra_help:
+        _check_shown_config(args)
+    if args.cfg or args.info or args.hydra_help:
         return hydra_answers(for_hydra(argv, args.overrides))
     rank = joined()
     if rank is not None and args.multirun:
@@ -59,7 +48,7 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
                 use="pgtk -m without torchrun or srun",
             )
         )
-    # of torchrun or srun: the same run, whose directory rank 0 chooses
+    # torchrun or srun has started this process for the same run; rank 0 chooses the directory.
     if rank is not None and rank.number > 0:
         run = check_run(compose(args.overrides, args.config_dir), args.overrides)
         if run.refused_anywhere:
@@ -67,8 +56,9 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
         train_on_processes(Training(run.named_config, Path(), overrides=args.overrides))
         return 0
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file, command)
-    if found := problems(checked):
-        raise _ending_other_ranks(refused(found), checked.runs[0])
+    all_problems = problems(checked)
+    if all_problems:
+        raise _ending_other_ranks(refused(all_problems), checked.runs[0])
     for note in notes(checked):
         say(f"note: {note}", error=True)
     if checked.sweep is not None:
@@ -77,90 +67,121 @@ def start(argv: list[str], sweep_file: Path | None, command: list[str]) -> int:
     return 0
 
 
-def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
-    """Continue a run from its newest checkpoint; returns the exit status. Raises PgtoolkitError.
-
-    step: continue from the checkpoint of this step, as a run of its own in hydra.run.dir, which is
-        then among them.
-    """
-    folder = run_dir
-    places = [override for override in overrides if key_of(override) == "hydra.run.dir"]
-    if step is None and places:
+def _check_shown_config(args: Namespace) -> None:
+    """Raise PgtoolkitError if --cfg cannot print one configuration."""
+    if args.multirun:
         raise ConfigError(
             refusal(
-                setting=places[0],
+                setting="--cfg",
+                needs="one run",
+                got="-m",
+                reason="It prints one configuration.",
+                use="pgtk check -m for a sweep",
+            )
+        )
+    composing_problems = compose_node(args.overrides, args.config_dir).problems
+    if composing_problems:
+        raise refused(list(dict.fromkeys(composing_problems)))
+
+
+def resume(run_dir: Path, overrides: list[str], step: int | None = None) -> int:
+    """Continue a run from its newest checkpoint; return the exit status. Raises PgtoolkitError.
+
+    step: continue from the checkpoint of this step, as a run of its own, in the folder of the
+        override hydra.run.dir.
+    """
+    folder_overrides = [item for item in overrides if key_of(item) == "hydra.run.dir"]
+    if step is None and folder_overrides:
+        raise ConfigError(
+            refusal(
+                setting=folder_overrides[0],
                 needs="--step N, which makes a run of its own",
                 got="none",
                 reason="A run goes on where it lies.",
-                use=f"pgtk resume {shell_path(run_dir)} --step N {places[0]}",
+                use=f"pgtk resume {shell_path(run_dir)} --step N {folder_overrides[0]}",
             )
         )
-    overrides = [override for override in overrides if override not in places]
+    overrides = [item for item in overrides if item not in folder_overrides]
     run = check_run(compose(overrides, run_dir=run_dir), overrides)
     assert run.config is not None  # a saved run has one
-    run.report.problems += written_elsewhere(
-        run.config, run_dir, {key_of(override) for override in overrides}
-    )
-    if step is not None:
-        from pgtoolkit.training.export import branch, lacks_checkpoint  # which loads torch
-
-        most = run.config.trainer.max_steps
-        if problem := lacks_checkpoint(run_dir, f"pgtk resume {shell_path(run_dir)}", step, most):
-            run.report.problems.insert(0, problem)
-        elif step >= most:
-            run.report.refuse(
-                setting=f"--step={step}",
-                needs=f"trainer.max_steps above {step}",
-                got=most,
-                reason="There would be nothing left to train.",
-                use=f"trainer.max_steps={2 * step}",
-            )
-        new = compose(places)
-        run.report.problems += [*new.problems, *new.problems_of_directory]
-        if places and new.directory is not None:
-            folder = Path(new.directory)
-        elif not new.problems_of_directory:
-            run.report.refuse(
-                setting=f"--step={step}",
-                needs="hydra.run.dir=NEW",
-                got=" ".join(places) or "none",
-                reason="It becomes a run of its own, and this one stays as it is.",
-                use="hydra.run.dir=outputs/NEW",
-            )
-        if problem := occupied_by_rollouts(getattr(run.config.rollout, "save_path", None)):
-            run.report.problems.append(problem)
+    typed_keys = {key_of(override) for override in overrides}
+    run.report.problems += written_elsewhere(run.config, run_dir, typed_keys)
+    folder = run_dir if step is None else _check_branch(run, run_dir, step, folder_overrides)
     rank = joined()
-    if not run.report.problems and (rank is None or rank.number == 0):
+    is_first = rank is None or rank.number == 0
+    if not run.report.problems and is_first:
         announce(run.config)
     check_machine(run.config, run.report)
     if run.report.problems:
         raise refused(run.report.problems)
     config = run.config
     if step is not None:
-        if not any(key_of(override) == "tracking.run_name" for override in overrides):
-            config = with_values(config, {"tracking.run_name": None})  # that of its folder
-        if rank is None or rank.number == 0:
-            try:
-                branch(run_dir, step, folder)
-            except PgtoolkitError as error:
-                raise _ending_other_ranks(error, run) from error
+        if "tracking.run_name" not in typed_keys:
+            config = with_values(config, {"tracking.run_name": None})  # named after its folder
+        if is_first:
+            _make_branch(run, run_dir, step, folder)
     train_on_processes(Training(config, folder, True, overrides))
     return 0
 
 
-def start_or_continue(run_dir: Path, argv: list[str]) -> int:
-    """Start the run of these overrides in run_dir, continue it if it was begun there, or do nothing
-    if it is done.
+def _check_branch(run: PlannedRun, run_dir: Path, step: int, folder_overrides: list[str]) -> Path:
+    """Add the problems of a run that begins with a checkpoint of another; return its folder."""
+    from pgtoolkit.training.export import lacks_checkpoint  # which loads torch
 
-    Returns the exit status. Raises PgtoolkitError, also where a run of another configuration lies
-    there.
+    assert run.config is not None
+    max_steps = run.config.trainer.max_steps
+    command = f"pgtk resume {shell_path(run_dir)}"
+    no_checkpoint = lacks_checkpoint(run_dir, command, step, max_steps)
+    if no_checkpoint:
+        run.report.problems.insert(0, no_checkpoint)
+    elif step >= max_steps:
+        run.report.refuse(
+            setting=f"--step={step}",
+            needs=f"trainer.max_steps above {step}",
+            got=max_steps,
+            reason="There would be nothing left to train.",
+            use=f"trainer.max_steps={2 * step}",
+        )
+    folder = run_dir
+    composed = compose(folder_overrides)
+    run.report.problems += [*composed.problems, *composed.problems_of_directory]
+    if folder_overrides and composed.directory is not None:
+        folder = Path(composed.directory)
+    elif not composed.problems_of_directory:
+        run.report.refuse(
+            setting=f"--step={step}",
+            needs="hydra.run.dir=NEW",
+            got=" ".join(folder_overrides) or "none",
+            reason="It becomes a run of its own, and this one stays as it is.",
+            use="hydra.run.dir=outputs/NEW",
+        )
+    occupied = occupied_by_rollouts(getattr(run.config.rollout, "save_path", None))
+    if occupied is not None:
+        run.report.problems.append(occupied)
+    return folder
+
+
+def _make_branch(run: PlannedRun, run_dir: Path, step: int, folder: Path) -> None:
+    """Put the checkpoint of a step into the folder of a new run."""
+    from pgtoolkit.training.export import branch
+
+    try:
+        branch(run_dir, step, folder)
+    except PgtoolkitError as error:
+        raise _ending_other_ranks(error, run) from error
+
+
+def start_or_continue(run_dir: Path, argv: list[str]) -> int:
+    """Start the run of these overrides in run_dir, or continue it if it was begun there.
+
+    Does nothing if it is done. Returns the exit status.
+    Raises PgtoolkitError, also where run_dir holds a run of another configuration.
     """
     wait_until_free(run_dir)
     if not (run_dir / "config.yaml").is_file():
-        place = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
-        return start(
-            [*argv, f"hydra.run.dir='{place}'"], None, ["pgtk", "continue", str(run_dir), *argv]
-        )
+        quoted = str(run_dir).replace("\\", "\\\\").replace("'", "\\'")
+        command = ["pgtk", "continue", str(run_dir), *argv]
+        return start([*argv, f"hydra.run.dir='{quoted}'"], None, command)
     args = hydra_arguments(argv)
     run = check_run(compose(args.overrides, args.config_dir), args.overrides)
     rank = joined()
@@ -177,15 +198,13 @@ def start_or_continue(run_dir: Path, argv: list[str]) -> int:
 
 
 def refused(problems: list[str]) -> PgtoolkitError:
-    """All problems in one error, which has an exit status of its own if it is the data alone."""
-    kind = (
-        DataError if all(isinstance(problem, DataProblem) for problem in problems) else ConfigError
-    )
+    """Return one error of all problems: a DataError if they all lie in the data."""
+    in_data = all(isinstance(problem, DataProblem) for problem in problems)
+    error_type = DataError if in_data else ConfigError
     if len(problems) == 1:
-        return kind(problems[0])
-    return kind(
-        f"{len(problems)} problems in the configuration:\n" + "\n".join(f"  {p}" for p in problems)
-    )
+        return error_type(problems[0])
+    listed = "\n".join(f"  {problem}" for problem in problems)
+    return error_type(f"{len(problems)} problems in the configuration:\n{listed}")
 
 
 def _run(run: PlannedRun) -> None:
@@ -202,7 +221,7 @@ def _run(run: PlannedRun) -> None:
 
 
 def _ending_other_ranks(error: PgtoolkitError, run: PlannedRun) -> PgtoolkitError:
-    """The error; where rank 0 alone has met it, the ranks that wait for it end with it, too."""
+    """Return the error; if only rank 0 has met it, end the ranks that wait for rank 0 with it."""
     if joined() is not None and run.config is not None and not run.refused_anywhere:
         with contextlib.suppress(PgtoolkitError):
             train_on_processes(Training(run.config, Path(), refused=error))
