@@ -42,7 +42,8 @@ def __getattr__(name: str) -> object:
     if name in __all__:
         from pgtoolkit.command import other_project
 
-        if problem := other_project():
+        problem = other_project()
+        if problem:
             raise ImportError(problem)
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)

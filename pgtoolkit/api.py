@@ -58,49 +58,55 @@ def policy_loss(
     data_group: ProcessGroup | None = None,
     **parameters: float | None,
 ) -> PolicyLoss:
-    """Policy-gradient loss of packed documents, differentiable with respect to their logits.
+    """Return the policy-gradient loss of packed documents, differentiable by their logits.
 
-    logits: (T, V) floating. labels: (T,) int64, the token that the logits at each position predict,
-        negative where not trained: labels[t] is token t + 1 of the document, not token t
-        (`from_padded` makes all of these of (B, T)).
+    T is the number of positions of all documents, V the size of the vocabulary.
+
+    logits: (T, V) floating.
+    labels: (T,) int64, the token that the logits at each position predict, negative where not
+        trained: labels[t] is token t + 1 of the document, not token t. `from_padded` makes all
+        of these vectors from (B, T).
     old_log_probs, advantages: (T,) floating, of that same token, read only where trained.
-        document_index: (T,) int64, 0-based.
-    loss: the name of a family (the keys of pgtoolkit.families.FAMILIES) with the values of its
-        paper, or a family object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
+    document_index: (T,) int64, 0-based.
+
+    loss: the name of a family (a key of pgtoolkit.families.FAMILIES) with the values of its paper,
+        or a family object, such as pgtoolkit.families.Cispo(epsilon_high=2.0).
     parameters: other values than the paper's for a family given by name, such as epsilon_low and
         epsilon_high.
     aggregation: "sample_mean", "prompt_mean" (needs group_index, (documents,) int64), "token_mean",
-        or "constant" (needs divisor, Dr. GRPO's L, 2503.20783 eq. 2). reducer: a function of your
-        own in its place.
+        or "constant" (needs divisor, Dr. GRPO's L, arXiv 2503.20783, equation 2).
+    reducer: a function of your own in the place of an aggregation.
     trajectory_index: (documents,) int64, not negative: documents that share a number are parts of
         one attempt at a prompt (a trajectory), which the aggregation counts once. None: each
-        document is one.
+        document is an attempt by itself.
     totals: the step's totals when this call is a piece of a step; group_index and trajectory_index
         then number the entries of totals.tokens_per_group and totals.tokens_per_trajectory. Without
-        totals the call is a whole step of num_documents documents. By default that is the largest
-        index + 1, and each number up to it must occur: give num_documents where padding carries a
-        number of its own, or a document has no token.
-    correction: a factor without gradient on each token's loss, for the gap between who sampled it
-        and old_log_probs: a name (the keys of pgtoolkit.corrections.CORRECTIONS) with its defaults,
-        or an object such as pgtoolkit.corrections.TokenMask(low=0.2). sampling_log_probs: (T,)
-        floating, as the sampler gave them, read only where trained. A correction needs them;
-        "off_policy_mask" takes old_log_probs where there are none. How far they lie from
-        old_log_probs is among the basic metrics.
+        totals the call is a complete step of num_documents documents.
+    num_documents: by default the largest index + 1, and each number up to it must occur. Give it
+        where padding carries a number of its own, or a document has no token.
+    correction: a factor without gradient on each token's loss, for the gap between the sampler's
+        log-probs and old_log_probs: a name (a key of pgtoolkit.corrections.CORRECTIONS) with its
+        defaults, or an object such as pgtoolkit.corrections.TokenMask(low=0.2). It needs
+        sampling_log_probs; "off_policy_mask" takes old_log_probs where there are none.
+    sampling_log_probs: (T,) floating, as the sampler gave them, read only where trained. Their
+        distance from old_log_probs is among the basic metrics.
     temperature: log-probs are log_softmax(logits / temperature).
-    entropy_coefficient: of the entropy bonus: the loss has minus so much times the sum of w_t H_t,
-        H_t the entropy of the softmax at each trained position. The metrics then have `entropy`
-        from "basic" on.
+    entropy_coefficient: of the entropy bonus: the loss has minus this number times the sum of
+        w_t H_t, H_t the entropy of the softmax at each trained position. The metrics then have
+        `entropy` from "basic" on.
     kl: a penalty on the distance from a reference, such as pgtoolkit.kl.KL("k3", coefficient=0.05),
-        or a full KL, over the whole vocabulary at each trained position: "full_reverse", KL(policy
-        || reference), or "full_forward", KL( reference || policy), which is distillation where the
-        reference is a teacher.
+        or a full KL, over the full vocabulary at each trained position: "full_reverse",
+        KL(policy || reference), or "full_forward", KL(reference || policy), which is distillation
+        where the reference is a teacher.
     ref_log_probs: (T,) floating, log-prob of each label under the reference, read only where
         trained; with them the metrics have `kl_ref` from "basic" on.
     ref_logits: for a full KL, in the place of ref_log_probs: logits of the reference, shaped like
         logits, under the same temperature. They get no gradient. The metric `kl_ref` is then the
         full KL.
-    metrics: "none", "basic" or "with_entropy". impl: "torch", "triton" (a GPU, or a CPU under
-        Triton's interpreter), "auto" (by device) or "reference" (plain float64 loops, for tests).
+
+    metrics: "none", "basic" or "with_entropy".
+    impl: "torch", "triton" (a GPU, or a CPU under Triton's interpreter), "auto" (by device) or
+        "reference" (plain float64 loops, for tests).
     check_finite: refuse non-finite numbers, log-probs above 0.001 and documents outside
         num_documents at trained positions, and totals of fewer tokens than are here; costs one
         synchronisation on a GPU. With False, numbers that are not finite make the loss NaN,
@@ -109,9 +115,11 @@ def policy_loss(
         be backpropagated once, and the logits are lost.
 
     On several ranks, each of which makes the same calls (see "Pieces and ranks" in docs/losses.md):
-    vocabulary_group: logits hold this rank's columns, from vocabulary_start on (by default rank
-        times columns, if all ranks have equally many); labels number the whole vocabulary, and all
+
+    vocabulary_group: logits hold this rank's columns; labels number the full vocabulary, and all
         else is the same on every rank.
+    vocabulary_start: the first of these columns; by default rank times columns, if all ranks have
+        equally many.
     sequence_group: the tokens of a document may lie on several ranks. document_index, num_documents
         (which must be given), group_index and trajectory_index are common to them; T may differ
         between ranks, and be 0.
@@ -123,9 +131,14 @@ def policy_loss(
     Raises ValueError for arguments that cannot be right and DataError for non-finite data, naming
     the document.
     """
-    family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
     definition = Loss(
-        family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl
+        family_of(loss, **parameters),
+        aggregation_of(aggregation, divisor, reducer),
+        temperature,
+        metrics,
+        correction_of(correction),
+        entropy_coefficient,
+        kl,
     )
     arguments.check_reference(kl, ref_log_probs, metrics, ref_logits=ref_logits)
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
@@ -185,20 +198,28 @@ def linear_policy_loss(
     data_group: ProcessGroup | None = None,
     **parameters: float | None,
 ) -> PolicyLoss:
-    """`policy_loss` of the logits hidden @ lm_head_weight.T + bias, which need never exist in full.
+    """Return `policy_loss` of the logits hidden @ lm_head_weight.T + bias.
+
+    "fused_linear" never makes these logits in full.
+
+    T is the number of positions, V the size of the vocabulary, H the width of the hidden states.
 
     hidden: (T, H).
     lm_head_weight: (V, H), cast to hidden's dtype if it has another.
-    bias: (V,) or None. The other tensors and keywords are those of `policy_loss`, but for:
+    bias: (V,) or None.
 
-    impl: "fused_linear" takes the trained tokens in chunks of whole documents whose logits fit
-        logits_memory_mb (MiB; by default a sixty-fourth of the GPU's memory and at least 512, on a
-        CPU 512) and computes loss and gradients in one pass; a document longer than a chunk takes a
-        second product for its logits. Rows that are not trained are not multiplied, and rows of
-        zero advantage only forward. "torch", "triton" and "reference" materialise all logits; with
-        num_splits > 1, which needs a family whose scope is the token, one of num_splits contiguous
-        cuts at a time. "auto" is "fused_linear", or by device where num_splits > 1.
-    ref_hidden: (T, H'), ref_lm_head_weight: (V, H'), ref_bias: (V,) or None, of the reference,
+    The other tensors and keywords are those of `policy_loss`, but for:
+
+    impl: "fused_linear" takes the trained tokens in chunks of complete documents whose logits fit
+        logits_memory_mb, and computes loss and gradients in one pass; a document longer than a
+        chunk takes a second product for its logits. Rows that are not trained are not multiplied,
+        and rows of zero advantage only forward. "torch", "triton" and "reference" materialise all
+        logits; with num_splits > 1, which needs a family whose scope is the token, one of
+        num_splits contiguous cuts at a time. "auto" is "fused_linear", or by device where
+        num_splits > 1.
+    logits_memory_mb: in MiB; by default a sixty-fourth of the GPU's memory and at least 512, on a
+        CPU 512.
+    ref_hidden, ref_lm_head_weight, ref_bias: (T, H'), (V, H'), and (V,) or None, of the reference,
         whose H' may differ: for a full KL, in the place of ref_logits, which then need never exist
         in full either; logits_memory_mb is for those of both models. They get no gradient.
     fp32_logits: logits in float32 from hidden and weight in half precision (the fp32 LM head).
@@ -215,16 +236,23 @@ def linear_policy_loss(
     With "fused_linear" the gradients are computed in the forward call, and handed out by the first
     backward.
     """
-    family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
     definition = Loss(
-        family, weighting, temperature, metrics, correction_of(correction), entropy_coefficient, kl
+        family_of(loss, **parameters),
+        aggregation_of(aggregation, divisor, reducer),
+        temperature,
+        metrics,
+        correction_of(correction),
+        entropy_coefficient,
+        kl,
     )
-    of_reference = {
-        "ref_hidden": ref_hidden,
-        "ref_lm_head_weight": ref_lm_head_weight,
-        "ref_bias": ref_bias,
-    }
-    arguments.check_reference(kl, ref_log_probs, metrics, **of_reference)
+    arguments.check_reference(
+        kl,
+        ref_log_probs,
+        metrics,
+        ref_hidden=ref_hidden,
+        ref_lm_head_weight=ref_lm_head_weight,
+        ref_bias=ref_bias,
+    )
     ranks = Ranks(vocabulary_group, vocabulary_start, sequence_group, data_group)
     check_name("impl", impl, ("auto", "fused_linear", *IMPLEMENTATIONS, "reference"))
     reference = None
@@ -266,15 +294,16 @@ def log_prob_loss(
     check_finite: bool = True,
     **parameters: float | None,
 ) -> PolicyLoss:
-    """`policy_loss` of log-probs that the caller has computed, differentiable with respect to them.
+    """Return `policy_loss` of log-probs that the caller has computed, differentiable by them.
 
     log_probs: (T,) floating, of each token under the policy in training; any layout flattened to
         one axis, padding included.
     mask: (T,) bool, True where a token is trained; other positions are not read.
     factors: (T,) floating, a correction that a trainer has computed by itself: without gradient on
         each token's loss, and not on the penalty.
-    metrics: "none" or "basic", as entropy needs the logits, which is why there is no bonus for it.
-        The other tensors and keywords are those of `policy_loss`.
+    metrics: "none" or "basic". Entropy needs the logits, and so there is no bonus for it either.
+
+    The other tensors and keywords are those of `policy_loss`.
     """
     if metrics == "with_entropy":
         raise ValueError("metrics='with_entropy' needs logits; use 'basic' with log-probs")
@@ -286,9 +315,12 @@ def log_prob_loss(
         raise ValueError(f"log_probs needs one floating number per token (got {shown(log_probs)})")
     if not isinstance(mask, Tensor) or mask.shape != log_probs.shape or mask.dtype != torch.bool:
         raise ValueError(f"mask needs one bool per token, {len(log_probs)} (got {shown(mask)})")
-    family, weighting = family_of(loss, **parameters), aggregation_of(aggregation, divisor, reducer)
     definition = Loss(
-        family, weighting, metrics=metrics, correction=correction_of(correction), kl=kl
+        family_of(loss, **parameters),
+        aggregation_of(aggregation, divisor, reducer),
+        metrics=metrics,
+        correction=correction_of(correction),
+        kl=kl,
     )
     arguments.check_reference(kl, ref_log_probs, metrics)
     vectors = (

@@ -1,5 +1,4 @@
-"""What travels from rollouts to the loss: documents, micro-batches that they are packed into, steps
-with totals."""
+"""Documents, the micro-batches that they are packed into, and steps with their totals."""
 
 from __future__ import annotations
 
@@ -13,8 +12,11 @@ from torch.nn import functional
 from pgtoolkit.errors import DataError
 
 OPTIONAL_VECTORS = ("old_log_probs", "sampling_log_probs", "ref_log_probs")
-"""Numbers of each trained token that not every source knows. A step has those that all its
-documents have, but for old log-probs, which each micro-batch has that is not on_policy."""
+"""Numbers of each trained token that not every source knows.
+
+A step has those that all its documents have. Old log-probs are an exception: each micro-batch has
+them unless it is on_policy.
+"""
 
 CRITIC_VECTORS = ("values", "returns")
 """Numbers of each trained token that the documents of a run with a critic have."""
@@ -29,41 +31,41 @@ class Document:
         it. The first token has nothing before it and is never trained.
     old_log_probs: (N,) float32, log-prob of each trained token, in order, under the policy that
         ratios are anchored at: the one that generated it, or the one that training on its batch
-        began with; None where nobody knows and the loss does not ask, and where the document is
-        on_policy.
+        began with. None where the document is on_policy, or where they are unknown and the loss
+        does not need them.
     on_policy: True where that policy is the one that its step begins with, after `anchor_version`
         updates: its old log-probs are the new ones, which the step's forward pass gives, and every
         ratio is 1.
     advantages: (N,) float32, of each trained token.
-    sampling_log_probs, ref_log_probs: (N,) float32 or None, log-prob of each trained token as the
-        engine that sampled it gave it, where old_log_probs are computed anew, and under a frozen
-        reference.
+    sampling_log_probs: (N,) float32 or None, log-prob of each trained token as the sampler gave it,
+        where old_log_probs are computed anew.
+    ref_log_probs: (N,) float32 or None, log-prob of each trained token under a frozen reference.
     group: number of the document's prompt group, unique within the run's data.
-    trajectory: number of the attempt at the prompt that it is a part of, as unique; None: it is one
-        by itself.
-    name: how messages call the document, such as `rollouts.jsonl:12`.
-    reward, exact_match, truncated, model_version: what the source knows, or None.
-    score_failed: whether nobody could score it. Without a reward it is then left out: see
+    trajectory: number of the attempt at the prompt that it is a part of, unique in the same way;
+        None: it is an attempt by itself.
+    name: the name in messages, such as `rollouts.jsonl:12`.
+    reward, exact_match, truncated, model_version: as far as the source knows them, or None.
+    score_failed: True where no verifier could score it. Without a reward it is then left out: see
         `is_excluded`.
-    task_reward: the reward before anything was taken off for the completion's length, or None where
-        nothing could be.
-    values, returns: (N,) float32 or None, the critic's value of the state in which each trained
-        token was drawn, when training on the document's batch begins, and what the critic learns in
-        its place.
-    kl_reward: what the distance from the reference adds to the reward before advantages are made of
-        it, 0 or less in the mean; None where it adds nothing, or nobody could score the document.
-    dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped, or None
-        where none could be.
-    dropped_group_fraction: share of its batch's groups that are left out, or None where none could
-        be.
-    left_out: whether it takes no part in any step, since its group teaches nothing.
-    retired_prompts: prompts that are asked no more once its batch is scored, or None where none
-        could be.
+    task_reward: the reward before a deduction for the completion's length; None where there is no
+        such deduction.
+    values: (N,) float32 or None, the critic's value of the state in which each trained token was
+        drawn, when training on the document's batch begins.
+    returns: (N,) float32 or None, the values that the critic learns.
+    kl_reward: added to the reward for the distance from the reference, before advantages are made;
+        0 or less in the mean. None where there is no such term, or no score.
+    dropped_prompt_fraction: share of the prompts sampled for its batch that were dropped; None
+        where the run drops none.
+    dropped_group_fraction: share of its batch's groups that are left out; None where the run leaves
+        out none.
+    left_out: True where it takes no part in any step, since its group has no signal.
+    retired_prompts: number of prompts that are not asked again once its batch is scored; None where
+        the run retires none.
     measures: further numbers by name, such as reward/format; their means over a step are metrics of
         these names.
-    logged: what reward functions have logged of it, by name, for whoever looks at completions.
-    reference_tokens: (R,) int64, what the reference reads in their place: another prompt, then the
-        same tokens; None where it reads these.
+    logged: texts that reward functions have logged, by name, to be shown with the completion.
+    reference_tokens: (R,) int64, read by the reference instead of tokens: another prompt, then the
+        same trained tokens; None where it reads tokens.
 
     Raises ValueError where the numbers do not belong to these tokens.
     """
@@ -110,33 +112,39 @@ class Document:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens the document takes in a micro-batch, trained or not, whoever reads more
-        of them."""
-        return max(len(read) for read in (self.tokens, self.reference_tokens) if read is not None)
+        """Return the room that the document takes in a micro-batch, in tokens, trained or not.
+
+        It is the longer one of tokens and reference_tokens.
+        """
+        if self.reference_tokens is None:
+            return len(self.tokens)
+        return max(len(self.tokens), len(self.reference_tokens))
 
     @property
     def num_trained(self) -> int:
-        """N_d: number of trained tokens."""
+        """Return N_d, the number of trained tokens."""
         return len(self.advantages)
 
     @property
     def reward_for_advantage(self) -> float | None:
-        """The reward with what the distance from the reference adds to it."""
-        return (
-            self.reward
-            if self.reward is None or self.kl_reward is None
-            else self.reward + self.kl_reward
-        )
+        """Return the reward with the term for the distance from the reference."""
+        if self.reward is None or self.kl_reward is None:
+            return self.reward
+        return self.reward + self.kl_reward
 
     @property
     def is_excluded(self) -> bool:
-        """Whether the document has weight 0 and no part in a baseline, though every count has it
-        and its tokens."""
+        """Return True if the document has weight 0 and no part in a baseline.
+
+        It is counted all the same, with its tokens.
+        """
         return self.score_failed and self.reward is None
 
     def as_the_reference_reads_it(self) -> Document:
-        """With `reference_tokens` in the place of its tokens; what is trained stands at the end of
-        both."""
+        """Return the document with `reference_tokens` as its tokens.
+
+        The trained tokens are the last ones of both.
+        """
         assert self.reference_tokens is not None
         mask = functional.pad(self.loss_mask, (len(self.reference_tokens) - len(self.tokens), 0))
         return replace(self, tokens=self.reference_tokens, loss_mask=mask, reference_tokens=None)
@@ -144,9 +152,11 @@ class Document:
 
 @dataclass(frozen=True)
 class DocumentCounts:
-    """What the fused head's plan must know of each document, where the caller knows it on the host.
+    """Numbers of tokens of each document, where the caller knows them on the host.
 
-    trained: tokens that are trained. informative: those of them whose advantage is not 0.
+    The fused head plans its chunks by them.
+    trained: tokens that are trained.
+    informative: those of them whose advantage is not 0.
     """
 
     trained: list[int]
@@ -155,22 +165,24 @@ class DocumentCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What the loss knows of the positions of a piece of a step, but for their logits.
+    """The inputs of the loss at the T positions of a piece of a step, but for the logits.
 
-    labels, document_index: (T,) int64; labels[t] is the token to predict at position t, which is
-        token t + 1 of the document, negative where nothing is trained. advantages: (T,) floating,
-        aligned with labels, read only where trained.
-    old_log_probs, sampling_log_probs, ref_log_probs: the same, or None; see `OPTIONAL_VECTORS`.
-        Where the old ones are None they are the new ones, without gradient: every ratio is 1.
-    factors: the same, or None: rho_t as the caller has computed it; l_t is multiplied by it, beside
-        any correction.
-    num_documents: of this piece. group_index: (documents,) int64, each document's group as the
-        totals number them.
-    trajectory_index: the same of its trajectory; None where each document is one by itself.
+    labels: (T,) int64; labels[t] is the token to predict at position t, which is token t + 1 of the
+        document, negative where nothing is trained.
+    document_index: (T,) int64.
+    advantages: (T,) floating, aligned with labels, read only where trained.
+    old_log_probs, sampling_log_probs, ref_log_probs: (T,) floating, or None; see
+        `OPTIONAL_VECTORS`. Where the old ones are None they are the new ones, without gradient:
+        every ratio is 1.
+    factors: (T,) floating, or None: rho_t as the caller has computed it; l_t is multiplied by it,
+        and by the factor of any correction.
+    num_documents: documents of this piece.
+    group_index: (documents,) int64, each document's group as the totals number them.
+    trajectory_index: (documents,) int64, its trajectory; None where each document is one by itself.
     truncated: (documents,) bool, True where a completion is known to be cut off; or None.
-    excluded: (documents,) bool, True where every weight is 0 since nobody could score the
-        completion; None: of none.
-    counts: of the documents, where they are known on the host.
+    excluded: (documents,) bool, True where every weight is 0, since no verifier could score the
+        completion; None if there is no such document.
+    counts: numbers of tokens, where they are known on the host.
     """
 
     labels: Tensor
@@ -188,29 +200,28 @@ class Tokens:
     factors: Tensor | None = None
 
     def counted(self) -> Self:
-        """The same with `counts`, which are read from the tensors here: before they move to a
-        GPU."""
+        """Return the same with `counts`, read from the tensors before they move to a GPU."""
         trained = self.labels >= 0
-        documents = [
-            self.document_index[mask] for mask in (trained, trained & (self.advantages != 0))
-        ]
-        counts = DocumentCounts(
-            *(torch.bincount(x, minlength=self.num_documents).tolist() for x in documents)
+        informative = trained & (self.advantages != 0)
+
+        def per_document(mask: Tensor) -> list[int]:
+            documents = self.document_index[mask]
+            return torch.bincount(documents, minlength=self.num_documents).tolist()
+
+        return replace(
+            self, counts=DocumentCounts(per_document(trained), per_document(informative))
         )
-        return replace(self, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch(Tokens):
-    """Whole documents packed on one token axis of length T; what one forward and backward pass
-    sees.
+    """Complete documents packed on one token axis of length T, for one forward and backward pass.
 
     tokens, position_ids: (T,) int64. Position ids restart at each document.
-    names, document_lengths: of each document; its tokens are counted whole, also where this is a
-        rank's piece.
+    names: the name of each document.
+    document_lengths: the tokens of each document, all of them also where this is a rank's piece.
     for_reference: the same documents as the reference reads them, where it reads other prompts.
-        places: (T,) int64, the position in it at which the same token is predicted, where one is
-        trained.
+    places: (T,) int64, for each trained token the position in for_reference that predicts it.
     values, returns: (T,) float32, aligned with labels, where there is a critic; see `Document`.
     """
 
@@ -226,21 +237,21 @@ class MicroBatch(Tokens):
     def to(self, device: torch.device) -> MicroBatch:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: without_waiting(tensor, device) for name, tensor in tensors.items()}
-        return replace(
-            self, **moved, for_reference=self.for_reference and self.for_reference.to(device)
-        )
+        for_reference = None if self.for_reference is None else self.for_reference.to(device)
+        return replace(self, **moved, for_reference=for_reference)
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The denominators of one step, counted once over all its micro-batches and ranks (design: D,
-    G, N, N_g).
+    """The denominators of one step, counted once over all its micro-batches and ranks.
 
-    Every delivered document and group counts, also one without a trained token; such a document
-    adds nothing to num_tokens. Counts are int or 0-dim int64 tensors; tokens_per_group is
-    (num_groups,) int64. num_groups and tokens_per_group are None where the data has no groups.
-    tokens_per_trajectory: (trajectories,) int64, of several documents where their context was
-        rewritten on the way; None where each document is one.
+    In the equations they are D, G, N and N_g. Every delivered document and group counts, also one
+    without a trained token; such a document adds nothing to num_tokens. Counts are int or 0-dim
+    int64 tensors.
+    num_groups: None where the data has no groups.
+    tokens_per_group: (num_groups,) int64, or None.
+    tokens_per_trajectory: (trajectories,) int64; None where each document is a trajectory by
+        itself.
     """
 
     num_documents: int | Tensor
@@ -252,30 +263,27 @@ class StepTotals:
 
     @property
     def num_trajectories(self) -> int | Tensor:
-        """D in the weights: attempts at prompts, each counted once, however many documents it
-        has."""
-        return (
-            self.num_documents
-            if self.tokens_per_trajectory is None
-            else len(self.tokens_per_trajectory)
-        )
+        """Return D of the weights: attempts at prompts, also if one has several documents."""
+        if self.tokens_per_trajectory is None:
+            return self.num_documents
+        return len(self.tokens_per_trajectory)
 
     @property
     def num_empty_trajectories(self) -> int | Tensor:
-        """Those without a trained token."""
+        """Return the number of trajectories without a trained token."""
         counts = self.tokens_per_trajectory
         return self.num_empty_documents if counts is None else int((counts == 0).sum())
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer update: its micro-batches, its totals, and where the data stands after it.
+    """The data of one optimizer update: its micro-batches, its totals, and the state after it.
 
     micro_batches: those of this rank; all else is the same on every rank.
-    documents: the step's documents, for messages and for the metrics that only the data knows.
-    state_after: state of the step loader once this step is done, up to `rollouts.steps.loadable`;
+    documents: the step's documents, for messages, and for metrics of the data.
+    state_after: state of the step loader once this step is done, before `rollouts.steps.loadable`;
         committed with the optimizer step.
-    seconds: what making the documents took this process since the step before, by stage.
+    seconds: time that this process took to make the documents since the step before, by stage.
     """
 
     micro_batches: list[MicroBatch]
@@ -286,57 +294,54 @@ class Step:
 
 
 def known_vectors(*holders: Document | Tokens) -> tuple[str, ...]:
-    """Which of OPTIONAL_VECTORS all of these have; none where nothing is given."""
+    """Return the names in OPTIONAL_VECTORS that all holders have; none without holders."""
     return tuple(
         name
         for name in OPTIONAL_VECTORS
-        if holders and all(getattr(x, name) is not None for x in holders)
+        if holders and all(getattr(holder, name) is not None for holder in holders)
     )
 
 
 def vectors_of_critic(documents: list[Document]) -> tuple[str, ...]:
-    """Which of CRITIC_VECTORS the documents of a step have: all or none."""
+    """Return the names in CRITIC_VECTORS that the documents of a step have: all or none."""
     return CRITIC_VECTORS if documents and documents[0].values is not None else ()
 
 
 def have_old_log_probs(documents: list[Document]) -> bool:
-    """Whether a step of these documents has ratios: each knows its old log-probs, or is
-    on_policy."""
+    """Return True if each document has old log-probs or is on_policy, so that ratios exist."""
     return all(document.old_log_probs is not None or document.on_policy for document in documents)
 
 
 def trajectories_of(documents: list[Document]) -> list[tuple[bool, int]]:
-    """What tells each document's trajectory from the others': a document that names none is one by
-    itself."""
-    names = (document.trajectory for document in documents)
-    return [(name is None, place if name is None else name) for place, name in enumerate(names)]
+    """Return a key of each document's trajectory; a document that names none is one by itself."""
+    keys = []
+    for index, document in enumerate(documents):
+        is_alone = document.trajectory is None
+        keys.append((is_alone, index if document.trajectory is None else document.trajectory))
+    return keys
 
 
 def pack(
     documents: list[Document], known: tuple[str, ...] | None = None, has_trajectories: bool = False
 ) -> MicroBatch:
-    """One micro-batch of the documents in their order, whose groups and trajectories are numbered
-    within the step.
+    """Pack the documents into one micro-batch, in their order.
+
+    Their groups and trajectories are numbered within the step. Only here tokens become labels:
+    position t predicts token t + 1 of its document, with that token's old log-prob and advantage;
+    the last position of a document predicts nothing. Without documents its length is 0.
 
     known: the optional vectors that all documents of the step have; None: those that these
         documents have.
-    has_trajectories: whether the step's documents name any.
-
-    Here alone tokens become labels: position t predicts token t + 1 of its document, with that
-    token's old log-prob and advantage; the last position of a document predicts nothing. No
-    documents give a micro-batch of length 0.
+    has_trajectories: True if documents of the step name trajectories.
     """
     lengths = [len(document.tokens) for document in documents]
     tokens = _concatenate([document.tokens for document in documents], torch.int64)
-    trained = (
-        _concatenate([document.loss_mask for document in documents], torch.bool)
-        .nonzero()
-        .squeeze(1)
-    )
+    loss_mask = _concatenate([document.loss_mask for document in documents], torch.bool)
+    trained = loss_mask.nonzero().squeeze(1)
 
     def labelled(values: Tensor, elsewhere: float) -> Tensor:
-        """(T,) from the values of the trained tokens: each stands where its token is predicted, one
-        place earlier."""
+        """Return (T,) with the value of each trained token where it is predicted, one place
+        earlier."""
         return values.new_full((len(tokens),), elsewhere).index_copy(0, trained - 1, values)
 
     def numbers(name: str) -> Tensor:
@@ -344,13 +349,7 @@ def pack(
 
     vectors = {}
     if not any(document.on_policy for document in documents):
-        # Zeros where nobody knows them: the loss then does not read them, and no metric of them is
-        #   given.
-        old = [
-            torch.zeros(d.num_trained) if d.old_log_probs is None else d.old_log_probs
-            for d in documents
-        ]
-        vectors["old_log_probs"] = labelled(_concatenate(old, torch.float32), 0.0)
+        vectors["old_log_probs"] = labelled(_old_log_probs(documents), 0.0)
     others = set(known_vectors(*documents) if known is None else known) - {"old_log_probs"}
     for name in ("advantages", *others, *vectors_of_critic(documents)):
         values = _concatenate([getattr(document, name) for document in documents], torch.float32)
@@ -382,11 +381,24 @@ def pack(
     )
 
 
-def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
-    """The documents in their order, in runs of at most max_tokens tokens; each run takes as many as
-    fit.
+def _old_log_probs(documents: list[Document]) -> Tensor:
+    """Return the old log-probs of all trained tokens, zeros where they are unknown.
 
-    Raises DataError for a document that alone is longer, since documents are never split.
+    The loss then does not read them, and no metric of them is reported.
+    """
+    vectors = []
+    for document in documents:
+        if document.old_log_probs is None:
+            vectors.append(torch.zeros(document.num_trained))
+        else:
+            vectors.append(document.old_log_probs)
+    return _concatenate(vectors, torch.float32)
+
+
+def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
+    """Cut the documents in their order into parts of at most max_tokens; each takes all that fit.
+
+    Raises DataError for a document that is longer, since documents are never split.
     """
     parts: list[list[Document]] = []
     free = 0
@@ -406,8 +418,10 @@ def cut(documents: list[Document], max_tokens: int) -> list[list[Document]]:
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device. A copy from memory that is not page-locked may wait for all that the GPU still
-    has to do."""
+    """Return the tensor on the device.
+
+    The copy goes through page-locked memory: any other may wait for all work queued on the GPU.
+    """
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

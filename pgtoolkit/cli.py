@@ -1,4 +1,4 @@
-"""The command `pgtk`: which sub-command a line means, and how errors end.
+"""The command `pgtk`: finds the sub-command of a line, and ends errors in a message and a status.
 
 `pgtk loss=gspo` goes from `main` over `_start` to `launch/start.py`, `launch/ranks.py` and
 `training/train.py`.
@@ -21,11 +21,13 @@ from pgtoolkit.system.terminal import flush_streams, prepare_streams, status_of_
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Errors of the user end in one message, others
-    in a traceback."""
+    """Run the command line; return the exit status.
+
+    Errors of the user end in one message, others in a traceback.
+    """
     before = sys.argv
     if argv is not None:
-        sys.argv = [sys.argv[0], *argv]  # which provenance.json names
+        sys.argv = [sys.argv[0], *argv]  # for provenance.json
     prepare_streams()
     try:
         return _dispatch(sys.argv[1:])
@@ -45,14 +47,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = argv[0] if argv and argv[0][:1].isalpha() and "=" not in argv[0] else None
-    if command in REPORTS:  # whose parsers know --help
+    if command in REPORTS:  # their parsers answer --help themselves
         return status_of_output(report(command, argv[1:]))
     if "--help" in argv or "-h" in argv:
-        say(
-            training_help(command, *COMMANDS[command][:2])
-            if command in COMMANDS
-            else help_page(COMMANDS)
-        )
+        if command in COMMANDS:
+            words, purpose, _ = COMMANDS[command]
+            say(training_help(command, words, purpose))
+        else:
+            say(help_page(COMMANDS))
         return status_of_output(0)
     if "--version" in argv:
         say(f"pgtk {__version__}")
@@ -65,7 +67,11 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _start(argv: list[str], file: Path | None = None, typed: list[str] | None = None) -> int:
-    """file: of a sweep. typed: the words after pgtk, where they are others than argv."""
+    """Train, or complete a half-typed line; return the exit status.
+
+    file: the file of a sweep.
+    typed: the words after pgtk; None where they are argv.
+    """
     from pgtoolkit.config.hydra_command import hydra_answers
     from pgtoolkit.launch.start import start
 
@@ -86,7 +92,8 @@ def _check(argv: list[str]) -> int:
     as_json = "--json" in argv
     argv = [word for word in argv if word != "--json"]
     if argv and argv[0] == "sweep":
-        file, argv = sweep_file(*argv[1:2]), ["--multirun", *argv[2:]]
+        file = sweep_file(*argv[1:2])
+        argv = ["--multirun", *argv[2:]]
     args = hydra_arguments(_for_hydra(argv))
     checked = check(args.overrides, args.multirun, args.config_dir, sweep_file=file)
     say(plan_as_json(checked) if as_json else render_plan(checked))
@@ -149,8 +156,7 @@ COMMANDS = {
     ),
     **REPORTS,
 }
-"""Name -> what follows it, what it does, and the function that does it; of `REPORTS`, `report`
-calls it."""
+"""Name -> its words, its purpose, and its function; `report` calls the functions of `REPORTS`."""
 
 
 if __name__ == "__main__":

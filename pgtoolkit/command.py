@@ -1,4 +1,4 @@
-"""What the console script `pgtk` calls: no start beside another project's package of our name.
+"""The console script `pgtk`: refuses to start beside another project's package of the same name.
 
 The distribution is called pgtk, since `pgtoolkit` on PyPI is another project, for PostgreSQL. Both
 install a folder pgtoolkit, and where both are installed some of our modules are theirs. So this
@@ -12,9 +12,10 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
-    if problem := other_project():
-        # the rest of pgtoolkit may not be there to say it
+    """Run the command line; return the exit status."""
+    problem = other_project()
+    if problem is not None:
+        # print, since the modules with `say` may be missing
         print(f"pgtk: error: {problem}", file=sys.stderr)
         return 2
     from pgtoolkit.cli import main
@@ -23,11 +24,10 @@ def main() -> int:
 
 
 def other_project() -> str | None:
-    """Return what is wrong where the other project's distribution `pgtoolkit` is installed, with
-    the way out."""
+    """Return the problem if the other project's distribution `pgtoolkit` is installed, or None."""
     if not any(_may_hold_pgtoolkit(folder) for folder in sys.path):
         return None
-    from importlib import metadata  # which takes a third of the time in which `pgtk --help` answers
+    from importlib import metadata  # slow: a third of the time of `pgtk --help`
 
     for distribution in metadata.distributions(name="pgtoolkit"):
         if not any(script.name == "pgtk" for script in distribution.entry_points):

@@ -1,4 +1,4 @@
-"""What a sampler is asked and what it gives back: prompts, requests, completions."""
+"""The questions and answers of a sampler: prompts, requests, completions."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ if TYPE_CHECKING:  # `pgtk check` does without torch
     from torch import Tensor
 
 Message = dict[str, Any]
-"""{"role": ..., "content": ...}, and whatever else a chat template reads."""
+"""{"role": ..., "content": ...}, and all else that a chat template reads."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, its reference answer, the index it was asked for by, and where it comes from, such
-    as `a.jsonl:12`.
+    """A prompt with its reference answer.
 
+    index: its number in the task.
+    place: its origin, such as `a.jsonl:12`.
     messages: of a chat, whose last content is the text; None where the prompt is a text.
-    seed: of a conversation, below 2^32, for what its environment draws; the same whenever the
+    seed: of a conversation, below 2^32, for the draws of its environment; the same whenever the
         prompt comes again.
-    row: the whole line of the file, where a verifier asks for it.
+    row: all of its row in the file, where a verifier asks for it.
     """
 
     text: str
@@ -36,11 +37,12 @@ class Prompt:
 class Request:
     """One prompt to be completed.
 
-    tokens: the prompt's token ids. completions: how many completions of it are wanted.
+    tokens: the prompt's token ids.
+    completions: the number of completions that are wanted.
     seed: of this prompt in this run, below 2^32: with the number of a completion it decides all
-        that is drawn for it.
-    max_tokens: of a completion, where that is less than the sampler's own number; None: that.
-    prompt: whose tokens these are, for whoever scores the completions.
+        draws for it.
+    max_tokens: of a completion, where that is less than the sampler's number; None: that number.
+    prompt: the prompt of these tokens, for scoring the completions.
     """
 
     tokens: list[int]
@@ -52,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a sampler wrote after one prompt.
+    """The text that a sampler wrote after one prompt, as tokens.
 
     tokens: (C,) int64, up to the end-of-sequence token or the one that completes a stop string
         (`StopStrings`), whichever comes first, and with it.
@@ -61,9 +63,9 @@ class Completion:
     finish_reason: "stop" after an end-of-sequence token or a stop string, else "length", at the
         longest allowed.
     model_version: of the weights that wrote it, as `publish` was told.
-    drawn: (C,) bool, False for what an environment said; None: the model drew all tokens, and N =
-        C.
-    conversation: of a task of several turns, what its score is made of.
+    drawn: (C,) bool, False for tokens of an environment; None: the model drew all tokens, and
+        N = C.
+    conversation: of a task of several turns, the record that its score is made of.
     """
 
     tokens: Tensor

@@ -3,13 +3,13 @@
 import os
 
 MOST_CHARACTERS = 1000
-"""Of one line of an exception that is not ours."""
+"""The longest message of another library that is shown."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return what another library's exception says, on one line; its type where it says nothing.
+    """Return the first line of another library's message, or the exception's type without one.
 
-    A line of more than MOST_CHARACTERS ends there.
+    A longer line is cut after MOST_CHARACTERS.
     """
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} …"
@@ -18,8 +18,8 @@ def first_line(error: BaseException) -> str:
 class PgtoolkitError(Exception):
     """Base of every error that is reported as one message without a traceback.
 
-    on_all_ranks: of several processes, each raises it alike, and one of them says it for all.
-    agreed: every rank raises it at this place of its program.
+    on_all_ranks: True where every rank raises the same error, and rank 0 prints it for all.
+    agreed: True where every rank raises it at this place of its program.
     """
 
     exit_status = 1
@@ -47,15 +47,13 @@ class NumericalError(PgtoolkitError):
 
 
 class RankLost(PgtoolkitError):
-    """One of several processes ended, did not answer in time, or holds something else than the
-    others."""
+    """One of several processes ended, did not answer in time, or differs from the others."""
 
     exit_status = 5
 
 
 class SamplerLost(PgtoolkitError):
-    """A server that samples does not start, ended, did not answer in time, or does not sample what
-    it was given."""
+    """A sampling server does not start, ended, did not answer in time, or gave wrong answers."""
 
     exit_status = 5
 
@@ -67,7 +65,7 @@ class StorageError(PgtoolkitError):
 
 
 def unusable(error: OSError) -> StorageError:
-    """What the operating system refused, such as to write on a full disk."""
+    """Return an error of the operating system, such as of a full disk, as one of ours."""
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Hold a loss of somebody's own against the float64 reference, in one line of their test."""
+"""Compares a loss of the user's with the float64 reference, in one line of a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pgtoolkit.losses.kl import KL
 from pgtoolkit.losses.reference_terms import correction_names
 
 LENGTHS = (5, 1, 7, 3, 6, 4)
-"""Trained and masked tokens of each document of a step, before padding."""
+"""Number of tokens of each document of a step, trained or not, before padding."""
 
 GROUPS = (0, 1, 0, 1, 1, 0)
 """The prompt of each document."""
@@ -29,8 +29,10 @@ GROUPS = (0, 1, 0, 1, 1, 0)
 VOCABULARY = 11
 
 SPREADS = (0.0, 2e-4, 0.05, 0.6)
-"""How far the old log-probs of each step lie from the new: on-policy, within the clip of gspo, of
-grpo, of neither."""
+"""Distance between old and new log-probs, step by step.
+
+The steps are on-policy, within the clip of gspo, within that of grpo, and outside of both.
+"""
 
 
 def assert_conforms(
@@ -45,32 +47,39 @@ def assert_conforms(
     tolerance: float = 1e-5,
     **parameters: float | None,
 ) -> None:
-    """Raise AssertionError unless the function computes this loss: its value, its gradient, and its
-    denominators.
+    """Raise AssertionError unless the function computes this loss: value, gradient, denominators.
 
-    def test_my_loss(): pgtoolkit.testing.assert_conforms(my_loss, "grpo", aggregation="token_mean")
+        def test_my_loss():
+            pgtoolkit.testing.assert_conforms(my_loss, "grpo", aggregation="token_mean")
 
-    function: returns the loss to minimise, a scalar, or a tuple that begins with it. Its parameters
-        say by name what it takes, of B documents padded to the length T: log_probs, (B, T) float64,
-        of each token under the policy in training; or logits, (B, T, V), with labels, (B, T) int64,
-        where labels[b, t] is the token that logits[b, t] predict; the gradient is compared by the
-        logits; old_log_probs, advantages: (B, T) float64; an advantage is the same at all tokens of
-        a document; mask: (B, T) bool, True where a token is trained. One document has no trained
-        token; totals: the `pgtoolkit.StepTotals` of the step that the documents are a part of;
-        group_index: (B,) int64, the prompt of each document; divisor: as given here;
-        sampling_log_probs, ref_log_probs: (B, T) float64, which a correction and kl need. A
-        parameter of another name keeps its default. `lambda` adapts what is called otherwise.
+    The function returns the loss to minimise, a scalar, or a tuple that begins with it. It is given
+    what the names of its parameters ask for, of B documents padded to the length T:
+
+    log_probs: (B, T) float64, of each token under the policy in training.
+    logits, labels: (B, T, V) and (B, T) int64, in the place of log_probs: labels[b, t] is the token
+        that logits[b, t] predict, and the gradient is compared by the logits.
+    old_log_probs, advantages: (B, T) float64; an advantage is the same at all tokens of a document.
+    mask: (B, T) bool, True where a token is trained. One document has no trained token.
+    totals: the `pgtoolkit.StepTotals` of the step that the documents are a part of.
+    group_index: (B,) int64, the prompt of each document.
+    divisor: the argument below.
+    sampling_log_probs, ref_log_probs: (B, T) float64, where a correction or kl needs them.
+
+    A parameter of another name keeps its default. A `lambda` adapts other names.
+
+    The arguments of this function:
+
     loss, aggregation, divisor, correction, kl, parameters: as in `pgtoolkit.policy_loss`, without a
         full KL.
-    micro_batches: whether the function is called on pieces of a step, whose gradients are added up.
-        One that takes totals has to give the step's loss as the sum over its pieces. One that does
-        not is called on two pieces of equally many documents, and has to give it as their mean,
-        which is what gradient accumulation makes of it.
+    micro_batches: True if the function may be called on pieces of a step, whose gradients are added
+        up. With totals, the step's loss must be the sum over its pieces. Without, the function is
+        called on two pieces of equally many documents, and the step's loss must be their mean, as
+        gradient accumulation computes it.
     tolerance: the largest error of value and gradient, relative to the reference's.
 
-    All that differs is said at once: on whole steps that are on-policy, near, and clipped on both
+    The error lists all differences: on complete steps that are on-policy, near, and clipped on both
     sides; on their pieces; and with NaN and infinity in all but the logits of every token that is
-    not trained. Raises ValueError where the question itself cannot be right.
+    not trained. Raises ValueError where the arguments cannot be right.
     """
     if kl is not None and kl.full:
         raise ValueError(
@@ -87,7 +96,7 @@ def assert_conforms(
     problems: list[str] = []
     for seed, spread in enumerate(SPREADS):
         step = _Step.make(seed, spread)
-        expected = definition.specified(step)
+        expected = definition.compute(step)
         problem = subject.difference(step, [slice(None)], expected, tolerance)
         if problem:
             also = _other_aggregation(definition, subject, step, tolerance)
@@ -111,8 +120,8 @@ def assert_conforms(
 class _Step:
     """A made-up step of B documents, padded to the length T.
 
-    tensors: (B, T), and for logits (B, T, V), by the names that `assert_conforms` lists. groups:
-        (B,).
+    tensors: (B, T), and for logits (B, T, V), by the names that `assert_conforms` lists.
+    groups: (B,) int64.
     """
 
     tensors: dict[str, Tensor]
@@ -120,8 +129,11 @@ class _Step:
 
     @classmethod
     def make(cls, seed: int, spread: float) -> _Step:
-        """spread: the deviation of the old log-probs from the new ones, by token and, half as wide,
-        by document."""
+        """Draw a step.
+
+        spread: the standard deviation of the old log-probs from the new ones, by token and, half as
+            large, by document.
+        """
         generator = torch.Generator().manual_seed(seed)
         documents = len(LENGTHS)
         size = documents, max(LENGTHS)
@@ -135,7 +147,7 @@ class _Step:
         old = (new + spread * noise(*size) + spread / 2 * noise(documents, 1)).clamp(max=-1e-6)
         position = torch.arange(size[1])
         lengths = torch.tensor(LENGTHS)[:, None]
-        # a prompt's token is not trained
+        # The first token of a longer document belongs to its prompt.
         mask = (position < lengths) & ((position > 0) | (lengths < 3))
         mask[-1] = False
         tensors = {
@@ -164,7 +176,7 @@ class _Step:
         )
 
     def poisoned(self, filler: float) -> _Step:
-        """Return the step with `filler` as every number (B, T) of a token that is not trained."""
+        """Return the step with `filler` in the (B, T) numbers of tokens that are not trained."""
 
         def fill(tensor: Tensor) -> Tensor:
             by_token = tensor.is_floating_point() and tensor.dim() == 2
@@ -175,7 +187,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the reference has for a step. gradients: by logits (B, T, V) and by log_probs (B, T)."""
+    """The reference's results for a step. gradients: by logits (B, T, V), by log_probs (B, T)."""
 
     value: float
     gradients: dict[str, Tensor]
@@ -183,7 +195,7 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Definition:
-    """The loss that a function is held against."""
+    """The loss that a function is compared with."""
 
     family: Family
     aggregation: str
@@ -196,8 +208,8 @@ class _Definition:
         terms = [str(term) for term in (self.correction, self.kl) if term is not None]
         return " with ".join([f"{self.family}, aggregation={self.aggregation}{divisor}", *terms])
 
-    def specified(self, step: _Step) -> _Expected:
-        """Return what the loops of the reference have for a whole step."""
+    def compute(self, step: _Step) -> _Expected:
+        """Return the results of the reference for a complete step."""
         documents, length = step.mask.shape
         index = torch.arange(documents)[:, None].expand(documents, length)
         flat = {name: tensor.flatten(0, 1) for name, tensor in step.tensors.items()}
@@ -207,7 +219,7 @@ class _Definition:
         if self.kl is not None:
             options |= {"kl": self.kl.kind, "kl_coefficient": self.kl.coefficient}
             options["ref_log_probs"] = flat["ref_log_probs"]
-        specified = reference.policy_loss(
+        result = reference.policy_loss(
             flat["logits"],
             torch.where(flat["mask"], flat["labels"], -1),
             flat["old_log_probs"],
@@ -220,19 +232,19 @@ class _Definition:
             num_documents=documents,
             metrics="none",
         )
-        by_logits = specified.gradient.view_as(step.tensors["logits"])
+        by_logits = result.gradient.view_as(step.tensors["logits"])
         by_label = by_logits.gather(-1, step.tensors["labels"][..., None])[..., 0]
-        # a label's logit moves its log-prob by 1 - p
+        # The derivative of a log-prob by its label's logit is 1 - p.
         by_log_probs = by_label / -step.tensors["log_probs"].expm1()
-        return _Expected(specified.loss, {"logits": by_logits, "log_probs": by_log_probs})
+        return _Expected(result.loss, {"logits": by_logits, "log_probs": by_log_probs})
 
 
 @dataclass(frozen=True)
 class _Subject:
-    """The function that is held against the reference, and how it is called.
+    """The function that is compared with the reference.
 
-    names: the parameters that it is given. leaf: that by which its gradient is taken, logits or
-        log_probs.
+    names: the parameters that it is given.
+    leaf: the one by which its gradient is taken, logits or log_probs.
     """
 
     function: Callable[..., Tensor | tuple]
@@ -242,8 +254,7 @@ class _Subject:
 
     @classmethod
     def of(cls, function: Callable[..., Tensor | tuple], definition: _Definition) -> _Subject:
-        """Read which arguments the function takes; ValueError for one that it needs and nobody
-        has."""
+        """Read the parameters of the function; raises ValueError for one that is not known."""
         known = {
             "log_probs",
             "logits",
@@ -254,19 +265,30 @@ class _Subject:
             "totals",
             "group_index",
         }
-        known |= {"divisor"} if definition.divisor is not None else set()
-        known |= {"sampling_log_probs"} if definition.correction is not None else set()
-        known |= {"ref_log_probs"} if definition.kl is not None else set()
-        parameters = inspect.signature(function).parameters.values()
-        named = [x for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-        unknown = [x.name for x in named if x.default is x.empty and x.name not in known]
+        if definition.divisor is not None:
+            known.add("divisor")
+        if definition.correction is not None:
+            known.add("sampling_log_probs")
+        if definition.kl is not None:
+            known.add("ref_log_probs")
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = [
+            parameter
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind in by_name
+        ]
+        unknown = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is parameter.empty and parameter.name not in known
+        ]
         if unknown:
             raise ValueError(
                 "assert_conforms gives a function what its parameters ask for by name, and does "
                 f"not know {', '.join(unknown)}. It knows {', '.join(sorted(known))}. Adapt other "
                 "names with a lambda"
             )
-        names = known & {x.name for x in named}
+        names = known & {parameter.name for parameter in parameters}
         leaves = names & {"log_probs", "logits"}
         if len(leaves) != 1:
             raise ValueError(
@@ -275,8 +297,10 @@ class _Subject:
         return cls(function, frozenset(names), leaves.pop(), definition.divisor)
 
     def result(self, step: _Step, pieces: list[slice]) -> tuple[float, Tensor]:
-        """Return (value, gradient by the leaf) of a step in pieces: the pieces' sum, or without
-        totals their mean."""
+        """Return (value, gradient by the leaf) of a step in pieces.
+
+        They are the sums over the pieces, or without totals their means.
+        """
         leaf = step.tensors[self.leaf].clone().requires_grad_()
         tensors = step.tensors | {self.leaf: leaf, "group_index": step.groups}
         total = torch.zeros((), dtype=torch.float64)
@@ -305,39 +329,42 @@ class _Subject:
     def difference(
         self, step: _Step, pieces: list[slice], expected: _Expected, tolerance: float
     ) -> str:
-        """Return how value or gradient differ from what is expected; empty where they do not."""
+        """Return the difference of value or gradient in words; empty if there is none."""
         value, gradient = self.result(step, pieces)
         if not _relative_error(value, expected.value) < tolerance:
             return f"its value is {value:.6g}, not {expected.value:.6g}"
-        wanted = expected.gradients[self.leaf]
-        error = float((gradient - wanted).norm() / wanted.norm().clamp(min=1e-3))
-        if not error < tolerance:
-            errors = (gradient - wanted).abs().nan_to_num(nan=math.inf)
-            row = int((errors.amax(-1) if self.leaf == "logits" else errors).argmax())
-            document, token = divmod(row, wanted.shape[1])
-            wrong = f"wrong by {error:.2g} of its norm" if math.isfinite(error) else "not finite"
-            return f"its gradient is {wrong}, most at document {document}, token {token}"
-        return ""
+        expected_gradient = expected.gradients[self.leaf]
+        norm = expected_gradient.norm().clamp(min=1e-3)
+        error = float((gradient - expected_gradient).norm() / norm)
+        if error < tolerance:
+            return ""
+        errors = (gradient - expected_gradient).abs().nan_to_num(nan=math.inf)
+        row = int((errors.amax(-1) if self.leaf == "logits" else errors).argmax())
+        document, token = divmod(row, expected_gradient.shape[1])
+        wrong = f"wrong by {error:.2g} of its norm" if math.isfinite(error) else "not finite"
+        return f"its gradient is {wrong}, most at document {document}, token {token}"
 
 
 def _problems_of_pieces(
     subject: _Subject, step: _Step, expected: _Expected, tolerance: float
 ) -> Iterator[str]:
-    """Yield what differs where the step comes as micro-batches."""
+    """Yield the differences of a step that comes as micro-batches."""
     count = len(step.groups)
     if "totals" in subject.names:
         for cuts in ((1,), (2, 5), range(1, count)):
             edges = [0, *cuts, count]
             pieces = [slice(start, end) for start, end in pairwise(edges)]
-            if problem := subject.difference(step, pieces, expected, tolerance):
+            problem = subject.difference(step, pieces, expected, tolerance)
+            if problem:
                 yield (
                     f"as the sum over micro-batches of a step {problem}: divide by totals, not "
                     "by what a piece holds"
                 )
                 return
-    elif problem := subject.difference(
-        step, [slice(0, count // 2), slice(count // 2, count)], expected, tolerance
-    ):
+        return
+    halves = [slice(0, count // 2), slice(count // 2, count)]
+    problem = subject.difference(step, halves, expected, tolerance)
+    if problem:
         yield (
             f"as the mean of two micro-batches of a step {problem}: take a parameter `totals` and "
             "divide by what it says of the whole step, or give micro_batches=False if it never "
@@ -348,18 +375,17 @@ def _problems_of_pieces(
 def _other_aggregation(
     definition: _Definition, subject: _Subject, step: _Step, tolerance: float
 ) -> str:
-    """Return a sentence on the aggregation whose value the function has instead; empty if it has
-    none of them."""
+    """Return a sentence on the aggregation that the function computes instead; empty if none."""
     value, _ = subject.result(step, [slice(None)])
     for name in ("sample_mean", "prompt_mean", "token_mean"):
-        other = replace(definition, aggregation=name, divisor=None).specified(step).value
+        other = replace(definition, aggregation=name, divisor=None).compute(step).value
         if name != definition.aggregation and _relative_error(value, other) < tolerance:
             return f". That is the value of aggregation={name}"
     return ""
 
 
-def _relative_error(value: float, wanted: float) -> float:
-    return abs(value - wanted) / max(abs(wanted), 1e-3)
+def _relative_error(value: float, expected: float) -> float:
+    return abs(value - expected) / max(abs(expected), 1e-3)
 
 
 def _described(spread: float) -> str:

@@ -1,11 +1,11 @@
-"""The sub-commands that train nothing: their arguments, and the page or the file that each ends
-with."""
+"""The sub-commands that train nothing: their arguments, and the page or file that each writes."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 from pathlib import Path
+from typing import NoReturn
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError
 from pgtoolkit.system.plain_files import plain_run, write_atomically
@@ -14,21 +14,24 @@ from pgtoolkit.system.report import refusal, say, shell_path
 
 
 class _Parser(argparse.ArgumentParser):
-    """command: the line as it was typed, for the pages that it makes."""
+    """Reads the words of a sub-command; a mistake is a ConfigError.
+
+    command: the line as it was typed, for the pages that the sub-command writes.
+    """
 
     def __init__(self, name: str, argv: list[str]):
         super().__init__(f"pgtk {name}", description=REPORTS[name][1].partition("; --")[0])
         self.command = redact(shlex.join(["pgtk", name, *argv]))
 
-    def error(self, message):
-        raise ConfigError(
-            f"{self.prog}: {message}. Use {' '.join(self.format_usage().split()[1:])}."
-        )
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().split()[1:])
+        raise ConfigError(f"{self.prog}: {message}. Use {usage}.")
 
 
 def report(name: str, argv: list[str]) -> int:
-    """Run the sub-command with the words after its name; returns the exit status."""
-    return REPORTS[name][2](_Parser(name, argv), argv) or 0
+    """Run the sub-command with the words after its name; return the exit status."""
+    command = REPORTS[name][2]
+    return command(_Parser(name, argv), argv) or 0
 
 
 def _positive(text: str) -> int:
@@ -46,47 +49,11 @@ _COMPARISON_FILES = {
     "svg": "picture of the curves, and of the means with their intervals",
     "pdf": "picture of the curves, and of the means with their intervals",
 }
-"""What a comparison is written as -> what that is, in words."""
+"""Kind of file that a comparison can be written as -> its content in words."""
 
 
 def _compare(parser: _Parser, argv: list[str]) -> None:
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
-    )
-    measure = parser.add_mutually_exclusive_group()
-    measure.add_argument(
-        "--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)"
-    )
-    measure.add_argument(
-        "--reach",
-        metavar="METRIC=X",
-        help="compare the documents it takes until METRIC is X or more",
-    )
-    parser.add_argument(
-        "--best-of", metavar="KEY", help="of runs that differ in this key alone only the best"
-    )
-    parser.add_argument(
-        "--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is"
-    )
-    parser.add_argument(
-        "--against", metavar="KEY=VALUE", help="the base that planned contrasts are with"
-    )
-    parser.add_argument(
-        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base"
-    )
-    alike = "count runs as seeds of one configuration whose own modules differ"
-    parser.add_argument("--ignore", choices=("code",), help=alike)
-    named = (
-        "how a value is called in tables and pictures, such as loss=mine.Squared=ours; repeatable"
-    )
-    parser.add_argument(
-        "--label", action="append", default=[], metavar="KEY=VALUE=NAME", help=named
-    )
-    for kind, content in _COMPARISON_FILES.items():
-        parser.add_argument(
-            f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}"
-        )
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
+    _add_arguments_of_compare(parser)
     args = parser.parse_args(argv)
 
     from pgtoolkit.comparison.groups import compare
@@ -95,32 +62,11 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.comparison.text_report import render_comparison
     from pgtoolkit.runs.find import find_runs
 
-    if overrides := [word for word in args.runs if "=" in word and not Path(word).exists()]:
-        from pgtoolkit.config.names import name_from
-        from pgtoolkit.config.overrides import is_swept
-
-        overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
-        folder = "_".join(
-            [*(word for word in args.runs if word not in overrides), name_from(overrides, {})]
-        )
-        raise ConfigError(
-            refusal(
-                setting="pgtk compare",
-                needs="runs, folders or sweeps",
-                got=" ".join(overrides),
-                reason="A sweep with overrides has a folder of its own, named after them.",
-                use=f"pgtk compare {folder}",
-            )
-        )
-    metrics = needed_for(
-        parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0]
-    )
-    runs = find_runs(args.runs, metrics)
-    if (
-        not args.json
-        and len(args.runs) == len(runs) == 2
-        and all(run.state != "unreadable" for run in runs)
-    ):
+    _refuse_overrides(args.runs)
+    metric = parse_metric(args.metric)[1] if args.metric else (args.reach or "").rpartition("=")[0]
+    runs = find_runs(args.runs, needed_for(metric))
+    is_pair = len(args.runs) == len(runs) == 2 and all(run.state != "unreadable" for run in runs)
+    if is_pair and not args.json:
         from pgtoolkit.comparison.diff import render_diff
 
         first, second = (Path(run.path) for run in runs)
@@ -144,18 +90,89 @@ def _compare(parser: _Parser, argv: list[str]) -> None:
             say(f"{kind:<8} {shell_path(path)}", error=args.json)
 
 
+def _add_arguments_of_compare(parser: _Parser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="run directory, folder with runs, or a sweep's name"
+    )
+    measure = parser.add_mutually_exclusive_group()
+    measure.add_argument(
+        "--metric", metavar="NAME", help="also area:NAME, final:NAME (default: what runs have)"
+    )
+    measure.add_argument(
+        "--reach",
+        metavar="METRIC=X",
+        help="compare the documents it takes until METRIC is X or more",
+    )
+    parser.add_argument(
+        "--best-of", metavar="KEY", help="of runs that differ in this key alone, keep the best"
+    )
+    parser.add_argument(
+        "--over", metavar="KEYS", help="such as model.path: part of a block, as the seed is"
+    )
+    parser.add_argument(
+        "--against",
+        metavar="KEY=VALUE",
+        help="the base that the planned contrasts compare with",
+    )
+    parser.add_argument(
+        "--margin", metavar="X", help="differences within it are equal: 0.02, or 3%% of the base"
+    )
+    parser.add_argument(
+        "--ignore",
+        choices=("code",),
+        help="code: runs that differ only in the user's own modules count as seeds of one",
+    )
+    parser.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE=NAME",
+        help="a value's name in tables and pictures, such as loss=mine.Squared=ours; repeatable",
+    )
+    for kind, content in _COMPARISON_FILES.items():
+        parser.add_argument(
+            f"--{kind.replace('_', '-')}", type=Path, metavar="FILE", help=f"write a {content}"
+        )
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON instead")
+
+
+def _refuse_overrides(words: list[str]) -> None:
+    """Raise ConfigError for overrides, with the folder of the sweep that they probably mean."""
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    if not overrides:
+        return
+    from pgtoolkit.config.names import name_from
+    from pgtoolkit.config.overrides import is_swept
+
+    overrides.sort(key=lambda word: not is_swept(word))  # as in the name of the folder
+    sweep = [word for word in words if word not in overrides]
+    folder = "_".join([*sweep, name_from(overrides, {})])
+    raise ConfigError(
+        refusal(
+            setting="pgtk compare",
+            needs="runs, folders or sweeps",
+            got=" ".join(overrides),
+            reason="A sweep with overrides has a folder of its own, named after them.",
+            use=f"pgtk compare {folder}",
+        )
+    )
+
+
 def _samples(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=plain_run, help="run directory")
     parser.add_argument(
         "--set",
         metavar="NAME",
-        help="training, or a set of evaluation (default: one of evaluation)",
+        help="training, or an evaluation set (default: an evaluation set)",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of this step (default: the last; of --html all)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="completions of this step (default: the last; with --html all)",
     )
     parser.add_argument(
-        "--since", type=int, metavar="N", help="what changed since this step (default: the first)"
+        "--since", type=int, metavar="N", help="changes since this step (default: the first)"
     )
     parser.add_argument(
         "--count", type=_positive, default=3, metavar="N", help="completions of a kind (default: 3)"
@@ -164,7 +181,7 @@ def _samples(parser: _Parser, argv: list[str]) -> None:
         "--lines", type=_positive, default=8, metavar="N", help="lines of each text (default: 8)"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page to search and sort all of them"
+        "--html", type=Path, metavar="FILE", help="write a page to search and sort all completions"
     )
     args = parser.parse_args(argv)
 
@@ -215,17 +232,16 @@ def _sync(parser: _Parser, argv: list[str]) -> None:
     from pgtoolkit.runs.find import run_directories
     from pgtoolkit.tracking.mlflow_run import sync
 
-    failed = []
+    errors = []
     for directory in run_directories("pgtk sync", args.runs):
         try:
             say(sync(directory, args.uri, args.experiment))
-        except (
-            PgtoolkitError
-        ) as error:  # such as of a run that is damaged, or still going on: the others do not wait
-            failed.append(error)
-    if failed:
-        worst = max(failed, key=lambda error: error.exit_status)
-        raise type(worst)("\n".join(dict.fromkeys(map(str, failed)))) from worst
+        except PgtoolkitError as error:
+            # A run may be damaged, or still going on. The others are delivered all the same.
+            errors.append(error)
+    if errors:
+        worst = max(errors, key=lambda error: error.exit_status)
+        raise type(worst)("\n".join(dict.fromkeys(map(str, errors)))) from worst
 
 
 def _export(parser: _Parser, argv: list[str]) -> None:
@@ -276,13 +292,19 @@ def _evaluate(parser: _Parser, argv: list[str]) -> None:
     checkpoint.add_argument(
         "--best", action="store_true", help="of a run, its best checkpoint instead of the newest"
     )
-    allow = "evaluate a run on the prompts that it was trained on, too"
-    parser.add_argument("--training-prompts", action="store_true", help=allow)
-    on = (
-        "prompts to evaluate on, in the place of the run's: a file, a folder, OWNER/NAME on the "
-        "hub; may be repeated"
+    parser.add_argument(
+        "--training-prompts",
+        action="store_true",
+        help="allow prompts that the run was trained on",
     )
-    parser.add_argument("--on", action="append", default=[], metavar="PATH", help=on)
+    parser.add_argument(
+        "--on",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="prompts to evaluate on instead of the run's: a file, a folder, or OWNER/NAME on the "
+        "hub; repeatable",
+    )
     args = parser.parse_intermixed_args(argv)
     named = [word for word in args.words if "=" not in word or Path(word).exists()]
     if len(named) > 1:
@@ -300,8 +322,12 @@ def _tokens(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="OVERRIDE", help="loss=grpo,cispo stand side by side"
     )
-    step = "default: the last step on its batch of rollouts, soon after a checkpoint"
-    parser.add_argument("--step", type=_positive, metavar="N", help=step)
+    parser.add_argument(
+        "--step",
+        type=_positive,
+        metavar="N",
+        help="default: the last step on its batch of rollouts, soon after a checkpoint",
+    )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="the page (default: tokens-RUN-N.html)"
     )
@@ -348,8 +374,13 @@ def _translate(parser: _Parser, argv: list[str]) -> None:
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="YAML or JSON of TRL's GRPOTrainer or of verl"
     )
-    count = "that TRL trains on, which its file does not say (default: 1)"
-    parser.add_argument("--processes", type=_positive, default=1, metavar="N", help=count)
+    parser.add_argument(
+        "--processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="processes that TRL trains on, which its file does not name (default: 1)",
+    )
     args = parser.parse_args(argv)
 
     from pgtoolkit.config.translate import translate
@@ -402,8 +433,8 @@ REPORTS = {
     "translate": ("FILE", "a configuration of TRL or verl as a command here", _translate),
     "ui": ("", "MLflow's pages of the runs tracked from this directory; --port N", _ui),
 }
-"""Name -> what follows it, what it does, the function that does it, with its parser and the words
-after its name.
+"""Name -> its words, its purpose, and its function.
 
-Such a function returns an exit status where it is not 0.
+The function takes a parser and the words after the name, and returns an exit status other than 0
+or nothing.
 """

@@ -1,5 +1,5 @@
-"""`pgtk evaluate`: finds the model and the prompts that a command line names, checks them, shows
-what is measured."""
+"""`pgtk evaluate`: finds the model and the prompts of a command line, checks them, and shows the
+numbers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pgtoolkit.system.yaml_text import to_yaml
 from pgtoolkit.training.machine import check_machine
 
 FOLDER = Path("outputs/evaluations")
-"""Where the results are, below the directory that the command was typed in."""
+"""Results lie here, below the directory that the command was typed in."""
 
 
 def evaluate_command(
@@ -63,12 +63,13 @@ def evaluate_command(
     chosen = _configuration(command, source, trained, overrides, on)
     for note in _check(chosen):
         say(f"note: {note}")
-    if trained is not None and (problems := _asked_in_training(command, trained, chosen)):
-        if not training_prompts:
-            raise refused(problems)
+    problems = [] if trained is None else _asked_in_training(command, trained, chosen)
+    if problems and not training_prompts:
+        raise refused(problems)
+    if problems:
         say("Warning: evaluated on training prompts.")
 
-    from pgtoolkit.training.evaluation import evaluate_policy as measured
+    from pgtoolkit.training.evaluation import evaluate_policy
     from pgtoolkit.training.export import saved_state
     from pgtoolkit.training.train import quieten
 
@@ -77,7 +78,7 @@ def evaluate_command(
     folder = _folder(name_from(overrides, {}) if source is None else source.resolve().name)
     write_atomically(folder / "evaluation.yaml", redact(to_yaml(plain_config(chosen))))
     try:
-        rows = measured(chosen, folder, trained, state)
+        rows = evaluate_policy(chosen, folder, trained, state)
     except (ConfigError, DataError):
         shutil.rmtree(folder)
         raise
@@ -109,22 +110,19 @@ def _configuration(
     typed: list[str],
     on: Sequence[str],
 ) -> Config:
-    """Return the configuration without what says how to train.
+    """Return the configuration of an evaluation, without the keys of training.
 
     trained: the configuration of the run that is evaluated; None where it is a model.
-    on: see `evaluate`.
+    on: as for `evaluate_command`.
     Raises ConfigError with all problems.
     """
-    of_run = trained is not None
     overrides = _on_prompts(typed, trained, on) if on else typed
-    if source is not None and not of_run:
-        if not (source / "config.json").is_file():
-            from pgtoolkit.runs.find import not_a_run
-
-            raise not_a_run(command, source, "a run directory, or a model's Hugging Face folder")
-        overrides = ["model=huggingface", f"model.path={json.dumps(str(source))}", *overrides]
-    kind, run_dir = ("run", source) if of_run else ("model", None)
-    composed = compose(overrides, run_dir=run_dir, evaluate=kind)
+    if trained is not None:
+        composed = compose(overrides, run_dir=source, evaluate="run")
+    else:
+        if source is not None:
+            overrides = [*_model_overrides(command, source), *overrides]
+        composed = compose(overrides, evaluate="model")
     problems = composed.problems
     if trained is not None and composed.config is not None and not on:
         problems = problems + _in_no_set(composed.config, trained, typed)
@@ -138,16 +136,25 @@ def _configuration(
     }
     if on:
         measured_once["evaluation.sets"] = _sets_on(on, composed.config, trained, typed)
-        if trained is not None:  # whose characters are the tokens of the tiny model
+        if trained is not None:  # the tiny model's tokens are the characters of this task
             measured_once["task"] = trained.task
     return absolute_paths(with_values(composed.config, measured_once))
 
 
-def _on_prompts(typed: list[str], trained: Config | None, on: Sequence[str]) -> list[str]:
-    """Return the overrides with a task that reads the prompts of `on`: the run's, if it is one, or
-    task=prompts.
+def _model_overrides(command: str, folder: Path) -> list[str]:
+    """Return the overrides for a Hugging Face folder; raises PgtoolkitError where it is none."""
+    if not (folder / "config.json").is_file():
+        from pgtoolkit.runs.find import not_a_run
 
-    Raises ConfigError for what says otherwise which prompts they are.
+        raise not_a_run(command, folder, "a run directory, or a model's Hugging Face folder")
+    return ["model=huggingface", f"model.path={json.dumps(str(folder))}"]
+
+
+def _on_prompts(typed: list[str], trained: Config | None, on: Sequence[str]) -> list[str]:
+    """Return the overrides with a task that reads the prompts of `on`.
+
+    It is the run's task if that reads files, or else task=prompts.
+    Raises ConfigError for an override that names other prompts.
     """
     for override in typed:
         if key_of(override) == "task.path" or key_of(override).startswith("evaluation.sets"):
@@ -172,31 +179,34 @@ def _sets_on(
     trained: Config | None,
     typed: list[str],
 ) -> dict[str, dict[str, object]]:
-    """Return a set of each path, called as its file or its data set, with the keys of the task that
-    are typed.
+    """Return an evaluation set for each path, named after its file or data set.
 
-    config: has them. trained: of a run, whose task is that of a set that names no other.
+    Each has the keys of the task that are typed.
+    config: has their values.
+    trained: the configuration of a run, whose task a set has unless it names another.
     """
     typed_keys = dict.fromkeys(
         key_of(override).split(".")[1] for override in typed if override.startswith("task.")
     )
-    same = {leaf: plain_value(config, f"task.{leaf}") for leaf in typed_keys}
+    shared = {leaf: plain_value(config, f"task.{leaf}") for leaf in typed_keys}
     if trained is None or trained.task.name != config.task.name:
-        same = {"task": config.task.name, **same}
+        shared = {"task": config.task.name, **shared}
     sets: dict[str, dict[str, object]] = {}
     for path in on:
         stem = re.sub(r"[^A-Za-z0-9_]+", "_", Path(path).stem).strip("_")[:30]
         stem = stem if stem[:1].isalpha() else f"set_{stem}"
         names = [stem, *(f"{stem}_{number}" for number in range(2, len(on) + 1))]
         name = next(name for name in names if name not in sets and name != TRAINING)
-        sets[name] = {**same, "path": path}
+        sets[name] = {**shared, "path": path}
     return sets
 
 
 def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
     """Return the problems with typed keys of the task that no set of the run takes from it."""
     sets = {
-        name: given for name, given in config.evaluation.sets.items() if isinstance(given, dict)
+        name: settings
+        for name, settings in config.evaluation.sets.items()
+        if isinstance(settings, dict)
     }
     if not sets:
         return []  # the only set is the task, with the evaluation's seed
@@ -217,7 +227,7 @@ def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
         if not key.startswith("task.") or plain_value(config, key) == plain_value(saved, key):
             continue
         leaf = key.split(".")[1]
-        if all("task" in given or leaf in _decided_by(given) for given in sets.values()):
+        if all("task" in settings or leaf in _decided_by(settings) for settings in sets.values()):
             problems.append(
                 refusal(
                     setting=override,
@@ -230,13 +240,15 @@ def _in_no_set(config: Config, saved: Config, typed: list[str]) -> list[str]:
     return problems
 
 
-def _decided_by(given: dict) -> set[str]:
-    """Return the keys of a task that a set of this task does not take from it; see
-    `held_out_sets`."""
-    keys = {*given}
-    if "path" in given:
+def _decided_by(settings: dict[str, object]) -> set[str]:
+    """Return the keys that a set of these settings does not take from its task.
+
+    `held_out_sets` makes the sets by the same rule.
+    """
+    keys = {*settings}
+    if "path" in settings:
         keys |= {"config", "split"}
-    if "verifier" in given or "verifiers" in given:
+    if "verifier" in settings or "verifiers" in settings:
         keys |= {"verifier", "pattern", "verifiers"}
     return keys
 
@@ -245,27 +257,28 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
     """Return a problem for each set with prompts that the run was trained on."""
     problems = []
     for held_out in held_out_sets(chosen):
-        if reason := are_training_prompts(trained, held_out):
-            use = "evaluation.sets.NAME.path=FILE with other prompts"
-            if held_out.files is None:
-                use = "another evaluation.seed"
-            use += ", or --training-prompts to evaluate on these"
-            problems.append(
-                refusal(
-                    setting=command,
-                    needs="prompts that training did not ask",
-                    got=f"set {held_out.name}: {held_out.source}",
-                    reason=reason,
-                    use=use,
-                )
+        reason = are_training_prompts(trained, held_out)
+        if not reason:
+            continue
+        use = "evaluation.sets.NAME.path=FILE with other prompts"
+        if held_out.files is None:
+            use = "another evaluation.seed"
+        problems.append(
+            refusal(
+                setting=command,
+                needs="prompts that training did not ask",
+                got=f"set {held_out.name}: {held_out.source}",
+                reason=reason,
+                use=f"{use}, or --training-prompts to evaluate on these",
             )
+        )
     return problems
 
 
 def _check(config: Config) -> list[str]:
     """Return the notes on a configuration; raises ConfigError or DataError with all problems."""
     _, report = validate(config, rules=(ignored, run.model, evaluated, run.sampler))
-    # No rule on what is trained is to look at the prompts of the task, and nothing is tracked.
+    # The rules of training must not look at the prompts of the task, and nothing is tracked.
     untrained = with_values(config, {"rollout.name": "none", "tracking.name": "none"})
     if not report.problems:
         announce(untrained)
@@ -276,6 +289,7 @@ def _check(config: Config) -> list[str]:
 
 
 def _folder(name: str) -> Path:
+    """Make and return a new folder, named after the time and the model."""
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}"
     number = 1
     while True:
@@ -288,7 +302,7 @@ def _folder(name: str) -> Path:
 
 
 def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, folder: Path) -> str:
-    """The numbers of each set in a column, and where everything lies."""
+    """Return a table with a column of numbers for each set, and the paths of all results."""
     names = [
         name
         for name in rows[0]
@@ -298,7 +312,7 @@ def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, fo
         ["", *(row["set"] for row in rows)],
         *([name, *(_cell(row, name) for row in rows)] for name in names),
     ]
-    sets = {one.name: one.source for one in held_out_sets(config)}
+    sets = {held_out.name: held_out.source for held_out in held_out_sets(config)}
     entries = [
         ("model", model),
         *sets.items(),
@@ -310,7 +324,10 @@ def render_evaluation(rows: list[dict[str, Any]], config: Config, model: str, fo
 
 
 def _cell(row: dict[str, Any], name: str) -> str:
-    value, error = row.get(name), row.get(f"{name}_error")
-    if value is None or isinstance(value, int):
-        return "" if value is None else str(value)
+    value = row.get(name)
+    error = row.get(f"{name}_error")
+    if value is None:
+        return ""
+    if isinstance(value, int):
+        return str(value)
     return f"{value:.4g}" if error is None else f"{value:.4f} ± {error:.4f}"

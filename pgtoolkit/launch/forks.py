@@ -1,5 +1,7 @@
-"""Processes of jobs on this machine, forked from one that has imported what training needs: `Forks`
-starts them."""
+"""Starts the processes of jobs on this machine, forked from a process with all imports done.
+
+`Forks` is the side of the launcher; `serve` runs in the process that forks.
+"""
 
 from __future__ import annotations
 
@@ -31,49 +33,45 @@ from pgtoolkit.tracking.signals import STOP_SIGNALS, answer_stop_signals
 from pgtoolkit.tracking.store import importing_mlflow
 
 _MODULES = (
-    *(
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.gpt2.modeling_gpt2",
-        "tokenizers.trainers",
-    ),
-    *(
-        "transformers.convert_slow_tokenizer",
-        "pyarrow.dataset",
-        "pyarrow.json",
-        "pyarrow.pandas_compat",
-        "pandas",
-    ),
-    *(
-        "matplotlib.figure",
-        "matplotlib.ticker",
-        "matplotlib.backends.backend_agg",
-        "PIL.JpegImagePlugin",
-    ),
-    *("sqlalchemy.dialects.sqlite", "alembic.command"),
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "tokenizers.trainers",
+    "transformers.convert_slow_tokenizer",
+    "pyarrow.dataset",
+    "pyarrow.json",
+    "pyarrow.pandas_compat",
+    "pandas",
+    "matplotlib.figure",
+    "matplotlib.ticker",
+    "matplotlib.backends.backend_agg",
+    "PIL.JpegImagePlugin",
+    "sqlalchemy.dialects.sqlite",
+    "alembic.command",
 )
-"""What jobs import after `pgtoolkit.training.train`, as they begin and end."""
+"""Modules that jobs import after `pgtoolkit.training.train`, as they begin and end."""
 
 _WHILE_IMPORTED = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
-"""NumPy and Arrow start no threads, which a fork would inherit half."""
+"""Variables that keep NumPy and Arrow from starting threads, which would not survive a fork."""
 
 
 class JobProcess:
-    """The process of one job, in a session of its own; it saves and stops when the process that
-    forked it ends."""
+    """The process of one job, in a session of its own.
+
+    It saves and stops when the process that forked it ends.
+    """
 
     reason: str | None = None
-    """What the engine says of a job that did not end by itself."""
+    """Why the job ended, if not by itself."""
 
     def __init__(self, number: int, forks: Forks):
         self._number = number
         self._forks = forks
 
     def poll(self) -> int | None:
-        """Return the exit status once the job has ended, negative where a signal ended it; None
-        before."""
+        """Return the exit status, negative where a signal ended the job; None while it runs."""
         nobody_answers = self._forks.has_ended.is_set()
         status = self._forks.statuses.get(self._number)
         if status is None and nobody_answers:
@@ -82,22 +80,24 @@ class JobProcess:
         return status
 
     def stop(self, number: int) -> None:
-        """Let the job save and stop; number: of the signal that asks for it."""
+        """Let the job save and stop, by sending it the signal of this number."""
         with contextlib.suppress(OSError):  # it has ended
             self._forks.send(["stop", self._number, number])
 
     def wait(self) -> int:
         """Wait until the job has ended, also in a signal handler; return its exit status."""
-        while (status := self.poll()) is None:
+        status = self.poll()
+        while status is None:
             time.sleep(0.05)
+            status = self.poll()
         return status
 
 
 class Forks:
-    """The process that forks those of jobs; it ends with this object, or with this process, once
-    its jobs have saved.
+    """The process that forks the processes of jobs.
 
-    environment: of the jobs, where it is not that of this process.
+    It ends with this object, or with this process, once its jobs have saved.
+    environment: the variables of the jobs; None for those of this process.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
@@ -110,14 +110,15 @@ class Forks:
         self.has_ended = threading.Event()
         listening = [self._process.channel, self.statuses, self.has_ended]
         threading.Thread(target=_listen, args=listening, daemon=True).start()
-        # at the latest when the interpreter ends
+        # A finalizer also runs when the interpreter ends.
         weakref.finalize(self, self._process.end, math.inf)
 
     def start(self, file: str | Path, log: str | Path, gpu: str | None = None) -> JobProcess:
-        """Start the job that a file describes, see `multirun`. What the process prints is added to
-        the log.
+        """Start the job of a file that `multirun` has written.
 
-        gpu: the only one that it sees, as CUDA_VISIBLE_DEVICES names it. Raises PgtoolkitError.
+        log: receives what the process prints, after what it holds already.
+        gpu: the only GPU that the process sees, as CUDA_VISIBLE_DEVICES names it.
+        Raises PgtoolkitError.
         """
         self._started += 1
         Path(log).touch()
@@ -129,15 +130,16 @@ class Forks:
             ) from error
         return JobProcess(self._started, self)
 
-    def send(self, request: list) -> None:
+    def send(self, request: list[str | int | None]) -> None:
+        """Send a request to the process that forks; raises OSError where it has ended."""
         self._process.channel.sendall(json.dumps(request).encode() + b"\n")
 
 
 def _listen(channel: socket.socket, statuses: dict[int, int], has_ended: threading.Event) -> None:
-    """Take down the exit statuses of jobs, until the process that forks them ends.
+    """Write down the exit statuses of jobs, until the process that forks them ends.
 
-    In a thread of its own: a signal handler may wait for a job that the interrupted code waits for,
-        too.
+    This runs in a thread of its own, since a signal handler may wait for the same job as the code
+    that it interrupts.
     """
     with contextlib.suppress(OSError):
         for line in channel.makefile():
@@ -147,17 +149,16 @@ def _listen(channel: socket.socket, statuses: dict[int, int], has_ended: threadi
 
 
 def serve() -> int:
-    """Fork a process for each job asked for, until the launcher has ended and then the last of the
-    jobs.
+    """Fork a process for each job asked for, until the launcher and then the last job have ended.
 
-    Returns the exit status, in the process of a job that of the job.
+    Returns the exit status; in the process of a job, that of the job.
     """
-    # which may come to all processes of a node at once
+    # These signals may come to all processes of a node at once; the jobs answer them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     launcher = channel_to_parent()
-    loaded = _code()
+    code_times = _code_times()
     _load()
-    jobs: dict[int, tuple[int, socket.socket]] = {}  # the process of each, and its channel
+    jobs: dict[int, tuple[int, socket.socket]] = {}  # job -> its process, and the channel to it
     is_open = True
     unread = b""
     while is_open or jobs:
@@ -165,7 +166,7 @@ def serve() -> int:
         if select.select([launcher] if is_open else [], [], [], 0.05)[0]:
             try:
                 received = launcher.recv(65536)
-            except ConnectionResetError:  # it was killed with statuses unread
+            except ConnectionResetError:  # the launcher was killed with statuses unread
                 received = b""
             *lines, unread = (unread + received).split(b"\n")
             is_open = len(received) > 0
@@ -183,26 +184,32 @@ def serve() -> int:
             if process == 0:
                 for inherited in (launcher, channel, *(channel for _, channel in jobs.values())):
                     inherited.close()
-                if _code() != loaded:
+                if _code_times() != code_times:
                     _begin_anew(arguments, other_end)
                 return _job(other_end, *arguments)
             other_end.close()
             jobs[number] = process, channel
-        for number, (process, channel) in list(jobs.items()):
-            if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    # what a killed job may have left of its own processes
-                    os.killpg(process, signal.SIGKILL)
-                status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                del jobs[number]
-                channel.close()
-                with contextlib.suppress(OSError):
-                    launcher.sendall(f"{number} {status}\n".encode())
+        _report_ended(jobs, launcher)
     return 0
 
 
-def _code() -> dict[Path, int]:
-    """When each file of this package was changed last."""
+def _report_ended(jobs: dict[int, tuple[int, socket.socket]], launcher: socket.socket) -> None:
+    """Remove the jobs that have ended, and send their exit statuses to the launcher."""
+    for number, (process, channel) in list(jobs.items()):
+        if not os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            continue
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            # A killed job may have left processes of its own.
+            os.killpg(process, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        del jobs[number]
+        channel.close()
+        with contextlib.suppress(OSError):
+            launcher.sendall(f"{number} {status}\n".encode())
+
+
+def _code_times() -> dict[Path, int]:
+    """Return when each file of this package was changed last, in nanoseconds."""
     changed = {}
     for file in Path(pgtoolkit.__file__).parent.rglob("*.py"):
         with contextlib.suppress(FileNotFoundError):
@@ -210,17 +217,17 @@ def _code() -> dict[Path, int]:
     return changed
 
 
-def _begin_anew(job: list, channel: socket.socket) -> NoReturn:
-    """A job as if it was started alone, by another code than was imported here; what it imports
-    later, too, is new."""
+def _begin_anew(job: list[str | None], channel: socket.socket) -> NoReturn:
+    """Run a job in a new interpreter, because the code has changed since this one imported it."""
     os.dup2(channel.fileno(), 0)
-    os.execv(
-        sys.executable, [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", json.dumps(job)]
-    )
+    command = [sys.executable, "-P", "-m", "pgtoolkit.launch.forks", json.dumps(job)]
+    os.execv(sys.executable, command)
 
 
 def _load() -> None:
-    # torch counts GPUs without CUDA; Lightning sets it for good, too
+    """Import all that jobs need, without threads and without CUDA."""
+    # torch then counts GPUs without CUDA, which must not start before a fork. Lightning sets this
+    # variable, too, and keeps it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     before = {name: os.environ.get(name) for name in _WHILE_IMPORTED}
     os.environ |= _WHILE_IMPORTED
@@ -243,14 +250,15 @@ def _import_ahead(name: str) -> None:
 
 
 def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
+    """Run a job in this process, whose output goes to its log; return the exit status."""
     os.setsid()
-    # of matplotlib's folder, where the home cannot be written: others still need it
+    # Where the home cannot be written, matplotlib deletes its folder at exit; other jobs need it.
     atexit.unregister(shutil.rmtree)
     with open(log, "ab") as printed:
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
     prepare_streams()
-    # Until training minds them: nothing has begun that would have to be saved.
+    # Until training handles these signals there is nothing to save.
     answer_stop_signals(lambda *_: os._exit(Interrupted.exit_status))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     follow_parent(channel)
@@ -261,8 +269,8 @@ def _job(channel: socket.socket, file: str, gpu: str | None, log: str) -> int:
 
 if __name__ == "__main__":
     status = _job(channel_to_parent(), *json.loads(sys.argv[1])) if sys.argv[1:] else serve()
-    # As multiprocessing ends its processes. The interpreter's own end would copy what a job shares
-    # with the others, only to free it: 0.4 s.
+    # multiprocessing ends its processes in the same way. The interpreter's own end would copy the
+    # memory that jobs share, only to free it: 0.4 s.
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  (CPython's, without a type)
     atexit._run_exitfuncs()
     flush_streams()

@@ -10,25 +10,45 @@ from pathlib import Path
 from pgtoolkit.config.compose import compose
 from pgtoolkit.config.keys import default
 from pgtoolkit.config.rules.task import prompts
+from pgtoolkit.config.schema_tasks import TaskConfig
 from pgtoolkit.launch.start import refused
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.report import Report, shell_path
 
 
 def write_solutions(out: Path, overrides: list[str], count: int) -> str:
-    """Write the first `count` prompts of a task and a seed as {"prompt", "completion"}; says what
-    is in the file.
+    """Write the first `count` prompts of a task, and return a sentence on the file.
 
+    Each row is {"prompt", "completion"}.
     Raises ConfigError where the task or the file cannot be used.
     """
     from pgtoolkit.tasks.from_config import make_task
     from pgtoolkit.tasks.prompts import scored_by_nobody
 
+    task, seed = _checked_task(out, overrides)
+    made = make_task(scored_by_nobody(task), seed)
+    count = min(count, made.num_prompts or count)
+    different = set()
+    with replacing(out) as file:
+        for number in range(count):
+            prompt = made.prompt(number)
+            question = prompt.messages or prompt.text
+            answer = prompt.answer
+            if prompt.messages:
+                answer = [{"role": "assistant", "content": prompt.answer}]
+            different.add(repr(question))
+            row = {"prompt": question, "completion": answer}
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    rows = f"{count} rows of task={task.name} with seed {seed}, {len(different)} of them different"
+    return f"{rows}: {shell_path(out)}"
+
+
+def _checked_task(out: Path, overrides: list[str]) -> tuple[TaskConfig, int]:
+    """Return the task and the seed; raises ConfigError with all problems, those of the file too."""
     composed = compose(overrides)
     config = composed.config
-    report = Report(
-        [*composed.problems], usual=functools.partial(default, config, choices=composed.choices)
-    )
+    default_of = functools.partial(default, config, choices=composed.choices)
+    report = Report([*composed.problems], usual=default_of)
     if out.suffix != ".jsonl" or out.exists():
         report.refuse(
             setting=f"OUT={out}",
@@ -37,9 +57,11 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
             reason="Nothing is written over.",
             use=str(out.with_name(f"{out.stem}-2.jsonl")),
         )
-    for other in [one for one in overrides if not re.match(r"task[.=]|seed=", one)]:
+    for override in overrides:
+        if re.match(r"task[.=]|seed=", override):
+            continue
         report.refuse(
-            setting=other,
+            setting=override,
             needs="to be the task, a key of it, or the seed",
             got="another key",
             reason="Prompts and answers follow from these alone.",
@@ -49,25 +71,4 @@ def write_solutions(out: Path, overrides: list[str], count: int) -> str:
         prompts(config.task, report)
     if config is None or report.problems:
         raise refused(report.problems)
-    task = config.task
-    made = make_task(scored_by_nobody(task), config.seed)
-    count = min(count, made.num_prompts or count)
-    different = set()
-    with replacing(out) as file:
-        for prompt in map(made.prompt, range(count)):
-            asked = prompt.messages or prompt.text
-            answer = (
-                [{"role": "assistant", "content": prompt.answer}]
-                if prompt.messages
-                else prompt.answer
-            )
-            different.add(repr(asked))
-            file.write(
-                json.dumps({"prompt": asked, "completion": answer}, ensure_ascii=False).encode()
-                + b"\n"
-            )
-    rows = (
-        f"{count} rows of task={task.name} with seed {config.seed}, {len(different)} of them "
-        "different"
-    )
-    return f"{rows}: {shell_path(out)}"
+    return config.task, config.seed

@@ -1,5 +1,4 @@
-"""A sweep's folder: its jobs, what became of them, and the files sweep.json and sweep.jsonl that
-say so."""
+"""A sweep's folder: its jobs, their status, and the files sweep.json and sweep.jsonl."""
 
 from __future__ import annotations
 
@@ -25,11 +24,15 @@ from pgtoolkit.system.report import shell_path, text
 
 @dataclass
 class Job:
-    """One job. directory: its run directory, relative to the sweep's folder, which is its name,
-    too.
+    """One job of a sweep.
 
-    checked: the configuration as it was checked. run_name: what the run is called.
-    status: pending, running, done, failed or interrupted. seconds: spent so far.
+    directory: its run directory, relative to the sweep's folder; also its name.
+    checked: the configuration as it was checked.
+    run_name: the name of its run.
+    status: pending, running, done, failed or interrupted.
+    reason: why it failed or was interrupted.
+    step: the last step that is saved.
+    seconds: time spent so far.
     """
 
     directory: str
@@ -43,61 +46,76 @@ class Job:
 
     @property
     def config(self) -> Config:
-        """The configuration as the run begins with it: with its name, and paths that mean the same
-        from everywhere."""
+        """Return the configuration that the run begins with: with its name, and absolute paths."""
         return absolute_paths(with_values(self.checked, {"tracking.run_name": self.run_name}))
 
     @property
-    def row(self) -> dict:
-        """Its entry of sweep.json."""
-        row = {
-            name: value for name, value in vars(self).items() if name not in ("checked", "run_name")
+    def row(self) -> dict[str, object]:
+        """Return its entry of sweep.json."""
+        return {
+            "name": self.directory,
+            "log": self.log,
+            "directory": self.directory,
+            "overrides": self.overrides,
+            "status": self.status,
+            "reason": self.reason,
+            "step": self.step,
+            "seconds": self.seconds,
         }
-        return {"name": self.directory, "log": self.log} | row
 
     @property
     def log(self) -> str:
-        """The file with what its process printed, relative to the sweep's folder."""
+        """Return the file with the output of its process, relative to the sweep's folder."""
         return f"{self.directory}/output.log"
 
     def update_from(self, folder: Path) -> None:
-        """Take over what the run directory says; raises PgtoolkitError if another configuration
-        lies there."""
+        """Read status, reason and step from the run directory.
+
+        Raises PgtoolkitError if a run of another configuration lies there.
+        """
         directory = folder / self.directory
-        self.status, self.reason, self.step = "pending", None, 0
+        self.status = "pending"
+        self.reason = None
+        self.step = 0
         if (directory / "config.yaml").is_file():
             refuse_another(directory, plain_config(self.config))
             status = read_status(directory)
-            self.status, self.reason = status.get("state", "interrupted"), status.get("reason")
+            self.status = status.get("state", "interrupted")
+            self.reason = status.get("reason")
             self.step = status.get("step", 0)
         if is_held(directory):
-            self.status, self.reason = "running", None
+            self.status = "running"
+            self.reason = None
         elif self.status == "running":
-            self.status, self.reason = "interrupted", "its process was killed"
+            self.status = "interrupted"
+            self.reason = "its process was killed"
 
 
 def refuse_another(directory: Path, config: dict) -> None:
-    """ConfigError if a run of another configuration has begun in a job's directory. Relative paths
-    start here."""
+    """Raise ConfigError if a run of another configuration has begun in the directory.
+
+    Relative paths of that run start in the current directory.
+    """
     for key, (before, now) in changed(read_config(directory)[0], config).items():
         if isinstance(before, str) and str(Path.cwd() / before) == now:
             continue
-        fixed = key in [one.name for one in fixed_keys(config)]
-        resumed = (
-            "" if fixed else f", or pgtk resume {shell_path(directory)} {shown(key)}={text(now)}"
-        )
+        use = "another directory"
+        if key not in [fixed.name for fixed in fixed_keys(config)]:
+            use += f", or pgtk resume {shell_path(directory)} {shown(key)}={text(now)}"
         raise ConfigError(
             f"{directory} needs to be free for this run (got one with {shown(key)}={text(before)}, "
-            f"not {text(now)}). A run is continued as it was. Use another directory{resumed}."
+            f"not {text(now)}). A run is continued as it was. Use {use}."
         )
 
 
 @dataclass
 class Sweep:
-    """folder: holds sweep.json and the jobs' run directories. command: what was typed.
+    """A sweep's folder with the jobs of one command.
 
-    jobs: of this command, by their directories.
-    earlier: what sweep.json said of jobs before, those of other commands among them.
+    folder: holds sweep.json and the jobs' run directories.
+    command: the words that were typed.
+    jobs: those of this command, by their directories.
+    earlier: entries that sweep.json had before, also of jobs of other commands.
     """
 
     folder: Path
@@ -112,38 +130,40 @@ class Sweep:
     def plan(
         self, config: Config, overrides: list[str], run_name: str, directory: str, digest: str
     ) -> Job:
-        """Return the job of a configuration, which is not among `jobs` yet.
+        """Return the job of a configuration, without adding it to `jobs`.
 
-        directory: where it belongs by its name. digest: of the configuration.
+        directory: the one that its name asks for.
+        digest: that of the configuration.
         """
         if not (self.folder / directory).exists():
-            # Where something else varied, the same configuration had another name.
+            # A sweep over other keys gave the same configuration another name.
             directory = self._by_digest.get(digest, directory)
         return Job(directory, overrides, config, run_name)
 
     @functools.cached_property
     def _by_digest(self) -> dict[str, str]:
-        """Digest -> the directory in this folder whose name ends with it, as it was when a job was
-        first looked for."""
+        """Return the directories by the digest at the end of their names, listed once."""
         names = sorted(path.name for path in self.folder.glob("*-????????"))
         return {name[-8:]: name for name in reversed(names)}
 
     def save(self) -> None:
-        """Write sweep.json in one piece."""
-        jobs = [*(self.earlier | {job.directory: job.row for job in self.jobs.values()}).values()]
-        content = {"name": self.name, "command": self.command, "jobs": jobs}
-        with storage(path := self.folder / "sweep.json"):
+        """Write sweep.json in one piece, with the entries of all jobs."""
+        rows = self.earlier | {job.directory: job.row for job in self.jobs.values()}
+        content = {"name": self.name, "command": self.command, "jobs": list(rows.values())}
+        path = self.folder / "sweep.json"
+        with storage(path):
             write_atomically(path, json.dumps(content, indent=1) + "\n")
             path.with_suffix(".jsonl").unlink(missing_ok=True)
 
     def add(self, *jobs: Job) -> None:
-        """Write down what became of jobs since, without the others: see `read_sweep`."""
-        with storage(path := self.folder / "sweep.jsonl"), path.open("a", encoding="utf-8") as file:
+        """Append the new entries of these jobs to sweep.jsonl, which `read_sweep` reads as well."""
+        path = self.folder / "sweep.jsonl"
+        with storage(path), path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(job.row) + "\n" for job in jobs))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Make the folder and keep other launchers out of it."""
+        """Make the folder, and keep other launchers out of it inside the block."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = lock(

@@ -1,4 +1,4 @@
-"""How far a sweep is, in one line of the terminal that renews itself."""
+"""Shows the progress of a sweep, in one line of the terminal that renews itself."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _TAIL = 65536
 
 
 class SweepLine:
-    """Counts of the jobs of a sweep that run, are done or have failed, and the time left; nothing
-    in a file or a pipe.
+    """Shows how many jobs run, are done or have failed, and the time left.
 
-    folder: of the sweep. jobs: all of one launch, with what became of them before.
+    It writes nothing to a file or a pipe.
+    folder: the sweep's folder.
+    jobs: all jobs of one launch, with their status and steps before it.
     """
 
     def __init__(self, folder: Path, jobs: list[Job]):
@@ -47,7 +48,7 @@ class SweepLine:
             self._line.show(self._steps_before, [f"{len(self._jobs)} jobs"])
 
     def show(self, waiting: Collection[Job], running: Collection[Job]) -> None:
-        """Show how far it is, now that these jobs wait and run, and the others have ended."""
+        """Show the progress while these jobs wait and run, and the others have ended."""
         if self._line is None or time.monotonic() - self._looked_at < _SECONDS_BETWEEN:
             return
         self._looked_at = time.monotonic()
@@ -58,7 +59,7 @@ class SweepLine:
         )
         going_on = {job.directory for job in [*waiting, *running]}
         ended = [job for job in self._jobs if job.directory not in going_on]
-        # also of one that failed: it takes no more time
+        # A job that failed takes no more time either.
         steps += sum(_all_steps(job) for job in ended)
         counts = Counter(job.status for job in ended)
         fields = [f"{len(ended)}/{len(self._jobs)} jobs"]
@@ -72,7 +73,7 @@ class SweepLine:
         self._line.show(steps, [*fields, f"{counts['done']} done"])
 
     def close(self) -> None:
-        """Take the line away: a table follows."""
+        """Remove the line, since a table follows."""
         if self._line is not None:
             self._line.close(leave=False)
         self._line = None
@@ -83,12 +84,14 @@ def _all_steps(job: Job) -> int:
 
 
 def last_step(metrics: Path) -> int:
-    """Return the step of the last row of metrics.jsonl, without reading those before; 0 where there
-    is none."""
+    """Return the step in the last row of metrics.jsonl; 0 where there is none.
+
+    Only the end of the file is read.
+    """
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, metrics.stat().st_size - _TAIL))
             steps = re.findall(rb'^{"step": (\d+),', file.read(), re.MULTILINE)
-    except OSError:  # it has not begun, or lies where this machine cannot read it
+    except OSError:  # the job has not begun, or this machine cannot read its file
         return 0
     return int(steps[-1]) if steps else 0

@@ -1,4 +1,4 @@
-"""What a sweep says: a line per job, and a table at the end."""
+"""The lines that a sweep prints: one per job, and a table at the end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from pgtoolkit.system.report import plural, shell_path
 from pgtoolkit.tracking.next_commands import program
 
 OBJECTIVE = "reward"
-"""The metric that the lines and the table show, and that a searching sweeper is given."""
+"""The metric that the lines and the table show, and that a search maximizes."""
 
 _STATES = ("done", "failed", "interrupted", "running", "pending")
 
 
 def reached(directory: Path) -> float | None:
-    """The final value of the objective: the mean over the last tenth of the steps. None where it
-    was not measured."""
+    """Return the objective's mean over the last tenth of the steps; None if not measured."""
     try:
         rewards = values(read_metrics(directory / "metrics.jsonl", {OBJECTIVE}), OBJECTIVE)
     except PgtoolkitError:
@@ -34,47 +33,49 @@ def logs(sweep: Sweep) -> str:
     return f"log of a job: tail -f {folder}/JOB/output.log (* for JOB: of all that have begun)"
 
 
-def started(job: Job, number: int, of: int) -> str:
-    how = f"continues after step {job.step}" if job.step else "starts"
-    return f"[{number:>{len(str(of))}}/{of}] {how:<20} {job.directory}"
+def started(job: Job, number: int, count: int) -> str:
+    """Return the line of a job that starts, the number-th of `count`."""
+    action = f"continues after step {job.step}" if job.step else "starts"
+    return f"{_place(number, count)} {action:<20} {job.directory}"
 
 
-def ended(job: Job, folder: Path, number: int, of: int, seconds: float) -> str:
-    line = f"[{number:>{len(str(of))}}/{of}] {job.status:<12}{seconds:>6.0f} s {job.directory}"
+def ended(job: Job, folder: Path, number: int, count: int, seconds: float) -> str:
+    """Return the line of a job that has ended, with its reward or the reason."""
+    line = f"{_place(number, count)} {job.status:<12}{seconds:>6.0f} s {job.directory}"
     if job.status == "done":
         value = reached(folder / job.directory)
         return line + (f"  {OBJECTIVE} {value:.3f}" if value is not None else "")
     return f"{line}: {_one_line(job.reason)} (log: {shell_path(folder / job.log)})"
 
 
+def _place(number: int, count: int) -> str:
+    return f"[{number:>{len(str(count))}}/{count}]"
+
+
 def table(sweep: Sweep) -> str:
-    """All jobs with state, steps, time and reward; below it the errors and logs of those that are
-    not done."""
+    """Return a table of all jobs, then the errors and logs of those that are not done."""
     lines = [
         "",
         f"{'state':<12}{'steps':>6}{'seconds':>9}{OBJECTIVE:>9}  run in {shell_path(sweep.folder)}",
     ]
     for job in sweep.jobs.values():
-        value, spent = (
-            reached(sweep.folder / job.directory),
-            f"{job.seconds:.0f}" if job.seconds else "",
-        )
-        shown = "" if value is None else f"{value:.3f}"
-        lines.append(f"{job.status:<12}{job.step:>6}{spent:>9}{shown:>9}  {job.directory}")
+        reward = reached(sweep.folder / job.directory)
+        reward_text = "" if reward is None else f"{reward:.3f}"
+        seconds = f"{job.seconds:.0f}" if job.seconds else ""
+        lines.append(f"{job.status:<12}{job.step:>6}{seconds:>9}{reward_text:>9}  {job.directory}")
     for job in sweep.jobs.values():
-        if job.status not in ("done", "pending"):
-            lines += [f"{job.status}: {job.directory}", f"  {_one_line(job.reason)}"]
-            lines += (
-                [f"  log: {shell_path(sweep.folder / job.log)}"]
-                if (sweep.folder / job.log).exists()
-                else []
-            )
+        if job.status in ("done", "pending"):
+            continue
+        lines += [f"{job.status}: {job.directory}", f"  {_one_line(job.reason)}"]
+        log = sweep.folder / job.log
+        if log.exists():
+            lines.append(f"  log: {shell_path(log)}")
     lines.append(summary(sweep))
     return "\n".join(lines)
 
 
 def summary(sweep: Sweep) -> str:
-    """How many jobs are in which state, in one line."""
+    """Return the number of jobs in each state, in one line."""
     if not sweep.jobs:
         return f"search {sweep.name}"
     counts = Counter(job.status for job in sweep.jobs.values())
@@ -83,8 +84,9 @@ def summary(sweep: Sweep) -> str:
 
 
 def next_steps(sweep: Sweep, again: bool) -> list[str]:
-    """Commands that go on from here. again: whether the same command is one of them."""
-    lines, states = [], {job.status for job in sweep.jobs.values()}
+    """Return the commands that go on from here; with `again` the same command is among them."""
+    lines = []
+    states = {job.status for job in sweep.jobs.values()}
     if again and states != {"done"}:
         lines.append("again, skipping what is done: " + command_of(sweep))
     if "done" in states:
@@ -93,12 +95,12 @@ def next_steps(sweep: Sweep, again: bool) -> list[str]:
 
 
 def command_of(sweep: Sweep) -> str:
-    """The command that was typed, for a shell."""
+    """Return the command that was typed, for a shell."""
     return " ".join([program("pgtk"), *map(shlex.quote, sweep.command[1:])])
 
 
 def last_line(log: Path, start: int) -> str | None:
-    """The last line that a process wrote to its log from position `start` on."""
+    """Return the last line of a log that was written from byte `start` on."""
     with log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - 10_000))
         lines = file.read().decode(errors="replace").split("\n")

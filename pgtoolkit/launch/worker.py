@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pgtoolkit.config.schema import Config
 from pgtoolkit.errors import (
@@ -30,12 +30,15 @@ from pgtoolkit.system.imports import without
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.terminal import flush_streams, prepare_streams
 
+if TYPE_CHECKING:
+    from pgtoolkit.ranks.layout import Layout
+
 
 @dataclass(frozen=True)
 class Training:
-    """What `train` is called with, and the command line for the record.
+    """The arguments of `train`, and the command line for the run's records.
 
-    refused: an error that this process alone has met; the others end with it, too.
+    refused: an error of this process alone, with which the other ranks end, too.
     """
 
     config: Config
@@ -48,8 +51,10 @@ class Training:
 
 
 def train_as_rank(training: Training, rank: Rank) -> None:
-    """Train as one of rank.world_size processes, all of which call this; the run directory is that
-    of rank 0."""
+    """Train as one of rank.world_size processes, all of which call this.
+
+    The run directory is that of rank 0.
+    """
     with without():
         from pgtoolkit.ranks.agreement import failing_together, gather_objects
         from pgtoolkit.training.train import train
@@ -72,37 +77,38 @@ def train_as_rank(training: Training, rank: Rank) -> None:
             _wait_for_all()
             raise
         except RankLost as error:
-            if rank.number > 0:  # which may be the last to know, where the node of rank 0 is gone
+            if rank.number > 0:  # the node of rank 0 may be gone
                 record_end(run_dir, "failed", f"RankLost: {error}")
             raise
         _wait_for_all()
 
 
 @contextlib.contextmanager
-def _process_group(config: Config, rank: Rank) -> Iterator[Any]:
-    """The layout of all processes, with torch.distributed for its time."""
+def _process_group(config: Config, rank: Rank) -> Iterator[Layout]:
+    """Join torch.distributed inside the block, which gets the layout of all processes."""
     import torch
     import torch.distributed as dist
 
     from pgtoolkit.ranks.layout import Layout
 
     on_gpu = torch.cuda.is_available() and config.trainer.device != "cpu"
-    if on_gpu and rank.local >= torch.cuda.device_count():
-        raise ConfigError(
-            f"trainer.device={config.trainer.device} needs a GPU for each process of a machine "
-            f"(got {torch.cuda.device_count()} of them, local rank {rank.local}). NCCL does not "
-            "share one. Start fewer processes, or use trainer.device=cpu."
-        )
     if on_gpu:
+        if rank.local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"trainer.device={config.trainer.device} needs a GPU for each process of a machine "
+                f"(got {torch.cuda.device_count()} of them, local rank {rank.local}). NCCL does "
+                "not share one. Start fewer processes, or use trainer.device=cpu."
+            )
         torch.cuda.set_device(rank.local)
     os.environ |= {
         "RANK": str(rank.number),
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_RANK": str(rank.local),
+        "MASTER_ADDR": rank.address,
+        "MASTER_PORT": str(rank.port),
     }
-    os.environ |= {"MASTER_ADDR": rank.address, "MASTER_PORT": str(rank.port)}
     if rank.address == "127.0.0.1" and sys.platform == "linux":
-        # the name of this machine may not lead back to it
+        # The host name of this machine may not resolve to it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     seconds = config.parallelism.timeout_seconds
     try:
@@ -117,13 +123,12 @@ def _process_group(config: Config, rank: Rank) -> Iterator[Any]:
             f"parallelism.timeout_seconds={seconds}: {first_line(error)}"
         ) from error
     yield layout
-    # Not after an error: with NCCL it would wait for the operations that others have left.
+    # Not after an error: with NCCL it would wait for operations that the other ranks never join.
     dist.destroy_process_group()
 
 
 def _wait_for_all() -> None:
-    """Ranks end together: a launcher that sees one end with a status other than 0 ends the
-    others."""
+    """Wait until all ranks end, since a launcher ends the others once one ends with an error."""
     import torch.distributed as dist
 
     with contextlib.suppress(RuntimeError):
@@ -131,18 +136,18 @@ def _wait_for_all() -> None:
 
 
 def main(folder: Path) -> int:
-    """A worker that `pgtk` started: does the job in `folder`, and leaves its error and traceback in
-    the file `rank-N`.
+    """Train as a worker that `pgtk` has started; return the exit status.
 
-    Returns its status. An interruption ends with 0, since all ranks agree on it and none needs to
-    be ended for it.
+    folder: holds the job, and receives the error and its traceback in the file `rank-N`.
+    An interruption ends with 0, since all ranks agree on it and none needs to be ended for it.
     """
     training: Training = pickle.loads((folder / "job").read_bytes())
     rank = joined()
     assert rank is not None
     sys.argv = training.argv
     prepare_streams()
-    error, shown = None, ""
+    error: PgtoolkitError | None = None
+    printed_traceback = ""
     try:
         train_as_rank(training, rank)
     except PgtoolkitError as known:
@@ -150,28 +155,26 @@ def main(folder: Path) -> int:
     except OSError as refused:
         error = unusable(refused)
     except KeyboardInterrupt:
-        return 130  # the command that sent it knows what to say
+        return 130  # the process that sent the signal prints the message
     except BaseException as defect:
-        error, shown = (
-            PgtoolkitError(f"{type(defect).__name__}: {first_line(defect)}"),
-            traceback.format_exc(),
-        )
+        error = PgtoolkitError(f"{type(defect).__name__}: {first_line(defect)}")
+        printed_traceback = traceback.format_exc()
     with replacing(folder / f"rank-{rank.number}") as file:
-        pickle.dump((error, shown), file)
+        pickle.dump((error, printed_traceback), file)
     return 0 if error is None or isinstance(error, Interrupted) else error.exit_status
 
 
 if __name__ == "__main__":
-    # Ctrl-C ends the process at once until training minds it: KeyboardInterrupt in the middle of an
-    # import would be shown, or taken by the import for a failure of its own. The interpreter
-    # started with it blocked.
+    # Until training handles Ctrl-C, it ends the process at once: a KeyboardInterrupt in the middle
+    # of an import would print a traceback, or the import would take it for a failure of its own.
+    # The signal is blocked when the interpreter starts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     follow_parent(channel_to_parent())
-    # `pgtoolkit.launch.worker`, not `__main__`, is the module that the job was pickled with.
+    # The job was pickled with the class of `pgtoolkit.launch.worker`, not of `__main__`.
     from pgtoolkit.launch import worker
 
     status = worker.main(Path(sys.argv[1]))
     flush_streams()
-    # Threads of a communicator that has lost its peers would keep an ordinary exit waiting.
+    # An ordinary exit would wait for the threads of a communicator that has lost its peers.
     os._exit(status)
