@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from pgtoolkit.losses.objective import Loss
 _NEEDED = ("labels", "old_log_probs", "advantages", "document_index")
 VECTORS = (*_NEEDED, "sampling_log_probs", "ref_log_probs", "factors")
 OF_DOCUMENTS = {"group_index": "tokens_per_group", "trajectory_index": "tokens_per_trajectory"}
-"""Index of what a document may belong to -> the field of the totals that counts it."""
+"""Number that documents may share -> the field of the totals with its counts of tokens."""
 
 _ONE_AXIS = (
     " The tokens of all documents lie on one axis: pgtoolkit.from_padded makes one of (B, T)."
@@ -34,9 +32,9 @@ def tokens_of(
     totals: StepTotals | None,
     counts: DocumentCounts | None = None,
 ) -> Tokens:
-    """Return the tokens of `rows`, the (T, ...) input whose keyword is `name`, with whole numbers
-    as int64.
+    """Return the tokens of `rows`, with integers as int64.
 
+    name: the keyword of rows, (T, ...).
     vectors: the first of VECTORS, (T,) each; None for an optional one that is missing.
     of_documents: those of OF_DOCUMENTS, (documents,) each, or None.
     num_documents: None for the largest index + 1, read on the host.
@@ -47,29 +45,29 @@ def tokens_of(
     for key, vector in zip(VECTORS, vectors, strict=False):
         if vector is None and key not in _NEEDED:
             continue
-        check_tensor(
-            key, vector, rows, (len(rows),), per_row, whole=key in ("labels", "document_index")
-        )
+        is_index = key in ("labels", "document_index")
+        check_tensor(key, vector, rows, (len(rows),), per_row, is_integer=is_index)
         assert vector is not None
-        named[key] = (
-            vector.contiguous() if vector.is_floating_point() else vector.long().contiguous()
-        )
+        vector = vector if vector.is_floating_point() else vector.long()
+        named[key] = vector.contiguous()
     if num_documents is None:
         num_documents = count_documents(named["document_index"], is_whole_step=totals is None)
     check_whole("num_documents", num_documents, 0)
-    given = {key: x for key, x in zip(OF_DOCUMENTS, of_documents, strict=True) if x is not None}
-    check_totals(totals, num_documents, given, like=rows)
+    indices = {}
+    for key, index in zip(OF_DOCUMENTS, of_documents, strict=True):
+        if index is not None:
+            indices[key] = index
+    check_totals(totals, num_documents, indices, like=rows)
     if counts is not None:
         check_counts(counts, num_documents)
-    indices = {key: index.long() for key, index in given.items()}
+    indices = {key: index.long() for key, index in indices.items()}
     return Tokens(**named, num_documents=num_documents, **indices, counts=counts)
 
 
 def check_reference(
     kl: KL | None, ref_log_probs: Tensor | None, metrics: str, **of_rows: Tensor | None
 ) -> None:
-    """Refuse, with ValueError, a penalty without the reference that it reads, and a reference that
-    nothing reads.
+    """Raise ValueError for a penalty without its reference, and for a reference that has no effect.
 
     of_rows: by keyword, the inputs that a full KL reads in the place of ref_log_probs; ref_bias may
         be missing.
@@ -79,15 +77,15 @@ def check_reference(
             "kl needs a pgtoolkit.kl.KL, such as KL('k3', coefficient=0.05), or None (got "
             f"{shown(kl)})"
         )
-    given = [name for name, tensor in of_rows.items() if tensor is not None]
+    present = [name for name, tensor in of_rows.items() if tensor is not None]
     full = kl is not None and kl.full
     needed = [name for name in of_rows if name != "ref_bias"]
-    if kl is not None and kl.full and (not {*needed} <= {*given} or ref_log_probs is not None):
-        others = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
-        raise ValueError(f"kl={kl.kind!r} needs {others} (got {', '.join(given) or None})")
-    if given and not full:
+    if kl is not None and kl.full and (not {*needed} <= {*present} or ref_log_probs is not None):
+        inputs = f"{' and '.join(needed)} of the reference, and no ref_log_probs"
+        raise ValueError(f"kl={kl.kind!r} needs {inputs} (got {', '.join(present) or None})")
+    if present and not full:
         raise ValueError(
-            f"{given[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})"
+            f"{present[0]} needs a KL of kind 'full_reverse' or 'full_forward' (got kl={kl})"
         )
     if kl is not None and not full and ref_log_probs is None:
         raise ValueError(
@@ -109,9 +107,8 @@ def check_rows(name: str, rows: Tensor) -> None:
 
 
 def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) -> None:
-    """Refuse, with ValueError, a head that does not fit the hidden states, and options that exclude
-    each other."""
-    weight, wide = head.weight, accumulation_dtype(hidden)
+    """Raise ValueError for a head that does not fit the hidden states, or options that exclude each
+    other."""
     _check_shapes(hidden, head)
     if head.reference is not None:
         ref_hidden, ref_head = head.reference
@@ -121,24 +118,37 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
             "ref_hidden", ref_hidden, hidden, shape, f"one row per row of hidden, {len(hidden)}"
         )
         _check_shapes(ref_hidden, ref_head, "ref_")
-        if len(ref_head.weight) != len(weight):
-            needed = f"the {len(weight)} rows of lm_head_weight, a token each"
+        if len(ref_head.weight) != len(head.weight):
+            needed = f"the {len(head.weight)} rows of lm_head_weight, a token each"
             raise ValueError(f"ref_lm_head_weight needs {needed} (got {shown(ref_head.weight)})")
     if head.weight_gradient is not None:
-        shape = tuple(weight.shape)
-        check_tensor(
-            "weight_gradient",
-            head.weight_gradient,
-            hidden,
-            shape,
-            f"the shape of lm_head_weight, {shape}",
-        )
-        if head.weight_gradient.dtype != wide:
-            raise ValueError(
-                f"weight_gradient needs dtype {short(wide)} (got {shown(head.weight_gradient)})"
-            )
+        _check_weight_gradient(hidden, head, head.weight_gradient, method)
+    _check_splits(loss, method)
+    if method.logits_memory_mb is not None:
+        check_positive("logits_memory_mb", method.logits_memory_mb)
         if not method.fused:
-            raise ValueError(f"weight_gradient needs impl='fused_linear' (got {method.impl!r})")
+            raise ValueError(
+                f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got "
+                f"{method.impl!r})"
+            )
+
+
+def _check_weight_gradient(
+    hidden: Tensor, head: LMHead, gradient: Tensor, method: Computation
+) -> None:
+    """Raise ValueError for a weight_gradient that cannot be added to."""
+    shape = tuple(head.weight.shape)
+    needed = f"the shape of lm_head_weight, {shape}"
+    check_tensor("weight_gradient", gradient, hidden, shape, needed)
+    dtype = accumulation_dtype(hidden)
+    if gradient.dtype != dtype:
+        raise ValueError(f"weight_gradient needs dtype {short(dtype)} (got {shown(gradient)})")
+    if not method.fused:
+        raise ValueError(f"weight_gradient needs impl='fused_linear' (got {method.impl!r})")
+
+
+def _check_splits(loss: Loss, method: Computation) -> None:
+    """Raise ValueError for splits of a loss that needs complete documents."""
     check_whole("num_splits", method.num_splits, 1)
     splits = f"num_splits={method.num_splits}"
     family, correction = loss.family, loss.correction
@@ -155,36 +165,38 @@ def check_head(hidden: Tensor, head: LMHead, loss: Loss, method: Computation) ->
         raise ValueError(
             f"{splits} has no effect with impl={method.impl!r}; it cuts materialised logits"
         )
-    if method.logits_memory_mb is not None:
-        check_positive("logits_memory_mb", method.logits_memory_mb)
-        if not method.fused:
-            raise ValueError(
-                f"logits_memory_mb={method.logits_memory_mb!r} needs impl='fused_linear' (got "
-                f"{method.impl!r})"
-            )
 
 
 def _check_shapes(hidden: Tensor, head: LMHead, prefix: str = "") -> None:
-    weight, name = head.weight, f"{prefix}lm_head_weight"
-    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == hidden.shape[1]
-    check_tensor(
-        name, weight, hidden, weight.shape if fits else None, f"shape (V, {hidden.shape[1]})"
-    )
+    weight = head.weight
+    name = f"{prefix}lm_head_weight"
+    width = hidden.shape[1]
+    fits = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == width
+    check_tensor(name, weight, hidden, weight.shape if fits else None, f"shape (V, {width})")
     if head.bias is not None:
         per_row = f"one entry per row of {name}, {len(weight)}"
         check_tensor(f"{prefix}bias", head.bias, hidden, (len(weight),), per_row)
 
 
 def check_tensor(
-    key: str, value: Any, like: Tensor, shape, needed: str, whole: bool = False
+    key: str,
+    value: object,
+    like: Tensor,
+    shape: tuple[int, ...] | None,
+    needed: str,
+    is_integer: bool = False,
 ) -> None:
-    """Refuse anything but a tensor of that shape (None: refuse any), described by `needed`, on the
-    device of `like`."""
+    """Raise ValueError unless value is a tensor of this shape, on the device of `like`.
+
+    key: the keyword of value.
+    shape: None refuses every value.
+    needed: the shape in words.
+    """
     if not isinstance(value, Tensor) or value.shape != shape:
         raise ValueError(f"{key} needs {needed} (got {shown(value)}).{_ONE_AXIS}")
-    if whole and value.dtype not in (torch.int64, torch.int32):
+    if is_integer and value.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"{key} needs dtype int64 (got {shown(value)})")
-    if not whole and not value.is_floating_point():
+    if not is_integer and not value.is_floating_point():
         raise ValueError(f"{key} needs a floating point dtype (got {shown(value)})")
     if value.device != like.device:
         raise ValueError(
@@ -193,8 +205,10 @@ def check_tensor(
 
 
 def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
-    """Refuse, with ValueError, groups of ranks that do not fit the call. num_documents: the
-    caller's, or None."""
+    """Raise ValueError for groups of ranks that do not fit the call.
+
+    num_documents: the caller's, or None.
+    """
     if impl == "reference" and (ranks.vocabulary or ranks.sequence or ranks.data):
         raise ValueError(
             "impl='reference' computes whole steps on one rank: no vocabulary, sequence or data "
@@ -214,16 +228,15 @@ def check_ranks(ranks: Ranks, impl: str, num_documents: int | None) -> None:
 
 
 def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
-    """Return the largest index + 1, read on the host. Raises ValueError where a number is missing
-    in a whole step.
+    """Return the largest index + 1, read on the host.
 
-    Each number counts as a document in the step's denominators, so that numbers from 1 on would
-    count one too many.
+    Raises ValueError where a number is missing in a complete step: each number counts as a document
+    in the step's denominators, so that numbers from 1 on would count a document too many.
     """
     if document_index.numel() == 0:
         return 0
     used = document_index.clamp(min=-1).sort().values
-    # The number before the first document's is -1, also where nothing carries it.
+    # The number before the first document's is -1, also where no row has it.
     gaps = torch.diff(used, prepend=used.new_full((1,), -1))
     largest, widest = torch.stack([used[-1], gaps.max()]).tolist()
     if widest > 1 and is_whole_step:
@@ -239,33 +252,22 @@ def count_documents(document_index: Tensor, is_whole_step: bool) -> int:
 def check_totals(
     totals: StepTotals | None, num_documents: int, of_documents: dict[str, Tensor], like: Tensor
 ) -> None:
-    """Refuse, with ValueError, groups, trajectories and totals that cannot be those of these
-    documents.
+    """Raise ValueError for groups, trajectories or totals that cannot belong to these documents.
 
-    of_documents: of the names in OF_DOCUMENTS those that are given. Reads the values of tensors on
-        a CPU only: asking a GPU costs a synchronisation.
+    of_documents: by name, the indices of OF_DOCUMENTS that are present.
+    The values of tensors are read on a CPU only: reading them from a GPU costs a synchronisation.
     """
     for key, index in of_documents.items():
-        check_tensor(
-            key,
-            index,
-            like,
-            (num_documents,),
-            f"one entry per document, {num_documents}",
-            whole=True,
-        )
+        needed = f"one entry per document, {num_documents}"
+        check_tensor(key, index, like, (num_documents,), needed, is_integer=True)
     trajectories = of_documents.get("trajectory_index")
-    if (
-        trajectories is not None
-        and not trajectories.is_cuda
-        and num_documents
-        and int(trajectories.min()) < 0
-    ):
-        raise ValueError(
-            f"trajectory_index needs numbers from 0 on (got {int(trajectories.min())}). Documents "
-            "that share one are one trajectory; give a document that is one by itself a number of "
-            "its own"
-        )
+    if trajectories is not None and not trajectories.is_cuda and num_documents:
+        smallest = int(trajectories.min())
+        if smallest < 0:
+            raise ValueError(
+                f"trajectory_index needs numbers from 0 on (got {smallest}). Documents that share "
+                "one are one trajectory; give a document that is one by itself a number of its own"
+            )
     if totals is None:
         return
     if not isinstance(totals, StepTotals):
@@ -287,21 +289,24 @@ def check_totals(
         counts = getattr(totals, OF_DOCUMENTS[key])
         if counts is None or index.is_cuda or not num_documents:
             continue
-        if not 0 <= int(index.min()) <= int(index.max()) < len(counts):
+        smallest = int(index.min())
+        largest = int(index.max())
+        if not 0 <= smallest <= largest < len(counts):
             raise ValueError(
                 f"{key} needs numbers from 0 to {len(counts) - 1}, the places in "
-                f"totals.{OF_DOCUMENTS[key]} (got {int(index.min())} to {int(index.max())})"
+                f"totals.{OF_DOCUMENTS[key]} (got {smallest} to {largest})"
             )
 
 
 def check_counts(counts: DocumentCounts, num_documents: int) -> None:
-    """Refuse, with ValueError, counts that do not fit the number of documents."""
+    """Raise ValueError for counts that do not fit the number of documents."""
     pairs = [*zip(counts.informative, counts.trained, strict=False)]
     if {len(counts.trained), len(counts.informative)} != {num_documents}:
         raise ValueError(
             f"counts needs {num_documents} documents, as num_documents (got {len(pairs)})"
         )
-    if wrong := [(part, total) for part, total in pairs if not 0 <= part <= total]:
+    wrong = [(part, total) for part, total in pairs if not 0 <= part <= total]
+    if wrong:
         raise ValueError(
             f"counts needs 0 <= informative <= trained of each document (got {wrong[0]})"
         )

@@ -1,4 +1,4 @@
-"""Divides the rows of the fused head into chunks of whole documents whose logits fit the memory."""
+"""Divides the rows of the fused head into chunks of complete documents that fit the memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from pgtoolkit.losses.documents import DocumentSums
 from pgtoolkit.losses.exchange import gather_stacked
 from pgtoolkit.losses.objective import Objective
 
-_TILE, _STEP = 128, 32
-"""Rows of a tile of the matrix products on current GPUs, and the step in which the rows of a chunk
-are counted."""
+_TILE = 128
+"""Rows of a tile of the matrix products on current GPUs."""
+
+_STEP = 32
+"""A chunk of more than a tile has a multiple of this number of rows."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """Rows start:stop of `Plan.rows`.
 
-    needs_gradient: False for rows whose coefficient is known to be 0, which take no part in the
-        backward products.
-    documents: of the rows; None where the family's scope is the token, or no gradient is needed.
+    needs_gradient: False for rows whose coefficient is known to be 0; the backward products leave
+        them out.
+    documents: those of the rows; None where the family's scope is the token, or no gradient is
+        needed.
     """
 
     start: int
@@ -34,7 +37,7 @@ class Chunk:
     documents: DocumentSums | None
 
     def pieces(self, max_rows: int) -> list[slice]:
-        """Return the chunk in slices of at most max_rows rows, all but the first of them full.
+        """Return the chunk in slices of max_rows rows, of which the first may have fewer.
 
         There are several only for a document longer than max_rows, or where no gradient is needed.
         """
@@ -46,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chunks. rows: (N,) int64, the trained rows in the order of the chunks."""
+    """The chunks, with the trained rows, (N,) int64, in their order."""
 
     rows: Tensor
     chunks: list[Chunk]
@@ -65,8 +68,10 @@ def default_logits_memory_mb(device: torch.device) -> int:
 
 
 def rows_within(memory_mb: float, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return how many rows of logits fit memory_mb MiB: a multiple of 32 from 128 rows on, and at
-    least one row."""
+    """Return the number of rows of logits that fit memory_mb MiB, at least 1.
+
+    From 128 rows on it is a multiple of 32.
+    """
     rows = int(memory_mb * 2**20) // (vocabulary * dtype.itemsize)
     return max(1, rows if rows < _TILE else rows // _STEP * _STEP)
 
@@ -78,16 +83,16 @@ def make_plan(
     check_finite: bool,
     known: DocumentCounts | None = None,
 ) -> Plan:
-    """Order the trained rows into chunks of at most max_rows; only a document longer than that
-    exceeds it.
+    """Order the trained rows into chunks of at most max_rows; only a longer document exceeds it.
 
     Reads the documents' lengths on the host, the only synchronisation on a GPU, unless they are
     known and nothing needs to be checked. Where documents are spread over ranks and the family
-    needs them whole, one exchange of lengths lets all ranks make the same chunks of the same
+    needs complete ones, one exchange of lengths lets all ranks make the same chunks of the same
     documents, for the smallest of their max_rows. Raises DataError, if check_finite, for old
     log-probs or advantages that are not finite.
     """
-    documents, mask = objective.documents, objective.mask
+    documents = objective.documents
+    mask = objective.mask
     by_document = with_gradient and objective.by_document
     if documents.group is not None or check_finite:
         known = None
@@ -107,12 +112,11 @@ def make_plan(
     else:
         num_bad = objective.refused().sum(0, keepdim=True)
         if by_document:
-            here = documents.index.new_zeros(documents.num_documents + 1)
-            here = here.index_add_(0, documents.index, informative.long())[:-1]
+            informative_here = documents.index.new_zeros(documents.num_documents + 1)
+            informative_here.index_add_(0, documents.index, informative.long())
             room = torch.full_like(num_bad, max_rows)
-            table = gather_stacked(
-                torch.cat([num_bad, room, documents.counts_here, here]), documents.group
-            ).T.tolist()
+            row = torch.cat([num_bad, room, documents.counts_here, informative_here[:-1]])
+            table = gather_stacked(row, documents.group).T.tolist()
             bad = sum(table[0])
             max_rows = min(table[1])
             lengths = table[2 : 2 + documents.num_documents]
@@ -136,51 +140,57 @@ def make_plan(
 def _plan_documents(
     documents: DocumentSums, lengths: list[list[int]], has_gradient: list[list[int]], max_rows: int
 ) -> Plan:
-    """Divide the documents into bins. lengths, has_gradient: of each document, a number for each
-    rank of the group."""
+    """Divide the documents into bins, and plan a chunk for each.
+
+    lengths, has_gradient: for each document a number for each rank of the group: its trained rows,
+        and those with a gradient.
+    """
     useful = [document for document, numbers in enumerate(has_gradient) if any(numbers)]
     if documents.group is None:
         counts = [length for (length,) in lengths]
         bins = balanced_bins([counts[document] for document in useful], max_rows)
     else:
-        counts = [held[documents.group.rank()] for held in lengths]
+        rank = documents.group.rank()
+        counts = [rank_lengths[rank] for rank_lengths in lengths]
         bins = common_bins([tuple(lengths[document]) for document in useful], max_rows)
     order = [useful[item] for items in bins for item in items]
     start = sum(counts) - sum(counts[document] for document in order)
 
-    # The place of each document in the plan: those without gradient before all others, untrained
-    #   rows last.
+    # The place of each document in the plan: those without gradient come before all others, and
+    # untrained rows last.
     places = [-1] * documents.num_documents + [len(order)]
     for place, document in enumerate(order):
         places[document] = place
     device = documents.index.device
-    by_document = without_waiting(torch.tensor(places, dtype=torch.int32), device)
-    key, rows = torch.sort(by_document[documents.index], stable=True)
+    place_of_document = without_waiting(torch.tensor(places, dtype=torch.int32), device)
+    place_of_row, rows = torch.sort(place_of_document[documents.index], stable=True)
     local = without_waiting(torch.tensor([counts[document] for document in order]), device)
     overall = local
     if documents.group is not None:
-        overall = without_waiting(
-            torch.tensor([sum(lengths[document]) for document in order]), device
-        )
+        sums = torch.tensor([sum(lengths[document]) for document in order])
+        overall = without_waiting(sums, device)
 
-    chunks, first = _without_gradient(start), 0
+    chunks = _without_gradient(start)
+    first = 0
     for items in bins:
-        stop, last = start + sum(counts[useful[item]] for item in items), first + len(items)
-        own = (
-            key[start:stop] - first,
+        stop = start + sum(counts[useful[item]] for item in items)
+        last = first + len(items)
+        documents_of_chunk = DocumentSums(
+            place_of_row[start:stop] - first,
             local[first:last],
             len(items),
             documents.group,
             overall[first:last],
+            is_sorted=True,
         )
-        chunks.append(Chunk(start, stop, True, DocumentSums(*own, is_sorted=True)))
-        start, first = stop, last
+        chunks.append(Chunk(start, stop, True, documents_of_chunk))
+        start = stop
+        first = last
     return Plan(rows[: sum(counts)], chunks)
 
 
 def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Divide items among few bins by a greedy fill. A bin has at most `capacity`, or one item that
-    is longer.
+    """Divide items among few bins greedily; a bin holds at most `capacity`, or one longer item.
 
     The longest items come first, each into the emptiest bin, so that bins are nearly equal: equal
     chunks make the inner dimension of the weight gradient's product, and so its efficiency, as
@@ -204,20 +214,21 @@ def balanced_bins(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]]:
-    """Divide items among few bins, in which no rank holds more than `capacity` unless the bin has a
-    single item.
+    """Divide items that are spread over ranks among few bins.
 
-    lengths[item][rank]: how much of the item the rank holds. Returns the same on every rank. For
-    one rank `balanced_bins` returns the same, and is quicker.
+    No rank holds more than `capacity` of a bin, unless the bin has a single item.
+    lengths[item][rank]: the length of the item's part on the rank.
+    Returns the same on every rank. For one rank `balanced_bins` returns the same, and is quicker.
     """
     order = sorted(range(len(lengths)), key=lambda item: -max(lengths[item]))
     alone = [[item] for item in order if max(lengths[item]) > capacity]
     order = order[len(alone) :]
     num_ranks = len(lengths[0]) if lengths else 0
-    held = [sum(lengths[item][rank] for item in order) for rank in range(num_ranks)]
-    num_bins = max((-(-total // capacity) for total in held), default=0)
+    totals = [sum(lengths[item][rank] for item in order) for rank in range(num_ranks)]
+    num_bins = max((-(-total // capacity) for total in totals), default=0)
     while order:
-        loads, bins = [[0] * num_ranks for _ in range(num_bins)], [[] for _ in range(num_bins)]
+        loads = [[0] * num_ranks for _ in range(num_bins)]
+        bins = [[] for _ in range(num_bins)]
         for item in order:
             after = [max(map(sum, zip(load, lengths[item], strict=True))) for load in loads]
             number = after.index(min(after))
@@ -230,22 +241,22 @@ def common_bins(lengths: list[tuple[int, ...]], capacity: int) -> list[list[int]
 
 
 def _cuts(start: int, stop: int, max_rows: int) -> list[tuple[int, int]]:
-    """Cut start:stop into the fewest pieces of at most max_rows: full ones, and a last one with the
-    rest.
+    """Cut start:stop into the fewest pieces of at most max_rows: full ones, then one with the rest.
 
-    The pieces are equal where those are whole tiles, or where the rest would be small: each piece
-    costs a pass over the weight's gradient, and products of fewer rows than fit (1664 of 1760 on an
-    H200) are no faster.
+    The pieces are equal where those are complete tiles, or where the rest would be small: each
+    piece costs a pass over the weight's gradient, and products of fewer rows than fit (1664 of 1760
+    on an H200) are no faster.
     """
     total = stop - start
     if total <= 0:
         return []
     num_pieces = -(-total // max_rows)
-    size, left = max_rows, total - (num_pieces - 1) * max_rows
-    if total % (num_pieces * _TILE) == 0 or left < max_rows // 4:
+    size = max_rows
+    rest = total - (num_pieces - 1) * max_rows
+    if total % (num_pieces * _TILE) == 0 or rest < max_rows // 4:
         size = min(max_rows, -(-total // (num_pieces * _STEP)) * _STEP)
     return [(low, min(low + size, stop)) for low in range(start, stop, size)]
 
 
-def _without_gradient(stop):
+def _without_gradient(stop: int) -> list[Chunk]:
     return [Chunk(0, stop, False, None)] if stop else []

@@ -1,8 +1,10 @@
 """The loss of given logits, differentiable with respect to them, by the chosen implementation.
 
+T is the number of positions, V the size of the vocabulary.
+
 An implementation has the `Passes` over (T, V) logits: `forward`, `backward`, and the two in one.
-They do not know the loss family, but for Triton's single pass: it computes each coefficient itself,
-for families whose scope is the token and that have a slope in Triton.
+They do not know the loss family. Triton's single pass is an exception: it computes each coefficient
+itself, for families whose scope is the token and that have a slope in Triton.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ IMPLEMENTATIONS = ("torch", "triton")
 def choose_implementation(
     impl: str, like: Tensor, vocabulary: tuple[ProcessGroup, int] | None = None
 ) -> Passes:
-    """Return the vocabulary-sized passes for logits like `like`; "auto" chooses by device and
-    dtype.
+    """Return the vocabulary-sized passes for logits like `like`.
 
-    impl: "auto" or one of IMPLEMENTATIONS.
+    impl: one of IMPLEMENTATIONS, or "auto", which chooses by device and dtype.
     vocabulary: the group over which the columns are spread, and the first column that is here; the
         result is then a `VocabularyShard`.
     """
@@ -61,30 +62,33 @@ def logits_loss(
     overwrite: bool = False,
     ref_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, MetricSums]:
-    """Return (loss, log_probs, metric sums) of logits (T, V); log_probs is (T,), 0 where labels <
-    0, and detached.
+    """Return (loss, log_probs, metric sums) of logits (T, V).
 
-    Loss and log-probs are float32 (float64 for float64 logits). implementation: of
-    `choose_implementation`.
-    overwrite: whether the gradient takes the place of the logits. ref_logits: (T, V), for a full
-        KL.
+    log_probs: (T,), detached, 0 where labels < 0. Loss and log-probs are float32 (float64 for
+        float64 logits).
+    implementation: one of `choose_implementation`.
+    overwrite: True if the gradient takes the place of the logits.
+    ref_logits: (T, V), for a full KL.
     """
-    bonus, temperature, teacher = objective.penalties.bonus, loss.temperature, None
+    bonus = objective.penalties.bonus
+    temperature = loss.temperature
     with_entropy = loss.level == "with_entropy" or bonus
-    wanted = torch.is_grad_enabled() and logits.requires_grad
-    values, results = logits.detach(), None
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    values = logits.detach()
+    one_pass = None
+    teacher = None
     with torch.no_grad():
         known = objective.old_log_probs is not None and ref_logits is None
-        by_token = wanted and known and not objective.by_document
+        by_token = needs_gradient and known and not objective.by_document
         if by_token and not isinstance(implementation, VocabularyShard) and implementation.one_pass:
-            # A token's coefficient follows from its own log-prob: the gradient comes with the same
-            # read.
+            # A token's coefficient follows from its log-prob alone, so the gradient comes from the
+            # same read.
             gradient = values if overwrite else torch.empty_like(values)
-            results = implementation.forward_gradient(
+            one_pass = implementation.forward_gradient(
                 values, labels, temperature, with_entropy, objective, gradient
             )
-        if results is not None:
-            log_probs, entropy = results
+        if one_pass is not None:
+            log_probs, entropy = one_pass
         else:
             log_probs, normalizer, entropy = implementation.forward(
                 values, labels, temperature, with_entropy
@@ -92,21 +96,29 @@ def logits_loss(
             if ref_logits is not None:
                 assert loss.kl is not None
                 assert objective.penalties.divergence is not None
-                given = loss.kl.kind, ref_logits.detach(), labels, temperature
-                teacher = compared(implementation, values, normalizer, *given)
+                teacher = compared(
+                    implementation,
+                    values,
+                    normalizer,
+                    loss.kl.kind,
+                    ref_logits.detach(),
+                    labels,
+                    temperature,
+                )
                 assert teacher.divergence is not None
                 objective.penalties.divergence.copy_(teacher.divergence)
         value, coefficients, sums = evaluate_objective(
             objective.at(log_probs), log_probs, entropy, loss.level
         )
-        if wanted and results is None and (of_rows := objective.penalties.of_rows):
+        of_rows = objective.penalties.of_rows if needs_gradient and one_pass is None else []
+        if of_rows:
             coefficients = torch.stack([coefficients, *of_rows])
             if bonus:
                 assert entropy is not None
                 normalizer = torch.cat([normalizer, entropy[None]])
-    if results is not None:
+    if one_pass is not None:
         value = GradientsFromForward.apply(value, [gradient], implementation.scale_, True, logits)
-    elif wanted:
+    elif needs_gradient:
         arguments = labels, normalizer, coefficients, temperature, teacher
         value = _GradientInBackward.apply(
             value, implementation.backward, arguments, overwrite, logits
@@ -123,7 +135,7 @@ def compared(
     labels: Tensor,
     temperature: float,
 ) -> Teacher:
-    """Return the reference at rows whose logits (T, V) have this normalizer, with its full KL."""
+    """Return the reference of rows with its full KL; logits (T, V) and normalizer: the policy's."""
     ref_normalizer = passes.forward(ref_logits, labels, temperature, False)[1]
     teacher = Teacher(kind, ref_logits, ref_normalizer)
     return teacher._replace(
@@ -136,13 +148,11 @@ class _GradientInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, loss, compute, arguments, overwrite, logits):
-        # Not by `save_for_backward`, which would refuse logits that were overwritten in between.
-        ctx.logits, ctx.compute, ctx.arguments, ctx.overwrite = (
-            logits.detach(),
-            compute,
-            arguments,
-            overwrite,
-        )
+        # `save_for_backward` would refuse logits that were overwritten in between.
+        ctx.logits = logits.detach()
+        ctx.compute = compute
+        ctx.arguments = arguments
+        ctx.overwrite = overwrite
         return loss.clone()
 
     @staticmethod
@@ -152,9 +162,11 @@ class _GradientInBackward(torch.autograd.Function):
             raise RuntimeError(
                 "the logits were overwritten by the first backward; call the loss again"
             )
-        logits, out = ctx.logits, None
+        logits = ctx.logits
+        out = None
         if ctx.overwrite:
-            ctx.logits, out = None, logits
+            ctx.logits = None
+            out = logits
         labels, normalizer, coefficients, temperature, teacher = ctx.arguments
         coefficients = coefficients * upstream
         gradient = ctx.compute(
@@ -164,17 +176,19 @@ class _GradientInBackward(torch.autograd.Function):
 
 
 class GradientsFromForward(torch.autograd.Function):
-    """The loss, whose gradients by the inputs, or None for some, the forward pass has computed
-    already.
+    """The loss, whose gradients by the inputs the forward pass has computed already.
 
+    gradients: one for each input, or None.
     scale_: multiplies a tensor by a 0-dim one in place.
     can_scale: False where a part of the gradients was added elsewhere, so that the loss must be
-        backpropagated as it is.
+        backpropagated without a factor.
     """
 
     @staticmethod
     def forward(ctx, loss, gradients, scale_, can_scale, *inputs):
-        ctx.gradients, ctx.scale_, ctx.can_scale = gradients, scale_, can_scale
+        ctx.gradients = gradients
+        ctx.scale_ = scale_
+        ctx.can_scale = can_scale
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         return loss.clone()
 
@@ -186,10 +200,10 @@ class GradientsFromForward(torch.autograd.Function):
                 "the gradients are handed out by the first backward; call the loss again"
             )
         if not ctx.can_scale:
-            is_one = upstream == 1
+            unscaled = upstream == 1
             message = "weight_gradient holds the gradient of the loss as it was returned"
-            torch._assert_async(is_one, message)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
-        # In place: nothing else holds them, and the weight's is the largest tensor there is.
+            torch._assert_async(unscaled, message)  # pyright: ignore[reportPrivateImportUsage]  (torch names no other)
+        # In place, since nothing else holds them, and the weight's is the largest tensor of all.
         pairs = zip(ctx.gradients, ctx.dtypes, strict=True)
         gradients = [
             None if gradient is None else ctx.scale_(gradient, upstream).to(dtype)
@@ -200,24 +214,29 @@ class GradientsFromForward(torch.autograd.Function):
 
 
 class VocabularyShard:
-    """The passes where each rank's logits are the columns from `start` on; labels number the whole
-    vocabulary.
+    """The passes over a vocabulary that is spread over ranks, by the passes of `implementation`.
 
-    They use those of `implementation` for the columns here. Shards may differ in size, or be empty.
-    There is no pass that reads the logits once: the gradient needs the other ranks' sums.
+    Each rank's logits are the columns from `start` on; labels number the full vocabulary. Shards
+    may differ in size, or be empty. There is no pass that reads the logits once, since the gradient
+    needs the other ranks' sums.
     """
 
     one_pass = False
 
     def __init__(self, implementation: ModuleType, group: ProcessGroup, start: int):
-        self.implementation, self.group, self.start = implementation, group, start
-        self.scale_rows, self.scale_ = implementation.scale_rows, implementation.scale_
+        self.implementation = implementation
+        self.group = group
+        self.start = start
+        self.scale_rows = implementation.scale_rows
+        self.scale_ = implementation.scale_
 
     def forward(
         self, logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `torch_passes.forward`, for all columns and the same on every rank; one collective of
-        3 or 4 (T,)."""
+        """Do as `torch_passes.forward` for all columns, with one collective of 3 or 4 times (T,).
+
+        The result is the same on every rank.
+        """
         trained = labels >= 0
         if logits.shape[1]:
             parts = self.implementation.forward_shard(
@@ -228,7 +247,8 @@ class VocabularyShard:
                 3 + with_entropy, len(labels), dtype=accumulation_dtype(logits)
             )
             parts[1] = torch.where(trained, -1e30, 0.0)
-        # NaN says that the label is elsewhere: if none has it, or two do, there is no log-prob.
+        # NaN marks a label of another shard. If no shard has the label, or two do, there is no
+        # log-prob.
         inside = (labels >= self.start) & (labels < self.start + logits.shape[1])
         parts[0] = torch.where(inside, parts[0], torch.nan)
         shards = gather_stacked(parts, self.group)
@@ -238,7 +258,7 @@ class VocabularyShard:
         return torch.where(trained & (held.sum(0) != 1), torch.nan, log_probs), normalizer, entropy
 
     def divergence(self, logits: Tensor, *others) -> Tensor:
-        """As `torch_passes.divergence`, over all columns; one collective of (T,)."""
+        """Do as `torch_passes.divergence` for all columns, with one collective of (T,)."""
         return gather_stacked(self.implementation.divergence(logits, *others), self.group).sum(0)
 
     def forward_score_(
@@ -249,7 +269,7 @@ class VocabularyShard:
         with_entropy: bool,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """As `torch_passes.forward_score_`, of this rank's columns."""
+        """Do as `torch_passes.forward_score_`, with the score of this rank's columns."""
         return forward_score_(
             logits, labels, temperature, with_entropy, dtype, self.forward, self.backward
         )
@@ -257,16 +277,16 @@ class VocabularyShard:
     def backward(
         self, logits: Tensor, *others, out: Tensor | None = None, teacher: Teacher | None = None
     ) -> Tensor:
-        """As `torch_passes.backward`, of this rank's columns."""
+        """Do as `torch_passes.backward`, for this rank's columns."""
         if logits.numel() == 0:
             return torch.empty_like(logits) if out is None else out
         return self.implementation.backward(logits, *others, self.start, out, teacher)
 
 
 Passes = ModuleType | VocabularyShard
-"""`torch_passes`, whose docstrings say what each function returns; `triton_passes`; or a rank's
-columns by one of them.
+"""The vocabulary-sized passes: `torch_passes`, `triton_passes`, or a rank's columns by one of them.
 
-one_pass: whether there is `forward_gradient` for an objective by token: loss and gradient from one
+The docstrings of `torch_passes` hold for all.
+one_pass: True if there is `forward_gradient`, for an objective by token: loss and gradient from one
     read.
 """

@@ -1,5 +1,7 @@
-"""The loss of a piece of a step from its logits, from hidden states and the LM head, or from
-log-probs."""
+"""The loss of a piece of a step: from logits, from hidden states and a head, or from log-probs.
+
+T is the number of positions, V the size of the vocabulary, H the width of the hidden states.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ from pgtoolkit.losses.reference_terms import correction_names
 class PolicyLoss:
     """The result of a call: the loss, its log-probs, and its metrics.
 
-    loss: 0-dim, differentiable. log_probs: (T,) log-prob of each label, 0 where nothing is trained;
-        detached.
+    loss: 0-dim, differentiable.
+    log_probs: (T,) log-prob of each label, 0 where nothing is trained; detached.
     metric_sums: the metrics before division, to merge over the pieces of a step.
-    totals: the step's. With ranks that share a sequence or the data, loss and metric_sums are this
-        rank's share, and add up over the ranks.
+    totals: the step's.
+
+    With ranks that share a sequence or the data, loss and metric_sums are this rank's share, and
+    add up over the ranks.
     """
 
     loss: Tensor
@@ -42,15 +46,13 @@ class PolicyLoss:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Name -> 0-dim tensor, over the tokens of this call on this rank and divided by the step's
-        totals."""
+        """Return 0-dim tensors by name: sums of this call on this rank over the step's totals."""
         return self.metric_sums.finalize(self.totals)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Options of the computation, which do not change the loss; as in
-    `pgtoolkit.linear_policy_loss`."""
+    """Options that do not change the loss, as in `pgtoolkit.linear_policy_loss`."""
 
     impl: str = "auto"
     check_finite: bool = True
@@ -75,12 +77,11 @@ def loss_of_logits(
 ) -> PolicyLoss:
     """Return the loss of given logits.
 
-    logits: (T, V) floating, or this rank's columns of them. ref_logits: the same of the reference,
-        for a full KL.
+    logits: (T, V) floating, or this rank's columns of them.
+    ref_logits: the same of the reference, for a full KL.
     """
-    by_reference = method.impl == "reference"
     objective = make_objective(tokens, totals, loss, accumulation_dtype(logits), ranks)
-    if by_reference:
+    if method.impl == "reference":
         if totals is not None:
             raise ValueError("impl='reference' computes whole steps: no totals")
         value, log_probs, entropy, divergence = _by_reference(logits, tokens, loss, ref_logits)
@@ -92,8 +93,15 @@ def loss_of_logits(
         sums = measure(objective, loss.level, log_probs, entropy)
     else:
         implementation = choose_implementation(method.impl, logits, ranks.shard(logits.shape[1]))
-        how = implementation, method.overwrite_logits, ref_logits
-        value, log_probs, sums = logits_loss(logits, tokens.labels, objective, loss, *how)
+        value, log_probs, sums = logits_loss(
+            logits,
+            tokens.labels,
+            objective,
+            loss,
+            implementation,
+            method.overwrite_logits,
+            ref_logits,
+        )
     if method.check_finite:
         objective.check_finite(log_probs)
     return PolicyLoss(value, log_probs, sums, objective.totals)
@@ -108,7 +116,7 @@ def loss_of_hidden(
     ranks: Ranks,
     method: Computation,
 ) -> PolicyLoss:
-    """Return the loss of hidden states (T, H) and the LM head, whose logits need never exist in
+    """Return the loss of hidden states (T, H) and the LM head; their logits need never exist in
     full."""
     if not method.fused and method.num_splits == 1:
         method = Computation(method.impl, method.check_finite, overwrite_logits=True)
@@ -137,10 +145,9 @@ def log_probs_of_hidden(
     method: Computation,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-prob of each label, entropy of each row's softmax or None), (T,) each, 0 where
-    labels < 0.
+    """Return (log-prob of each label, entropy of each row's softmax or None), (T,) each.
 
-    They are computed as for a loss with these options, but without one.
+    They are 0 where labels < 0, and computed as for a loss with these options, but without one.
     """
     if not method.fused and method.num_splits == 1:
         logits = _logits(hidden, head, ranks)
@@ -149,12 +156,10 @@ def log_probs_of_hidden(
             logits, tokens.labels, loss.temperature, with_entropy
         )
         return log_probs, entropy
-    loss = replace(
-        loss, metrics="with_entropy" if with_entropy else "none", entropy_coefficient=0.0
-    )
-    return linear_log_probs(
-        hidden, head, tokens.labels, _head_options(hidden, head, tokens, loss, ranks, method)
-    )
+    metrics = "with_entropy" if with_entropy else "none"
+    loss = replace(loss, metrics=metrics, entropy_coefficient=0.0)
+    options = _head_options(hidden, head, tokens, loss, ranks, method)
+    return linear_log_probs(hidden, head, tokens.labels, options)
 
 
 def loss_of_log_probs(
@@ -165,8 +170,7 @@ def loss_of_log_probs(
     ranks: Ranks,
     check_finite: bool,
 ) -> PolicyLoss:
-    """Return the loss of log-probs (T,), floating, of the policy in training; of labels only the
-    sign is read."""
+    """Return the loss of the policy's log-probs, (T,) floating; of labels only the sign is read."""
     if loss.kl is not None and loss.full_kl:
         kinds = ", ".join(KINDS)
         raise ValueError(
@@ -179,30 +183,29 @@ def loss_of_log_probs(
     if check_finite:
         objective.check_finite(new)
     losses, coefficients = objective.losses_and_coefficients(new)
-    # The slopes are known by formula: this has the value and the derivative of the loss.
+    # The slopes come from a formula. This expression has the value and the derivative of the loss.
     value = losses.sum() + (torch.where(coefficients == 0, 0.0, wide - new) * coefficients).sum()
     return PolicyLoss(value, new, measure(objective, loss.metrics, new, None), objective.totals)
 
 
 def _head_options(
-    hidden, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
+    hidden: Tensor, head: LMHead, tokens: Tokens, loss: Loss, ranks: Ranks, method: Computation
 ) -> HeadOptions:
-    columns, rows = head.weight.shape[0], -(-len(hidden) // method.num_splits)
-    implementation = choose_implementation(
-        "auto" if method.fused else method.impl, hidden, ranks.shard(columns)
-    )
+    """Return the options of the fused head, with the rows of logits that may exist at once."""
+    columns = head.weight.shape[0]
+    impl = "auto" if method.fused else method.impl
+    implementation = choose_implementation(impl, hidden, ranks.shard(columns))
+    rows = -(-len(hidden) // method.num_splits)
     if method.fused:
-        memory = method.logits_memory_mb
-        memory = default_logits_memory_mb(hidden.device) if memory is None else memory
-        columns *= 1 if head.reference is None else 2  # its logits take as much
-        rows = rows_within(
-            memory,
-            max(1, columns),
-            accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype,
-        )
+        memory_mb = method.logits_memory_mb
+        if memory_mb is None:
+            memory_mb = default_logits_memory_mb(hidden.device)
+        if head.reference is not None:
+            columns *= 2  # the logits of the reference need the same memory
+        dtype = accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype
+        rows = rows_within(memory_mb, max(1, columns), dtype)
         if ranks.vocabulary_start is not None or method.logits_memory_mb is None:
-            # Agree on the rows where shards, or GPUs, may differ in size. Otherwise all ranks have
-            # the same already.
+            # Shards, or GPUs, may differ in size, so the ranks agree on the smallest number.
             rows = -largest(-rows, ranks.vocabulary, hidden.device)
     return HeadOptions(
         implementation, max(1, rows), loss, method.check_finite, tokens.counts, ranks.vocabulary
@@ -218,10 +221,12 @@ def _logits(hidden: Tensor, head: LMHead, ranks: Ranks) -> Tensor:
 def _by_reference(
     logits: Tensor, tokens: Tokens, loss: Loss, ref_logits: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Return (loss, log_probs, entropy, full KL) by the specification, differentiable by the
-    logits."""
+    """Return (loss, log_probs, entropy, full KL) by the reference, differentiable by the logits."""
     assert tokens.old_log_probs is not None
-    specified = reference.policy_loss(
+    penalty = {}
+    if loss.kl is not None:
+        penalty = {"kl": loss.kl.kind, "kl_coefficient": loss.kl.coefficient}
+    result = reference.policy_loss(
         logits.detach(),
         tokens.labels,
         tokens.old_log_probs,
@@ -236,13 +241,13 @@ def _by_reference(
         sampling_log_probs=tokens.sampling_log_probs,
         **correction_names(loss.correction),
         entropy_coefficient=loss.entropy_coefficient,
-        **({} if loss.kl is None else {"kl": loss.kl.kind, "kl_coefficient": loss.kl.coefficient}),
+        **penalty,
         ref_log_probs=tokens.ref_log_probs,
         ref_logits=ref_logits,
     )
-    vectors = specified.log_probs, specified.entropy, specified.divergence
+    vectors = result.log_probs, result.entropy, result.divergence
     vectors = logits.new_tensor(vectors, dtype=torch.float64)
-    # The gradient is known in closed form: this has the value and the derivative of the loss.
+    # The gradient is known. This expression has the value and the derivative of the loss.
     shift = logits.double() - logits.detach().double()
-    value = specified.loss + (torch.nan_to_num(shift) * specified.gradient.to(logits.device)).sum()
+    value = result.loss + (torch.nan_to_num(shift) * result.gradient.to(logits.device)).sum()
     return value, *vectors

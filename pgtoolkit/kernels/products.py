@@ -1,5 +1,7 @@
-"""Matrix products with a float32 result of half-precision operands, without float32 copies of them
-on a GPU."""
+"""Matrix products of half-precision operands with a float32 result.
+
+On a GPU they need no float32 copies of the operands.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,7 @@ import torch
 from torch import Tensor
 
 _ROWS_PER_BLOCK = 4096
-"""Rows of the right operand widened at once where the device has no mixed product: bounds the
-copy."""
+"""Rows of an operand that are copied to float32 at once where the device has no mixed product."""
 
 
 def accumulation_dtype(values: Tensor) -> torch.dtype:
@@ -20,8 +21,10 @@ def accumulation_dtype(values: Tensor) -> torch.dtype:
 
 
 def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Set out = a @ b, for a (M, K) and b (K, N). out may be float32 where a and b are half
-    precision."""
+    """Set out = a @ b, for a (M, K) and b (K, N), and return it.
+
+    out may be float32 where a and b are half precision.
+    """
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     if a.device.type == "cuda":
@@ -33,13 +36,16 @@ def matmul(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """total += alpha (a @ b) in place; total may be float32 where a and b are half precision."""
+    """Add alpha (a @ b) to total in place, and return it.
+
+    total may be float32 where a and b are half precision.
+    """
     if total.dtype == a.dtype:
         return total.addmm_(a, b, alpha=alpha)
     if a.device.type == "cuda":
-        # In two halves: for the whole, cuBLAS picks a kernel that waits longer for the totals that
-        #   it adds to (H200, 2048 x 151936 x 4096: 3.87 ms whole, 3.50 ms in halves, 3.38 ms
-        #   without adding).
+        # In two halves, since cuBLAS picks a kernel for all columns that waits longer for the
+        # totals that it adds to (H200, 2048 x 151936 x 4096: 3.87 ms at once, 3.50 ms in halves,
+        # 3.38 ms without adding).
         half = b.shape[1] // 128 * 64
         for columns in (slice(0, half), slice(half, None)) if half else (slice(None),):
             part = total[:, columns]
@@ -51,12 +57,11 @@ def accumulate_matmul(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tens
     return total
 
 
-class BesideOthers:
-    """The product a @ b on a stream of its own, beside what is launched until its result is asked
-    for.
+class ParallelProduct:
+    """The product a @ b on another stream, parallel to all that is launched before `result`.
 
-    The tiles of a product rarely fill the GPU's last wave of them; those of the next one then fill
-    it up. a and b may not be written before the result has been asked for.
+    The tiles of a product rarely fill the GPU's last wave; the tiles of the next product then fill
+    it. a and b may not be written before `result` is called.
     """
 
     def __init__(self, a: Tensor, b: Tensor):
@@ -71,6 +76,7 @@ class BesideOthers:
             torch.mm(a, b, out=self._product)
 
     def result(self) -> Tensor:
+        """Return the product; the current stream waits for it."""
         if self._stream is not None:
             torch.cuda.current_stream(self._product.device).wait_stream(self._stream)
         return self._product
@@ -78,15 +84,16 @@ class BesideOthers:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # One for all calls: cuBLAS keeps a workspace for each stream that it has seen.
+    # All calls share it, since cuBLAS keeps a workspace for each stream that it has seen.
     return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
 class LMHead:
-    """hidden @ weight.T + bias, as `pgtoolkit.linear_policy_loss` has its arguments of these names.
+    """An LM head, hidden @ weight.T + bias.
 
-    reference: for a full KL, hidden states (T, H') and the head of the reference.
+    The fields are arguments of `pgtoolkit.linear_policy_loss`, but for:
+    reference: hidden states (T, H') and head of the reference, for a full KL.
     """
 
     weight: Tensor
@@ -97,14 +104,14 @@ class LMHead:
 
 
 class Projection:
-    """The logits of a few rows at a time, in one buffer: hidden (T, H) @ weight (V, H).T + bias,
-    without gradient.
+    """Computes hidden (T, H) @ weight (V, H).T + bias for a few rows at a time, in one buffer.
 
-    A float32 weight under half-precision hidden states computes in their precision.
+    There is no gradient. A float32 weight is cast to the dtype of half-precision hidden states.
     """
 
     def __init__(self, hidden: Tensor, head: LMHead):
-        self.hidden, self.weight = hidden.detach(), head.weight.detach().to(hidden.dtype)
+        self.hidden = hidden.detach()
+        self.weight = head.weight.detach().to(hidden.dtype)
         self.dtype = accumulation_dtype(hidden) if head.fp32_logits else hidden.dtype
         self.bias = None if head.bias is None else head.bias.detach().to(self.dtype)
 
@@ -112,15 +119,15 @@ class Projection:
         self._buffer = self.hidden.new_empty(rows, len(self.weight), dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of so many rows of hidden states, (rows, V): the buffer's own memory."""
+        """Return the logits (N, V) of hidden (N, H), in the buffer's memory."""
         logits = matmul(hidden, self.weight.T, out=self._buffer[: len(hidden)])
         return logits if self.bias is None else logits.add_(self.bias)
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
-    """Logits (T, V) of hidden (T, H), all at once, differentiable; in float32 for half-precision
-    operands if fp32.
+    """Return the logits (T, V) of hidden (T, H), all at once, differentiable.
 
+    fp32: return float32 logits of half-precision operands.
     The product takes weight in hidden's dtype; its gradient is added up in float32 and rounded to
     weight's dtype once.
     """
@@ -145,11 +152,11 @@ class _MixedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
-        gradient, total = gradient.to(hidden.dtype), None
-        if ctx.needs_input_grad[1]:  # not of a frozen head
-            total = hidden.new_zeros(
-                weight.shape, dtype=torch.promote_types(hidden.dtype, torch.float32)
-            )
+        gradient = gradient.to(hidden.dtype)
+        weight_gradient = None
+        if ctx.needs_input_grad[1]:  # a frozen head needs none
+            wide = torch.promote_types(hidden.dtype, torch.float32)
+            total = hidden.new_zeros(weight.shape, dtype=wide)
             accumulate_matmul(total, gradient.T, hidden, 1.0)
-            total = total.to(weight.dtype)
-        return gradient @ weight.to(hidden.dtype), total, None
+            weight_gradient = total.to(weight.dtype)
+        return gradient @ weight.to(hidden.dtype), weight_gradient, None

@@ -1,12 +1,15 @@
-"""The vocabulary-sized passes in plain PyTorch: runs anywhere, a few rows at a time.
+"""The vocabulary-sized passes in plain PyTorch: they run anywhere, a few rows at a time.
+
+T is the number of rows, V the number of columns, which are tokens of the vocabulary.
 
 With m the maximum of a row of logits, its normalizer is the pair (m, log sum_v exp((x_v - m) /
-temperature)): kept apart, because their sum rounds away what is left between logits of ten
-thousand.
+temperature)). The two are not added, because the sum of a logit of ten thousand and a logarithm
+would round the logarithm away.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,11 +26,11 @@ _ELEMENTS_PER_BLOCK = 2**24
 def forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log_probs, normalizer, entropy), (T,), (2, T) and (T,), of logits (T, V) /
-    temperature at labels (T,).
+    """Return (log_probs, normalizer, entropy) of logits (T, V) / temperature at labels (T,).
 
-    In float32 (float64 for float64 logits), 0 where labels < 0; entropy is log Z - sum p z, or None
-    unless asked for. A label that is not below V has log-prob NaN.
+    They are (T,), (2, T) and (T,), in float32 (float64 for float64 logits), 0 where labels < 0.
+    The entropy is log Z - sum p z, or None unless asked for. A label that is not below V has
+    log-prob NaN.
     """
     parts = forward_shard(logits, labels, temperature, with_entropy, 0)
     log_probs, normalizer, entropy = merge_shards([parts], labels, temperature)
@@ -37,12 +40,11 @@ def forward(
 def forward_shard(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
 ) -> Tensor:
-    """Return the sums of each row over one shard of the vocabulary, the columns from
-    vocabulary_start on: (3 or 4, T).
+    """Return the sums of each row over a shard of the vocabulary, (3 or 4, T).
 
-    They are the label's logit, or 0 where the label is in another shard; the shard's m; its sum of
-    exp(d) with d = (x - m) / temperature; and, with_entropy, its sum of d exp(d). All are 0 where
-    labels < 0.
+    The shard has the columns from vocabulary_start on. The sums are the label's logit, or 0 where
+    the label is in another shard; the shard's m; its sum of exp(d) with d = (x - m) / temperature;
+    and, with_entropy, its sum of d exp(d). All are 0 where labels < 0.
     """
     parts = logits.new_zeros(
         4 if with_entropy else 3, len(labels), dtype=accumulation_dtype(logits)
@@ -67,15 +69,14 @@ def forward_shard(
 def merge_shards(
     shards: list[Tensor], labels: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (log_probs, normalizer, entropy) as `forward` does for all columns, from the sums of
-    every shard."""
+    """Return (log_probs, normalizer, entropy) as `forward`, from the sums of all shards."""
     trained = labels >= 0
     chosen, maxima, sums, *dots = torch.stack(shards).unbind(1)
     maximum = maxima.amax(0)
     shift = (maxima - maximum) / temperature
     total = torch.where(trained, (sums * shift.exp()).sum(0), 1.0)
     log_sum = total.log()
-    # One shard holds the label, the others 0: the sum is exact.
+    # A single shard holds the label, the others hold 0, so the sum is exact.
     log_probs = torch.where(trained, (chosen.sum(0) - maximum) / temperature - log_sum, 0.0)
     entropy = None
     if dots:
@@ -85,8 +86,13 @@ def merge_shards(
 
 
 class Teacher(NamedTuple):
-    """The reference of a full KL. logits: (T, V). normalizer: (2, T). divergence: (T,), the full KL
-    of each row."""
+    """The reference of a full KL.
+
+    kind: "full_reverse" or "full_forward".
+    logits: (T, V).
+    normalizer: (2, T).
+    divergence: (T,), the full KL of each row.
+    """
 
     kind: str
     logits: Tensor
@@ -104,9 +110,9 @@ def divergence(
     """
     result = torch.zeros_like(normalizer[0])
     for rows in _row_blocks(logits):
-        own = _log_softmax(logits[rows], normalizer[:, rows], temperature)
-        its = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
-        first, second = (own, its) if teacher.kind == "full_reverse" else (its, own)
+        log_p = _log_softmax(logits[rows], normalizer[:, rows], temperature)
+        log_f = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
+        first, second = (log_p, log_f) if teacher.kind == "full_reverse" else (log_f, log_p)
         # A token of probability 0 adds nothing, also where its logit is -inf.
         terms = torch.where(first > -torch.inf, first.exp() * (first - second), 0.0)
         result[rows] = torch.where(labels[rows] >= 0, terms.sum(-1), 0.0)
@@ -123,36 +129,37 @@ def backward(
     out: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> Tensor:
-    """Return the gradient (T, V) in the logits' dtype: (c_t / temperature) (onehot(label) -
-    softmax), 0 where c_t = 0.
+    """Return the gradient by the logits, (T, V) in their dtype.
 
+    It is (c_t / temperature) (onehot(label) - softmax), and 0 where c_t = 0.
     coefficients: (T,) c_t; or (n, T): c_t, then e_t where normalizer is (3, T), then k_t where
         there is a teacher. e_t is the derivative of the loss by each row's entropy H_t, the last
         row of normalizer, and adds -(e_t / temperature) p (log p + H_t), with p the softmax. k_t is
-        the derivative by each row's full KL, and adds k_t / temperature times p (log p - log f -
-        KL) for a reverse one, or p - f for a forward one.
-    normalizer: of all columns, where logits are a shard of them. out: written and returned; may be
-        `logits`.
+        the derivative by each row's full KL, and adds k_t / temperature times
+        p (log p - log f - KL) for a reverse one, or p - f for a forward one.
+    normalizer: that of all columns, where logits are a shard of them.
+    out: written and returned; may be `logits`.
     """
     gradient = torch.empty_like(logits) if out is None else out
     coefficients = torch.atleast_2d(coefficients)
     for rows in _row_blocks(logits):
         scale, *others = (coefficients[:, rows] / temperature).unsqueeze(-1)
-        own = _log_softmax(logits[rows], normalizer[:2, rows], temperature)
-        probabilities, terms = own.exp(), []
+        log_p = _log_softmax(logits[rows], normalizer[:2, rows], temperature)
+        probabilities = log_p.exp()
+        terms = []
         if len(normalizer) == 3:
             # A token of probability 0 adds nothing, also where its logit is -inf.
-            terms.append(
-                -probabilities * (own.clamp(min=-1000.0) + normalizer[2, rows].unsqueeze(-1))
-            )
+            entropy = normalizer[2, rows].unsqueeze(-1)
+            terms.append(-probabilities * (log_p.clamp(min=-1000.0) + entropy))
         if teacher is not None:
-            its = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
+            log_f = _log_softmax(teacher.logits[rows], teacher.normalizer[:, rows], temperature)
             if teacher.kind == "full_forward":
-                terms.append(probabilities - its.exp())
+                terms.append(probabilities - log_f.exp())
             else:
                 assert teacher.divergence is not None
-                more = probabilities * (own - its - teacher.divergence[rows].unsqueeze(-1))
-                terms.append(torch.where(own > -torch.inf, more, 0.0))
+                full_kl = teacher.divergence[rows].unsqueeze(-1)
+                term = probabilities * (log_p - log_f - full_kl)
+                terms.append(torch.where(log_p > -torch.inf, term, 0.0))
         block = -scale * probabilities
         for factor, term in zip(others, terms, strict=True):
             block += factor * term
@@ -171,30 +178,29 @@ def forward_score_(
     temperature: float,
     with_entropy: bool,
     dtype: torch.dtype,
-    forward=forward,
-    backward=backward,
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = forward,
+    backward: Callable[..., Tensor] = backward,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (log_probs, entropy, score): as `forward`, and score = onehot(label) - softmax, (T, V)
-    in `dtype`.
+    """Return (log_probs, entropy, score), the first two as `forward`.
 
-    All labels must be >= 0. score takes the memory of the logits where the dtypes are the same.
+    The score is onehot(label) - softmax, (T, V) in `dtype`; it takes the memory of the logits where
+    the dtypes are the same. All labels must be >= 0.
     forward, backward: the passes of an implementation.
     """
     log_probs, normalizer, entropy = forward(logits, labels, temperature, with_entropy)
-    # Each program of a GPU's backward knows its own block only, so it cannot write another dtype
-    # over the logits.
-    score = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    # Each program of a GPU's backward knows only a block, so it cannot write another dtype over the
+    # logits.
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     coefficients = torch.full_like(log_probs, temperature)
-    return (
-        log_probs,
-        entropy,
-        backward(logits, labels, normalizer, coefficients, temperature, out=score),
-    )
+    score = backward(logits, labels, normalizer, coefficients, temperature, out=out)
+    return log_probs, entropy, score
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-    """Set target[rows[i]] = factors[i] * source[i], in the factors' dtype; source may be target for
-    rows 0, 1, ..."""
+    """Set target[rows[i]] = factors[i] * source[i], computed in the factors' dtype; return target.
+
+    source may be target for rows 0, 1, ...
+    """
     return target.index_copy_(0, rows, (source * factors.unsqueeze(-1)).to(target.dtype))
 
 
@@ -208,6 +214,6 @@ def _log_softmax(logits: Tensor, normalizer: Tensor, temperature: float) -> Tens
     return (logits.to(normalizer.dtype) - maximum) / temperature - log_sum
 
 
-def _row_blocks(logits: Tensor):
+def _row_blocks(logits: Tensor) -> list[slice]:
     rows = max(1, _ELEMENTS_PER_BLOCK // max(1, logits.shape[1]))
     return [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]

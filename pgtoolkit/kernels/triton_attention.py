@@ -1,5 +1,4 @@
-"""The Triton kernels for attention of one new token of each row over the row's cache of keys and
-values."""
+"""The Triton kernels for attention of new tokens over the cached keys and values of their rows."""
 
 from __future__ import annotations
 
@@ -12,12 +11,15 @@ from torch import Tensor
 
 from pgtoolkit.kernels.triton_two_pass import LOWEST
 
-_BLOCK_BYTES = 8192  # of the keys that a program multiplies at once
+_BLOCK_BYTES = 8192
+"""Bytes of the keys that a program multiplies at once."""
 _WARPS = 4
-# of a group that tl.dot multiplies, as if they were 16, faster in float32 than one by one
 _FEWEST_QUERIES = 5
-_PROGRAMS = 512  # that fill a large GPU: some four for each of its multiprocessors
-_FEWEST_PLACES = 256  # of a row's room that are worth a program
+"""From this size of a group on, tl.dot is faster in float32, though it multiplies 16 queries."""
+_PROGRAMS = 512
+"""Programs that fill a large GPU: about four for each of its multiprocessors."""
+_FEWEST_PLACES = 256
+"""Places of a row's room that are worth a program."""
 
 
 @triton.jit
@@ -48,19 +50,23 @@ def attention_kernel(
     DOT: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
-    """A program for each row, key-value head (of HEADS) and part (of PARTS) of the places that the
-    row's query sees.
+    """Attend with a program for each row, key-value head and part of the places that a query sees.
 
-    GROUP queries share a head of WIDTH numbers; QUERIES and COLUMNS are these, filled up to powers
-    of 2, and to what tl.dot takes if it is to multiply (DOT). NUMBER is the type of sums. The first
-    part has the new key and value, too, and writes them into the cache, where no program reads
-    them. With cosines and sines, (rows, WIDTH), query and key are first turned by them, and
-    rounded. out: (rows, HEADS, PARTS, GROUP, WIDTH); with several parts log_sums: (rows, HEADS,
-    PARTS, GROUP), to base 2.
+    There are HEADS key-value heads and PARTS parts. GROUP queries share a head of WIDTH numbers;
+    QUERIES and COLUMNS are these sizes, filled up to powers of 2, and to the sizes that tl.dot
+    needs if it is to multiply (DOT). NUMBER is the type of sums. The first part also has the new
+    key and value, and writes them into the cache, where no program reads them. With cosines and
+    sines, (rows, WIDTH), query and key are first turned by them, and rounded.
+    out: (rows, HEADS, PARTS, GROUP, WIDTH).
+    log_sums: with several parts, (rows, HEADS, PARTS, GROUP), to base 2.
     """
-    program, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, head = program // HEADS, program % HEADS
-    queries, columns, places = tl.arange(0, QUERIES), tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = program // HEADS
+    head = program % HEADS
+    queries = tl.arange(0, QUERIES)
+    columns = tl.arange(0, COLUMNS)
+    places = tl.arange(0, BLOCK)
     wide = columns < WIDTH
     of_group = (queries < GROUP)[:, None] & wide[None, :]
     inside = queries[:, None] * WIDTH + columns[None, :]
@@ -68,7 +74,7 @@ def attention_kernel(
     query += row * query_stride + head * GROUP * WIDTH
     q = tl.load(query + inside, mask=of_group, other=0.0)
     key += row * key_stride + head * WIDTH
-    # The columns that a turn mixes with these: of the other half of the head.
+    # A turn mixes each column with this one, of the other half of the head.
     opposite = tl.where(columns < WIDTH // 2, columns + WIDTH // 2, columns - WIDTH // 2)
     if cosines is not None:
         cosine = tl.load(cosines + row * WIDTH + columns, mask=wide, other=0.0).to(NUMBER)
@@ -124,7 +130,7 @@ def attention_kernel(
             weighted += tl.sum(weights[:, :, None] * v[None, :, :], 1)
         sums = sums * kept + tl.sum(weights, 1)
 
-    sums = tl.where(sums == 0, 1.0, sums)  # of a part without places
+    sums = tl.where(sums == 0, 1.0, sums)  # a part may have no places
     program = program * PARTS + part
     tl.store(out + program * GROUP * WIDTH + inside, weighted / sums[:, None], mask=of_group)
     if PARTS > 1:
@@ -143,8 +149,7 @@ def combine_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """A program for each row and query: the parts of `attention_kernel` by their shares of the
-    whole sum."""
+    """Add up the parts of `attention_kernel` by their shares, a program for each row and query."""
     query = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     places = (query // GROUP * PARTS + tl.arange(0, PARTS)) * GROUP + query % GROUP
@@ -168,34 +173,39 @@ def attend(
     window: int | None,
     turns: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(B, heads, width): softmax attention of a token of each row, whose key and value are kept at
-    its position.
+    """Return (B, heads, width), the softmax attention of a new token of each row.
 
-    query: (B, heads, 1, width); key and value: (B, key-value heads, 1, width).
+    Its key and value are written into the cache at its position.
+    query: (B, heads, 1, width).
+    key, value: (B, key-value heads, 1, width).
     keys, values: the cache, (B, key-value heads, room, width), contiguous, of which a row's places
-        before its own are read, once.
+        before its position are read, once.
     positions: (B,) int64.
-    window: how many keys a query sees at most, its own among them.
+    window: the number of keys that a query sees at most, with the new one; None for all.
     turns: cosines and sines, (B, 1, width) each, of the rotary position by which query and key are
-        still to be turned. All of one float type: products are of its precision, sums of float32's,
-        or float64's. Where rows and heads are too few to fill a GPU, several programs share the
-        places of each (Dao et al. 2023, "Flash-Decoding"), so that the rounding depends on the
-        number of rows.
+        still to be turned.
+
+    All tensors have one float type: products are of its precision, sums of float32's, or float64's.
+    Where rows and heads are too few to fill a GPU, several programs share the places of each (Dao
+    et al. 2023, "Flash-Decoding"), so that the rounding depends on the number of rows.
     """
     query, key, value = (_heads_side_by_side(x) for x in (query, key, value))
     cosines, sines = (None, None) if turns is None else (x.contiguous() for x in turns)
-    (rows, groups, room, width), heads = keys.shape, query.shape[1]
-    programs, group = rows * groups, heads // groups
+    rows, groups, room, width = keys.shape
+    heads = query.shape[1]
+    programs = rows * groups
+    group = heads // groups
     dot = query.element_size() == 2 or group >= _FEWEST_QUERIES
     queries, columns = (max(16 * dot, triton.next_power_of_2(n)) for n in (group, width))
-    most = max(1, min(_PROGRAMS // programs, room // _FEWEST_PLACES))
-    parts = 1 << (most.bit_length() - 1)  # a power of 2
+    max_parts = max(1, min(_PROGRAMS // programs, room // _FEWEST_PLACES))
+    parts = 1 << (max_parts.bit_length() - 1)  # a power of 2
     number = torch.promote_types(query.dtype, torch.float32)
-    found = out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    out = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    of_parts = out
     log_sums = None
     if parts > 1:
-        found = torch.empty(programs, parts, group, width, dtype=number, device=query.device)
-        log_sums = torch.empty(found.shape[:-1], dtype=number, device=query.device)
+        of_parts = torch.empty(programs, parts, group, width, dtype=number, device=query.device)
+        log_sums = torch.empty(of_parts.shape[:-1], dtype=number, device=query.device)
     shape = {"GROUP": group, "WIDTH": width, "COLUMNS": columns, "PARTS": parts}
     attention_kernel[(programs, parts)](
         query,
@@ -206,7 +216,7 @@ def attend(
         positions,
         cosines,
         sines,
-        found,
+        of_parts,
         log_sums,
         query.stride(0),
         key.stride(0),
@@ -223,10 +233,10 @@ def attend(
         **shape,
     )
     if parts > 1:
-        combine_kernel[(rows * heads,)](found, log_sums, out, num_warps=2, **shape)
+        combine_kernel[(rows * heads,)](of_parts, log_sums, out, num_warps=2, **shape)
     return out
 
 
 def _heads_side_by_side(x: Tensor) -> Tensor:
-    """(B, heads, 1, width), of which only rows may lie apart."""
+    """Return (B, heads, 1, width) with the heads of a row contiguous; rows may lie apart."""
     return x if x.stride()[1::2] == (x.shape[3], 1) else x.contiguous()

@@ -1,5 +1,7 @@
-"""The Triton kernels that draw a token of each row of logits, in one read of them and a second of
-the drawn block."""
+"""The Triton kernels that draw a token from each row of logits.
+
+They read the logits once, and the drawn block a second time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from pgtoolkit.kernels.triton_two_pass import LOWEST
 
-# What the likeliest token weighs: a sum over a million tokens is below 2^63.
+# The weight of the likeliest token. A sum over a million tokens is below 2^63.
 LARGEST: tl.constexpr = tl.constexpr(2.0**43)
 _BLOCK = 8192
 
@@ -26,13 +28,13 @@ def blocks_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """A program for each row and block: the block's largest logit, and its sum of exponentials
-    against that.
+    """Write the largest logit of each block, and its sum of exp(logit - largest).
 
-    maxima, sums: (rows, BLOCKS) float32. So many programs read at once that a GPU's memory is the
-        limit.
+    There is a program for each row and block, enough of them that a GPU's memory is the limit.
+    maxima, sums: (rows, BLOCKS) float32.
     """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
     places = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(
         logits + row * row_stride + places, mask=places < num_columns, other=-float("inf")
@@ -60,11 +62,12 @@ def draw_kernel(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One program a row, of at most BLOCKS blocks, a power of 2, whose maxima and sums are known.
+    """Draw a token from each row with a program, by the maxima and sums of its blocks.
 
-    The number picks a block by their sums, and what is left of it, a token of the block. Both are
-    counted in integers, whose sums are exact: so nothing of weight 0 is picked. offsets, positions,
-    following: see `draw_next`, or None.
+    A row has at most BLOCKS blocks, a power of 2. The uniform number picks a block by the sums, and
+    its remainder picks a token of the block. Weights are integers, whose sums are exact, so that
+    nothing of weight 0 is picked.
+    offsets, positions, following: as for `draw_next`, or None.
     """
     row = tl.program_id(0).to(tl.int64)
     at = row
@@ -72,7 +75,8 @@ def draw_kernel(
         position = tl.load(positions + row)
         at = tl.load(offsets + row) + position
     logits += row * row_stride
-    columns, blocks = tl.arange(0, BLOCK), tl.arange(0, BLOCKS)
+    columns = tl.arange(0, BLOCK)
+    blocks = tl.arange(0, BLOCKS)
     exists = blocks * BLOCK < num_columns
     maxima = tl.load(maxima + row * BLOCKS + blocks, mask=exists, other=LOWEST)
     sums = tl.load(sums + row * BLOCKS + blocks, mask=exists, other=0.0)
@@ -80,14 +84,14 @@ def draw_kernel(
     largest = tl.max(maxima, 0)
     weights = sums * tl.exp(maxima - largest)
     counted = (weights * LARGEST).to(tl.int64)
-    whole = tl.sum(counted, 0)
-    target = tl.load(uniform + at) * whole.to(tl.float64)
-    reached = tl.minimum(target.to(tl.int64), whole - 1)
+    row_total = tl.sum(counted, 0)
+    target = tl.load(uniform + at) * row_total.to(tl.float64)
+    reached = tl.minimum(target.to(tl.int64), row_total - 1)
     chosen = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
     before = tl.sum(tl.where(blocks < chosen, counted, 0), 0).to(tl.float64)
     share = (target - before) / tl.sum(tl.where(blocks == chosen, counted, 0), 0).to(tl.float64)
 
-    # By the block's own maximum, whose token weighs LARGEST: the sum cannot be 0.
+    # Relative to the block's maximum, whose token weighs LARGEST, so that the sum cannot be 0.
     highest = tl.sum(tl.where(blocks == chosen, maxima, 0.0), 0)
     places = chosen * BLOCK + columns
     x = (
@@ -95,8 +99,8 @@ def draw_kernel(
         * inverse_temperature
     )
     counted = (tl.exp(x - highest) * LARGEST).to(tl.int64)
-    whole = tl.sum(counted, 0)
-    reached = tl.minimum((share * whole.to(tl.float64)).to(tl.int64), whole - 1)
+    block_total = tl.sum(counted, 0)
+    reached = tl.minimum((share * block_total.to(tl.float64)).to(tl.int64), block_total - 1)
     inside = tl.sum((tl.cumsum(counted, 0) <= reached).to(tl.int32), 0)
     token = tl.minimum(chosen * BLOCK + inside, num_columns - 1)
     logit = tl.load(logits + token).to(tl.float32) * inverse_temperature
@@ -108,13 +112,13 @@ def draw_kernel(
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token of each row and its log-prob, (B,) int64 and float32, by the softmax of logits /
-    temperature.
+    """Draw a token from each row by softmax(logits / temperature), and return it with its log-prob.
 
-    logits: (B, V) of any float type, with rows that are contiguous. uniform: (B,) float64 from [0,
-        1). The token is the
-    first whose cumulative probability is greater, but for float32's rounding of a block's sum; one
-    of probability 0 is never drawn. Where logits are not finite, the log-prob is not.
+    They are (B,) int64 and (B,) float32.
+    logits: (B, V) of any float type, with rows that are contiguous.
+    uniform: (B,) float64 from [0, 1). The token is the first whose cumulative probability is
+        greater, but for float32's rounding of a block's sum. A token of probability 0 is never
+        drawn. Where logits are not finite, the log-prob is not.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(len(logits), device=logits.device)
@@ -132,12 +136,11 @@ def draw_next(
     positions: Tensor,
     following: Tensor,
 ) -> None:
-    """As `draw_tokens`, of rows of which each reads its number, and writes token and log-prob, at a
-    place of its own.
+    """Do as `draw_tokens` for rows with places of their own in uniform, tokens and log_probs.
 
-    offsets, positions: (B,) int64, whose sum is the place in uniform, tokens and log_probs, which
-        are contiguous and of any shape. positions become one more.
-    following: (B,) int64, becomes the tokens.
+    offsets, positions: (B,) int64, whose sum is the row's place in uniform, tokens and log_probs,
+        which are contiguous and of any shape. positions are increased by 1.
+    following: (B,) int64, set to the tokens.
     """
     _launch(logits, uniform, temperature, tokens, log_probs, offsets, positions, following)
 

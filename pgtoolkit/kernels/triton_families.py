@@ -1,12 +1,13 @@
-"""Slopes of the loss families of `losses.families` as Triton functions, which the one-pass kernel
-takes as constants.
+"""Slopes of the loss families of `losses.families` as Triton functions.
 
-Only families by token have one: the slope of a family by document needs log-probs of other rows.
+The one-pass kernel takes such a function as a constant. Only families by token have one: the slope
+of a family by document needs log-probs of other rows.
 
 A slope is the derivative of a token's loss by its log-prob, 0 where clip or clamp cut the gradient.
 It is a function of the log-ratio before the clamp, the advantage, the new log-prob, and the
-family's own numbers in the order of its fields, four at most. The kernel has no registers to spare
-and keeps none of these numbers, so a bound counts from 1 and is put together where it is used.
+family's numbers in the order of its fields, four at most. The kernel has no registers to spare and
+keeps none of these numbers, so a clip is given by its distance from 1, and the bound is computed
+where it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pgtoolkit.losses.family import Family
 
 
 def slope_of(family: Family) -> triton.JITFunction | None:
-    """Return the family's slope, or None for a family that has none here."""
+    """Return the family's slope, or None for a family without one."""
     if type(family) is Grpo and family.dual_clip is not None:
         return dual_clipped
     if type(family) is Dppo and family.divergence == "binary_kl":
@@ -31,8 +32,10 @@ def slope_of(family: Family) -> triton.JITFunction | None:
 
 
 def numbers_of(family: Family) -> tuple[float, float, float, float]:
-    """Return the family's numbers as its slope takes them. A lower bound that is None lies at 0,
-    which is 1 below 1."""
+    """Return the family's numbers as its slope takes them.
+
+    A lower bound that is None lies at 0, which is 1 below 1.
+    """
     values = [getattr(family, field.name) for field in fields(family)]
     numbers = [value for value in values if not isinstance(value, str)]
     numbers += [0.0] * (4 - len(numbers))
@@ -50,7 +53,7 @@ def _clamped(log_ratio):
 def clipped(log_ratio, advantage, log_prob, below, above, dual_clip, _unused):
     """`Grpo` without a dual clip."""
     _, ratio = _clamped(log_ratio)
-    # The bounds themselves pass, as autograd of min and clamp has it. NaN does not pass.
+    # A ratio equal to a bound keeps its gradient, as in autograd of min and clamp. NaN does not.
     passes = tl.where(advantage > 0, ratio <= 1 + above, ratio >= 1 - below)
     return tl.where(passes & (tl.abs(log_ratio) <= 20.0), -ratio * advantage, 0.0)
 
@@ -65,7 +68,7 @@ def dual_clipped(log_ratio, advantage, log_prob, below, above, dual_clip, _unuse
 
 @triton.jit
 def weighted(log_ratio, advantage, log_prob, below, above, _unused, _unused_too):
-    """`Cispo`: the clipped ratio is a factor without gradient, so no token loses its own."""
+    """`Cispo`: the clipped ratio is a factor without gradient, so every token keeps a gradient."""
     _, ratio = _clamped(log_ratio)
     return -tl.minimum(tl.maximum(ratio, 1 - below), 1 + above) * advantage
 
@@ -76,7 +79,7 @@ def soft_gated(log_ratio, advantage, log_prob, positive, negative, _unused, _unu
     _, ratio = _clamped(log_ratio)
     tau = tl.where(advantage > 0, positive, negative)
     x = tau * (ratio - 1)
-    # never overflows: the sigmoid is 1 / (1 + small), or one less that
+    # It never overflows: the sigmoid is 1 / (1 + small), or 1 minus that.
     small = tl.exp2(-tl.abs(x) * (1 / LN_2))
     slope = -4 * small / ((1 + small) * (1 + small)) * ratio * advantage
     return tl.where(tl.abs(log_ratio) <= 20.0, slope, 0.0)
@@ -134,10 +137,10 @@ _SLOPES = {
 
 @triton.jit
 def drawn_back(distance, log_ratio, KIND: tl.constexpr):
-    """Return the slope of a penalty of `losses.kl`, from the new log-prob less the reference's; NaN
-    if not finite.
+    """Return the slope of a penalty of `losses.kl`; NaN if the inputs are not finite.
 
-    log_ratio: of the new to the old log-prob.
+    distance: the new log-prob minus the reference's.
+    log_ratio: the new log-prob minus the old one.
     """
     finite = tl.abs(distance) < float("inf")
     if KIND == "k1":
@@ -146,15 +149,15 @@ def drawn_back(distance, log_ratio, KIND: tl.constexpr):
         slope = distance
     else:
         x, ratio = _clamped(-distance)
-        # exp(x) - 1 - x; where x is small, by its series.
+        # exp(x) - 1 - x; for a small x by its series.
         series = x * x * (0.5 + x * (1 / 6 + x * (1 / 24 + x / 120)))
         value = tl.where(tl.abs(x) < 0.1, series, ratio - 1 - x)
         slope = tl.where(tl.abs(distance) <= 20.0, -(value + x), 0.0)
         if KIND == "k3_ratio":
             finite = finite & (log_ratio == log_ratio)
             _, ratio = _clamped(log_ratio)
-            # Of both factors; together they are the distance, of which exp would leave no digits in
-            # a difference.
+            # The slopes of both factors add up to the distance. The difference of their
+            # exponentials would leave no digits of it.
             both = tl.where(tl.abs(distance) <= 20.0, distance, value)
             slope = ratio * tl.where(tl.abs(log_ratio) <= 20.0, both, slope)
     return tl.where(finite, slope, float("nan"))

@@ -1,5 +1,4 @@
-"""The Triton kernel that reads the logits once: forward and backward, with each row kept on the
-chip between the two.
+"""The Triton kernel that reads the logits once: a row stays on the chip from forward to backward.
 
 `triton_two_pass` has the equations, `triton_passes` launches it.
 """
@@ -14,17 +13,17 @@ import triton.language as tl
 from pgtoolkit.kernels.triton_families import drawn_back
 from pgtoolkit.kernels.triton_two_pass import LN_2, LOWEST
 
-# A slot that nobody has written yet. Neither a (maximum, sum) pair nor a canonical NaN has all bits
+# A slot that has not been written. Neither a (maximum, sum) pair nor a canonical NaN has all bits
 # set.
 EMPTY: tl.constexpr = tl.constexpr(-1)
-# Polls of a slot before giving up with NaN; about a second. Never reached unless a program of the
-# grid is missing.
+# After this number of polls, about a second, a program gives up with NaN. That happens only if
+# another program of the grid is missing.
 MAX_POLLS: tl.constexpr = tl.constexpr(1 << 20)
 
 
 @triton.jit
 def _unpack(words, HALF: tl.constexpr):
-    """The two columns of each 32-bit word, in float32; a float32 word is its own only column."""
+    """Return the two columns of each 32-bit word, in float32."""
     if HALF == "bf16":
         return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(
             tl.float32, bitcast=True
@@ -37,9 +36,10 @@ def _unpack(words, HALF: tl.constexpr):
 
 @triton.jit
 def _pack(low, high, HALF: tl.constexpr, PTX: tl.constexpr):
+    """Return 32-bit words of two columns each."""
     if PTX:
-        # One instruction for two columns; two conversions and a merge would run on the unit that
-        # exp2 needs.
+        # A single instruction for two columns: two conversions and a merge would run on the unit
+        # that exp2 needs.
         if HALF == "bf16":
             assembly: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         else:
@@ -57,9 +57,9 @@ def _pack(low, high, HALF: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _larger(a, b, HALF: tl.constexpr, PTX: tl.constexpr):
-    """The larger of two packed words, column by column."""
+    """Return the larger of two packed words, column by column."""
     if PTX:
-        # One instruction for two columns, and nothing to unpack.
+        # A single instruction for two columns, without unpacking.
         if HALF == "bf16":
             assembly: tl.constexpr = "max.bf16x2 $0, $1, $2;"
         else:
@@ -74,7 +74,7 @@ def _larger(a, b, HALF: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _prefetch(place):
-    """Bring the cache line of this place from memory to the L2 cache; waits for nothing."""
+    """Bring the cache line of this place from memory to the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -124,16 +124,19 @@ def one_pass_kernel(
     BLOCKS: tl.constexpr,
     THREADS: tl.constexpr,
 ):
-    """SHARE programs a row, each with BLOCKS blocks of 4 32-bit words a thread in registers; a
-    persistent grid.
+    """Compute log-probs, entropies and the gradient, with SHARE programs for each row.
 
-    words and out are `logits` and the result as words (HALF), or as they are (float32 logits). The
-    result, which may overwrite the logits, is the gradient of the loss whose SLOPE, a function of
-    `triton_families`, takes number0 to number3, of a penalty of kind KL against ref_log_probs,
-    which pulls weighs by token, and (BONUS) of one whose derivative by each row's entropy
-    by_entropy has; without a SLOPE it is the score onehot - softmax. zero, sixteen and upper are 0,
-    16 and 0xFFFF0000, but the compiler does not know. Where the same words are unpacked
-    again with them, it cannot keep what the first unpacking gave: that would take twice the
+    The grid is persistent; each program keeps BLOCKS blocks of 4 32-bit words a thread in
+    registers.
+
+    words, out: `logits` and the result as words of two columns (HALF), or unchanged for float32
+        logits. The result may overwrite the logits.
+    SLOPE: a function of `triton_families`, which takes number0 to number3; the result is then the
+        gradient of that loss. Without it the result is the score, onehot - softmax.
+    KL: the kind of a penalty against ref_log_probs, weighted by pulls, (T,); None for no penalty.
+    BONUS: the loss has an entropy bonus; by_entropy has its derivative by each row's entropy.
+    zero, sixteen, upper: 0, 16 and 0xFFFF0000, but the compiler does not know. If it did, it would
+        keep the first unpacking of the words for the second one, which would take twice the
         registers of the row.
     """
     member = tl.program_id(0) % SHARE
@@ -141,12 +144,12 @@ def one_pass_kernel(
     num_groups = tl.num_programs(0) // SHARE
     per_word: tl.constexpr = 1 if HALF == "" else 2
     num_words = num_columns // per_word
-    # 2-D, so that maximum and sum take one register a thread between the phases, and not one for
-    # each word.
+    # The lanes are 2-D, so that maximum and sum take a register a thread between the phases, and
+    # not a register for each word.
     WORDS: tl.constexpr = 4 * THREADS
     first = member * (BLOCKS * WORDS)
     lane = tl.arange(0, THREADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    # -inf, of which a 32-bit word holds two.
+    # -inf; a 32-bit word of half precision holds it twice.
     nothing: tl.constexpr = (
         -float("inf") if HALF == "" else -8323200 if HALF == "bf16" else -67044352
     )
@@ -154,8 +157,8 @@ def one_pass_kernel(
     label = tl.load(labels + group, mask=group < num_rows, other=-1).to(tl.int32)
     row = group
     for turn in range(0, tl.cdiv(num_rows, num_groups)):
-        # Rotated, so that a pattern in the rows (every other one trained) does not fall on the same
-        # programs each turn.
+        # The groups rotate, so that a pattern in the rows, such as every second one trained, does
+        # not give the same programs all the work.
         next_row = (turn + 1) * num_groups + (group + turn + 1) % num_groups
         factor, bonus = 0.0, 0.0
         if label >= 0:
@@ -197,8 +200,8 @@ def one_pass_kernel(
                         low, high = tl.maximum(low, -1000.0), tl.maximum(high, -1000.0)
                         dot += tl.sum(tl.exp2(low) * low + tl.exp2(high) * high, 1)
                     total += tl.sum(tl.exp2(low) + tl.exp2(high), 1)
-            # The label's logit changes no maximum of the row, and has arrived before anything is
-            # published, after which its place may be overwritten.
+            # The label's logit does not change the maximum of the row. It must have arrived before
+            # anything is published, since its place may be overwritten afterwards.
             m = tl.maximum(tl.max(maximum, 0), label_logit)
             shrink = (maximum - m) * scale
             shrunk = tl.exp2(shrink)
@@ -207,7 +210,7 @@ def one_pass_kernel(
                 d = tl.sum(shrunk * (dot + shrink * total), 0)
 
             if SHARE > 1:
-                # Value and arrival in one 64-bit word: whoever reads it has both, without a fence.
+                # A 64-bit word holds maximum and sum, so that a reader gets both without a fence.
                 slot = slots + row.to(tl.int64) * ((2 if ENTROPY else 1) * SHARE)
                 pair = (m.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (
                     n.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
@@ -241,8 +244,8 @@ def one_pass_kernel(
                 if BONUS:
                     bonus = tl.load(by_entropy + row) * inverse_temperature
             if SHARE > 1:
-                # A power of two at least SHARE; the surplus reads member 0 again, and counts
-                # nothing below.
+                # A power of 2 that is at least SHARE. The surplus reads member 0 again, and is not
+                # counted below.
                 others = tl.arange(0, triton.next_power_of_2(SHARE))
                 counted = others < SHARE
                 places = slot + tl.where(counted, others, 0)
@@ -287,16 +290,16 @@ def one_pass_kernel(
                 # packed words.
                 offset = m * scale + log_sum - tl.log2(tl.abs(factor))
                 sign = tl.where(factor > 0, -2147450880, 0)  # 0x80008000
-                own = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
+                label_gradient = factor * (1 - tl.exp2(log_prob * (1 / LN_2)))
                 if BONUS:
                     # p (base + by_exponent log2 p): both terms at once.
                     offset = m * scale + log_sum
                     by_exponent = -bonus * LN_2
                     base = by_exponent * (log_sum - d / n) - factor
                     log_p = log_prob * (1 / LN_2)
-                    own = factor + (base + by_exponent * log_p) * tl.exp2(log_p)
-                # `zero` again: the address is computed anew, and takes no registers while the row
-                #   is kept.
+                    label_gradient = factor + (base + by_exponent * log_p) * tl.exp2(log_p)
+                # With `zero` the address is computed anew, and takes no registers while the row is
+                # kept.
                 place = (row + zero).to(tl.int64)
                 target = out + place * out_stride
                 for i in tl.static_range(BLOCKS):
@@ -321,18 +324,18 @@ def one_pass_kernel(
                         else:
                             values = _pack(tl.exp2(low), tl.exp2(high), HALF, PTX) ^ sign
                     tl.store(target + columns, values, mask=columns < num_words)
-                tl.debug_barrier()  # the row's stores land before the mended one
+                tl.debug_barrier()  # the row's stores must land before that of the label
                 if (
                     (label >= first * per_word)
                     & (label < (first + BLOCKS * WORDS) * per_word)
                     & inside
                 ):
                     mended = out_elements + place * (out_stride * per_word) + label
-                    tl.store(mended, own.to(out_elements.dtype.element_ty))
+                    tl.store(mended, label_gradient.to(out_elements.dtype.element_ty))
         else:
             next_label = tl.load(labels + next_row, mask=next_row < num_rows, other=-1).to(tl.int32)
         if (factor == 0) & (bonus == 0) & (row < num_rows):
-            # Untrained rows are not read, by selection: they may hold NaN or infinity.
+            # Untrained rows are not read: they may hold NaN or infinity.
             target = out + row.to(tl.int64) * out_stride
             for i in tl.static_range(BLOCKS):
                 columns = first + i * WORDS + lane

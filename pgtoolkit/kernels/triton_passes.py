@@ -1,5 +1,7 @@
-"""The vocabulary-sized passes on a GPU: launches of the Triton kernels (on a CPU, under Triton's
-interpreter)."""
+"""The vocabulary-sized passes on a GPU: launches of the Triton kernels.
+
+They also run on a CPU, under Triton's interpreter. `torch_passes` has the docstrings.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,20 @@ _LOG2_E = math.log2(math.e)
 _RESIDENT_THREADS = 1024
 """Threads of the one-pass kernel that a processor holds at once, with 64 registers each."""
 _MAX_BLOCKS = 8
-"""Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more the compiler
-runs out, and what it spills includes numbers that it then has to wait for."""
+"""Blocks of 4 words a thread that a program keeps: 32 registers of the 64. With more, registers run
+out, and the compiler spills numbers that the program then has to wait for."""
 _MAX_BLOCKS_SHARED_GRPO = 7
-"""The same where programs share a row and each computes the coefficient, which takes registers
-too."""
+"""The same where programs share a row and each computes the coefficient, which needs registers."""
 _MAX_BLOCKS_SHARED_PENALTY = 6
-"""And where the loss has a penalty against a reference."""
+"""The same where the loss also has a penalty against a reference."""
 _MAX_SHARE = 32
+"""Programs that may share a row."""
 _cannot_launch: set[torch.device] = set()
+"""Devices that have refused a grid whose programs wait for each other."""
 
 
 def check_runs_on(logits: Tensor) -> None:
-    """Refuse, with ValueError, a dtype or device that the kernels cannot run on."""
+    """Raise ValueError for a dtype or device that the kernels cannot run on."""
     if logits.dtype not in _DTYPES:
         raise ValueError(
             f"impl='triton' needs float32, bfloat16 or float16 (got {logits.dtype}); use "
@@ -52,7 +55,7 @@ def check_runs_on(logits: Tensor) -> None:
 def forward(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `torch_passes.forward`."""
+    """Do as `torch_passes.forward`."""
     results = _forward(logits, labels, temperature, with_entropy, None)
     return results[0], results[1:3], results[3] if with_entropy else None
 
@@ -60,7 +63,7 @@ def forward(
 def forward_shard(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, vocabulary_start: int
 ) -> Tensor:
-    """As `torch_passes.forward_shard`."""
+    """Do as `torch_passes.forward_shard`."""
     results = _forward(logits, labels, temperature, with_entropy, vocabulary_start)
     results[3:] *= math.log(2.0)  # the kernel counts in powers of two
     return results
@@ -69,8 +72,9 @@ def forward_shard(
 def divergence(
     logits: Tensor, normalizer: Tensor, teacher: Teacher, labels: Tensor, temperature: float
 ) -> Tensor:
-    """As `torch_passes.divergence`."""
-    logits, ref_logits = _rows(logits), _rows(teacher.logits)
+    """Do as `torch_passes.divergence`."""
+    logits = _rows(logits)
+    ref_logits = _rows(teacher.logits)
     result = torch.zeros_like(normalizer[0])
     if logits.numel():
         divergence_kernel[(len(result),)](
@@ -101,10 +105,10 @@ def backward(
     out: Tensor | None = None,
     teacher: Teacher | None = None,
 ) -> Tensor:
-    """As `torch_passes.backward`."""
-    gradient = (
-        torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
-    )
+    """Do as `torch_passes.backward`."""
+    gradient = out
+    if gradient is None:
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     logits = _rows(logits)
     rows, columns = logits.shape
     if logits.numel() == 0:
@@ -144,7 +148,7 @@ def backward(
 def forward_score_(
     logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As `torch_passes.forward_score_`."""
+    """Do as `torch_passes.forward_score_`; the score always takes the memory of the logits."""
     score = logits if dtype == logits.dtype else logits.view(dtype)[:, : logits.shape[1]]
     results = _one_pass(logits, labels, temperature, with_entropy, None, score)
     if results is not None:
@@ -162,11 +166,11 @@ def forward_gradient(
     objective: Objective,
     out: Tensor,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(log_probs, entropy) and, in `out`, the gradient of an objective by token, with one read of
-    the logits.
+    """Return (log_probs, entropy), and write the gradient of an objective by token into `out`.
 
-    out may be the logits. None, and nothing done, where the family has no slope in Triton, or a row
-    cannot be kept on the chip.
+    The logits are read once. out may be the logits.
+    Returns None and does nothing where the family has no slope in Triton, or a row does not fit on
+    the chip.
     """
     if slope_of(objective.family) is None:
         return None
@@ -174,7 +178,7 @@ def forward_gradient(
 
 
 def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) -> Tensor:
-    """As `torch_passes.scale_rows`, in float32."""
+    """Do as `torch_passes.scale_rows`, in float32."""
     if source.numel():
         scale_rows_kernel[(len(rows),)](
             source, factors, target, rows, source.shape[1], BLOCK=2048, num_warps=4
@@ -183,18 +187,26 @@ def scale_rows(source: Tensor, factors: Tensor, target: Tensor, rows: Tensor) ->
 
 
 def scale_(values: Tensor, factor: Tensor) -> Tensor:
-    """As `torch_passes.scale_`, free of charge where the factor is 1."""
+    """Do as `torch_passes.scale_`; where the factor is 1, nothing is read or written."""
     block = 8192
     if values.numel():
-        # Few programs: where there is nothing to do, starting them is all that it costs.
+        # Few programs, since starting them is the only cost where the factor is 1.
         programs = min(1024, -(-values.numel() // block))
         scale_kernel[(programs,)](values, factor, values.numel(), BLOCK=block, num_warps=8)
     return values
 
 
-def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
-    """(3 or 4, rows): log-prob, maximum, log-sum and entropy, or what a shard has in their place; 0
-    where untrained."""
+def _forward(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    vocabulary_start: int | None,
+) -> Tensor:
+    """Return (3 or 4, rows): log-prob, maximum, log-sum and entropy, 0 where untrained.
+
+    With vocabulary_start they are the sums of a shard, as `torch_passes.forward_shard` has them.
+    """
     logits = _rows(logits)
     rows, columns = logits.shape
     results = torch.zeros(3 + with_entropy, rows, dtype=torch.float32, device=logits.device)
@@ -217,30 +229,39 @@ def _forward(logits, labels, temperature, with_entropy, vocabulary_start):
     return results
 
 
-def _one_pass(logits, labels, temperature, with_entropy, objective, out):
+def _one_pass(
+    logits: Tensor,
+    labels: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    objective: Objective | None,
+    out: Tensor,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Return (log_probs, entropy), and write the gradient or, without objective, the score.
+
+    Returns None and does nothing where a row does not fit on the chip.
+    """
     rows, columns = logits.shape
     half = _HALVES.get(logits.dtype, "")
-    most = _MAX_BLOCKS
+    max_blocks = _MAX_BLOCKS
     if objective is not None:
-        most = (
-            _MAX_BLOCKS_SHARED_GRPO
-            if objective.penalties.kl is None
-            else _MAX_BLOCKS_SHARED_PENALTY
-        )
-    layout = _layout(logits, out, half, most)
+        has_penalty = objective.penalties.kl is not None
+        max_blocks = _MAX_BLOCKS_SHARED_PENALTY if has_penalty else _MAX_BLOCKS_SHARED_GRPO
+    layout = _layout(logits, out, half, max_blocks)
     if layout is None:
         return None
     threads, share, blocks = layout
-    # Zeros where nothing is trained: stored by the kernel, they would cost it registers that it
-    #   does not have.
+    # Zeros where nothing is trained. If the kernel stored them, it would need registers that it
+    # does not have.
     log_probs = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     entropy = torch.zeros_like(log_probs) if with_entropy else None
     if rows == 0:
         return log_probs, entropy
-    slots = torch.full(
-        (rows, (1 + with_entropy) * share if share > 1 else 0), -1, device=logits.device
-    )
-    per_token, kind, bonus = [log_probs] * 6, None, False
+    num_slots = (1 + with_entropy) * share if share > 1 else 0
+    slots = torch.full((rows, num_slots), -1, device=logits.device)
+    per_token = [log_probs] * 6  # not read without an objective
+    kind = None
+    bonus = False
     if objective is not None:
         kind, *of_penalty = _penalty_of(objective)
         bonus = objective.penalties.bonus
@@ -284,8 +305,8 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
             THREADS=threads,
             num_warps=threads // 32,
             maxnreg=65536 // _RESIDENT_THREADS,
-            # Programs of a row wait for each other, so all must run at once: the driver refuses a
-            # grid that cannot.
+            # Programs of a row wait for each other, so all must run at once. The driver refuses a
+            # grid that is too large for that.
             launch_cooperative_grid=share > 1,
         )
     except RuntimeError as error:
@@ -297,10 +318,9 @@ def _one_pass(logits, labels, temperature, with_entropy, objective, out):
 
 
 def _penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
-    """Return the kind of the penalty against a reference or None, the reference's log-probs,
-    weights of the penalty.
+    """Return (kind of the penalty or None, log-probs of the reference, weights of the penalty).
 
-    (T,) each; any vectors where there is no penalty by log-probs.
+    The vectors are (T,); without a penalty by log-probs they are not read.
     """
     penalties = objective.penalties
     if penalties.kl is None or penalties.kl.full:
@@ -309,33 +329,35 @@ def _penalty_of(objective: Objective) -> tuple[str | None, Tensor, Tensor]:
 
 
 def _layout(
-    logits: Tensor, out: Tensor, half: str, most_shared: int
+    logits: Tensor, out: Tensor, half: str, max_blocks_shared: int
 ) -> tuple[int, int, int] | None:
-    """(threads, programs a row, blocks a program) of the one-pass kernel; None where a row does not
-    fit or align.
+    """Return (threads, programs a row, blocks a program) of the one-pass kernel.
 
-    most_shared: blocks that a program keeps at most where several share a row.
+    max_blocks_shared: blocks that a program may keep where several share a row.
+    Returns None where a row does not fit, or is not aligned.
     """
-    columns, per_word = logits.shape[1], 2 if half else 1
-    if (
-        logits.stride(1) != 1
-        or out.stride(1) != 1
-        or logits.device in _cannot_launch
-        or torch.version.hip
-    ):
+    columns = logits.shape[1]
+    per_word = 2 if half else 1
+    if logits.device in _cannot_launch or torch.version.hip:
         return None
-    if half and (
-        columns % 2 or any(x.stride(0) % 2 or x.storage_offset() % 2 for x in (logits, out))
-    ):
+    for tensor in (logits, out):
+        if tensor.stride(1) != 1:
+            return None
+        if half and (tensor.stride(0) % 2 or tensor.storage_offset() % 2):
+            return None
+    if half and columns % 2:
         return None
     needed = -(-columns // (per_word * 4 * 512))
     if needed <= _MAX_BLOCKS:
         return 512, 1, needed
-    # Smaller programs where they wait for each other: more of them are there to fill the wait.
+    # Smaller programs where they wait for each other, so that there are more of them to fill the
+    # wait.
     needed = -(-columns // (per_word * 4 * 256))
-    share = -(-needed // most_shared)
-    # The interpreter runs one program after the other: none can wait for the next.
-    return None if share > _MAX_SHARE or _INTERPRETED else (256, share, -(-needed // share))
+    share = -(-needed // max_blocks_shared)
+    # The interpreter runs programs in sequence, so that none can wait for the next.
+    if share > _MAX_SHARE or _INTERPRETED:
+        return None
+    return 256, share, -(-needed // share)
 
 
 def _rows(logits: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""The Triton kernels that multiply by numbers on the device: rows by a number each, and a tensor by
-one number.
+"""The Triton kernels that multiply by numbers on the device: each row by its number, or a tensor.
 
 `triton_passes` launches them.
 """
@@ -12,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def scale_rows_kernel(source, factors, target, rows, num_columns, BLOCK: tl.constexpr):
-    """target[rows[i]] = factors[i] * source[i], one program a row."""
+    """Set target[rows[i]] = factors[i] * source[i], with a program for each row."""
     i = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + i)
     to = tl.load(rows + i)
@@ -30,8 +29,10 @@ def scale_rows_kernel(source, factors, target, rows, num_columns, BLOCK: tl.cons
 
 @triton.jit
 def scale_kernel(values, factor, num_values, BLOCK: tl.constexpr):
-    """values *= factor, a number on the device; where it is 1, nothing is read or written. Any
-    grid."""
+    """Multiply values by a factor on the device, with any number of programs.
+
+    Where the factor is 1, nothing is read or written.
+    """
     by = tl.load(factor).to(tl.float32)
     if by != 1:
         for block in range(tl.program_id(0), tl.cdiv(num_values, BLOCK), tl.num_programs(0)):

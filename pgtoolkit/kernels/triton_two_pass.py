@@ -1,5 +1,4 @@
-"""The Triton kernels that read the logits twice: forward, and backward once the coefficients are
-known.
+"""The Triton kernels that read the logits twice: forward, then backward with known coefficients.
 
 x_v is a logit, s = log2(e) / temperature, m the maximum of a row, n = sum_v 2^(s (x_v - m)) its
 normalizer:
@@ -23,8 +22,8 @@ import triton
 import triton.language as tl
 
 LN_2: tl.constexpr = tl.constexpr(math.log(2.0))
-# Below every finite logit, and finite: the maximum of a lane that saw nothing, so that no (-inf) -
-#   (-inf) arises.
+# The maximum of a lane without logits. It is below every finite logit, and finite, so that
+# (-inf) - (-inf) does not occur.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
@@ -45,8 +44,11 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """One program a row. With SHARD, what the shard knows instead: the label's logit, n, and sum_v
-    e_v 2^e_v."""
+    """Compute log-prob, maximum, log-sum and entropy, with a program for each row.
+
+    With SHARD they are the sums of this shard instead: the label's logit, the maximum, n, and
+    sum_v e_v 2^e_v with e_v = s (x_v - m).
+    """
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     if label < 0:
@@ -56,13 +58,13 @@ def forward_kernel(
     logits += row * row_stride
     label_logit = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
 
-    # A running maximum and sums for each lane; lanes meet once, after the loop.
+    # Each lane has a running maximum and sums; they are combined once, after the loop.
     maximum = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     dot = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK * UNROLL):
-        # Several blocks are loaded before the first is used: enough bytes in flight to fill the
-        #   memory's latency.
+        # Several blocks are loaded before the first is used, so that enough bytes are in flight to
+        # hide the latency of memory.
         blocks = ()
         highest = maximum
         for i in tl.static_range(UNROLL):
@@ -125,8 +127,10 @@ def divergence_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row: sum_v p (log p - log f) for KIND "full_reverse", else sum_v f (log f - log
-    p)."""
+    """Compute the full KL of each row, with a program for each.
+
+    It is sum_v p (log p - log f) for KIND "full_reverse", else sum_v f (log f - log p).
+    """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(labels + row) < 0:
         return
@@ -178,12 +182,13 @@ def backward_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a block of a row. BONUS: with the derivative of the loss by each row's entropy.
+    """Compute the gradient, with a program for each block of a row.
 
-    KIND: with that by each row's full KL of this kind; None for none.
+    BONUS: include the derivative of the loss by each row's entropy.
+    KIND: include the derivative by each row's full KL of this kind; None for no full KL.
     """
     blocks_per_row = tl.cdiv(num_columns, BLOCK)
-    # The last rows first: they were read last by the forward, and are still in the cache.
+    # The last rows come first: forward has read them last, and they are still in the cache.
     row = num_rows - 1 - (tl.program_id(0) // blocks_per_row).to(tl.int64)
     start = (tl.program_id(0) % blocks_per_row) * BLOCK
     columns = start + tl.arange(0, BLOCK)
@@ -205,7 +210,7 @@ def backward_kernel(
             distill = tl.load(by_divergence + row) * inverse_temperature
         nothing = nothing & (distill == 0)
     if nothing:
-        # By selection: an untrained row may hold NaN or infinity, and is not even read.
+        # An untrained row is not read: it may hold NaN or infinity.
         tl.store(gradient + columns, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=inside)
     else:
         m, log_sum = tl.load(maxima + row), tl.load(log_sums + row) * (1 / LN_2)
@@ -232,19 +237,19 @@ def backward_kernel(
             if KIND == "full_forward":
                 more += distill * (probabilities - tl.exp2(ref_exponent))
             else:
-                own = probabilities * (
+                term = probabilities * (
                     (exponent - ref_exponent) * LN_2 - tl.load(divergences + row)
                 )
-                more += distill * tl.where(exponent > -float("inf"), own, 0.0)
+                more += distill * tl.where(exponent > -float("inf"), term, 0.0)
         tl.store(
             gradient + columns,
             (more - factor * probabilities).to(gradient.dtype.element_ty),
             mask=inside,
         )
-        # The label's entry is mended afterwards: cheaper than a comparison for each column.
+        # The label's entry is corrected afterwards, which is cheaper than a comparison per column.
         label -= vocabulary_start
         if (label >= start) & (label < start + BLOCK) & (label < num_columns):
             mended = factor * (1 - tl.sum(tl.where(columns == label, probabilities, 0.0), 0))
             mended += tl.sum(tl.where(columns == label, more, 0.0), 0)
-            tl.debug_barrier()  # the block's stores land before the mended one
+            tl.debug_barrier()  # the block's stores must land before that of the label
             tl.store(gradient + label, mended.to(gradient.dtype.element_ty))

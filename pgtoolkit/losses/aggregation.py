@@ -1,5 +1,4 @@
-"""Aggregation is a weight: the loss of a step is the sum over its tokens of w_t times the
-surrogate.
+"""Aggregation is a weight: the loss of a step is the sum over tokens of w_t times the surrogate.
 
 Every weight is a function of the step's totals, so the pieces of a step add up however it was cut.
 No torch is imported here, so that `pgtk check` may read the equations; tensors bring their methods.
@@ -20,11 +19,10 @@ if TYPE_CHECKING:
     from pgtoolkit.losses.documents import DocumentSums
 
 Reducer = Callable[..., "Tensor"]
-"""A custom reducer: `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)`
-returns w_t (T,).
+"""A custom reducer, which returns w_t, (T,).
 
-Where documents are parts of trajectories it is called with trajectory_index= too, and must count
-them by itself.
+It is called as `reducer(totals, mask=, document_index=, tokens_per_document=, group_index=)`, and
+with trajectory_index= too where documents are parts of trajectories, which it must count by itself.
 """
 
 _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
@@ -32,16 +30,15 @@ _NEEDS_DIVISOR = "aggregation='constant' needs a finite divisor > 0"
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The base class of aggregations: w_t is 1 over a denominator, which is the same for all tokens
-    of a document.
+    """The base class of aggregations: w_t is 1 over a denominator of the token's document.
 
     D and N_d count trajectories; where the data names none, each document is one.
     name: as in `aggregation=`.
-    equation, where: w_t and its symbols, and total: the sum of w_t over a step, all for `pgtk
-        check`.
+    equation, where: w_t and the meaning of its symbols, for `pgtk check`.
+    total: the sum of w_t over a step, for `pgtk check`.
     needs_groups: True if group_index is needed.
-    equal_within_documents: True if the tokens of a document have the same weight, which only a
-        custom reducer's may not have.
+    equal_within_documents: True if the tokens of a document have the same weight, as with all
+        aggregations but a custom reducer.
     """
 
     name: ClassVar[str]
@@ -70,13 +67,18 @@ class Aggregation:
     def denominators(
         self, totals: StepTotals, counts: Tensor, group_index: Tensor | None
     ) -> Tensor:
-        """Return (documents,) denominators. counts: N_d, (documents,) int64; group_index: the same,
-        or None."""
+        """Return (documents,) denominators.
+
+        counts: N_d, (documents,) int64.
+        group_index: (documents,) int64, or None.
+        """
         raise NotImplementedError
 
     def weight_sum(self, totals: StepTotals) -> float | None:
         """Return the sum of w_t over a step with a trained token; None for a custom reducer.
-        totals: with ints."""
+
+        totals: with counts that are int.
+        """
         return None
 
 

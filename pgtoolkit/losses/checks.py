@@ -6,48 +6,52 @@ import math
 import reprlib
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 MAX_LOG_PROB = 1e-3
 """A log-prob up to this counts as rounding, as of half precision; it is at most 0."""
 
 
-def check_name(key: str, value: Any, known: Iterable[str]) -> None:
+def check_name(key: str, value: object, known: Iterable[str]) -> None:
     """Raise ValueError unless value is one of the known names."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{key}={shown(value)} is unknown; choose one of {', '.join(known)}")
 
 
-def check_positive(key: str, value: Any, needed: str = "") -> None:
-    """Raise ValueError unless value is a finite number > 0. needed: another beginning of the
-    message."""
+def check_positive(key: str, value: object, needed: str = "") -> None:
+    """Raise ValueError unless value is a finite number > 0.
+
+    needed: another beginning of the message.
+    """
     if not is_finite(value) or value <= 0:
         raise ValueError(f"{needed or f'{key} needs a finite number > 0'} (got {shown(value)})")
 
 
-def is_finite(value: Any) -> bool:
-    """Return whether value is a finite number; a bool is not."""
+def is_finite(value: object) -> TypeGuard[float]:
+    """Return True if value is a finite number; a bool is not."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def check_whole(key: str, value: Any, least: int) -> None:
+def check_whole(key: str, value: object, least: int) -> None:
     """Raise ValueError unless value is a whole number of at least `least`."""
     if not is_whole(value) or value < least:
         raise ValueError(f"{key} needs a whole number >= {least} (got {shown(value)})")
 
 
-def is_whole(value: Any) -> TypeGuard[int]:
-    """Return whether value is a whole number; a bool is not."""
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return True if value is a whole number; a bool is not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def shown(value: Any) -> str:
-    """Return the value for a message: a tensor by its shape and dtype, anything else shortened."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{tuple(value.shape)}, {short(value.dtype)}"
+def shown(value: object) -> str:
+    """Return a value in words: a tensor by its shape and dtype, anything else shortened."""
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{tuple(shape)}, {short(dtype)}"
     return reprlib.repr(value)
 
 
-def short(dtype: Any) -> str:
+def short(dtype: object) -> str:
     """Return the name of a torch dtype without `torch.`."""
     return str(dtype).removeprefix("torch.")

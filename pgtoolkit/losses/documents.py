@@ -1,4 +1,4 @@
-"""Sums over documents, bitwise reproducible, and the totals of a step."""
+"""Sums over documents that are reproducible to the bit, and the totals of a step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class DocumentSums:
 
     index: (T,) int64, the document of each token, or D where a token is not trained.
     lengths: (D + 1,) int64, the number of tokens of each index; (D,) if all are trained.
-    group: ranks that hold other tokens of the same documents, under the same numbers; sums go over
-        all of them.
+    group: ranks that hold other tokens of the same documents, under the same numbers; sums are over
+        all of these ranks.
     known_counts: (D,) int64, trained tokens over all ranks of the group; None until they are known.
     is_sorted: True if the documents lie one after the other and every token is trained.
 
-    Sums gather each document's tokens in order and reduce them one document at a time: no float
-    atomics, hence bitwise reproducible on a GPU. `sum` and `broadcast` are each other's transpose,
-    so each is the other's backward; over a group, the gradient by a document's number is complete
-    on each rank.
+    Sums gather each document's tokens in order and reduce them document by document, without float
+    atomics, so that they are reproducible to the bit on a GPU. `sum` and `broadcast` are each
+    other's transpose, so each is the other's backward; over a group, the gradient by a document's
+    number is complete on each rank.
     """
 
     index: Tensor
@@ -52,44 +52,44 @@ class DocumentSums:
         """
         index = torch.where(mask, document_index, num_documents)
         lengths = torch.zeros(num_documents + 1, dtype=torch.int64, device=mask.device)
-        return cls(
-            index, lengths.index_add_(0, index, torch.ones_like(index)), num_documents, group
-        )
+        lengths.index_add_(0, index, torch.ones_like(index))
+        return cls(index, lengths, num_documents, group)
 
     @cached_property
     def token_order(self) -> Tensor | None:
-        """(T,) positions ordered by document, untrained ones last; None where they already lie
-        so."""
+        """Return (T,) positions by document, untrained ones last; None if they are in order."""
+        if self.is_sorted:
+            return None
         # A small type, since the sort makes a pass for each byte.
         small = torch.int16 if self.num_documents < 2**15 else torch.int32
-        return None if self.is_sorted else torch.sort(self.index.to(small), stable=True).indices
+        return torch.sort(self.index.to(small), stable=True).indices
 
     @property
     def counts(self) -> Tensor:
-        """(D,) int64: trained tokens of each document, N_d. With a group a collective, unless a sum
-        came before."""
+        """Return N_d, (D,) int64: the trained tokens of each document.
+
+        With a group it is a collective, unless a sum came before.
+        """
         if self.known_counts is None:
             self.known_counts = all_sum(self.counts_here, self.group)
         return self.known_counts
 
     @property
     def counts_here(self) -> Tensor:
-        """(D,) int64: trained tokens of each document on this rank."""
+        """Return (D,) int64: the trained tokens of each document on this rank."""
         return self.lengths[: self.num_documents]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return (D,) sums of (T,) values over each document's trained tokens. Other values are not
-        read."""
+        """Return (D,) sums of (T,) values over trained tokens; other values are not read."""
         return LinearMap.apply(values, self._sum, self._broadcast)
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Return (T,): each document's value, of (D,), at its trained tokens, and 0 elsewhere."""
+        """Return (T,) with each document's value, of (D,), at its trained tokens; else 0."""
         return LinearMap.apply(values, self._broadcast, self._sum)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return (D,) means of (T,) values over each document's trained tokens, 0 for a document
-        without any."""
-        sums = self.sum(values)  # before the counts, which may travel with it
+        """Return (D,) means of (T,) values over trained tokens; 0 for a document without any."""
+        sums = self.sum(values)  # before the counts, which it may exchange as well
         return sums / self.counts.clamp(min=1)
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -115,10 +115,11 @@ def whole_step_totals(
     trajectory_index: Tensor | None,
     data_group: ProcessGroup | None = None,
 ) -> tuple[StepTotals, Tensor | None, Tensor | None]:
-    """Return (totals of these documents as a whole step, group_index, trajectory_index).
+    """Return (totals of these documents as a complete step, group_index, trajectory_index).
 
-    The indices are (documents,), renumbered from 0. data_group: ranks with other documents of the
-    step; a group or a trajectory must have the same number on all of them.
+    The indices are (documents,), renumbered from 0.
+    data_group: ranks with other documents of the step; a group or a trajectory must have the same
+        number on all of them.
     """
     counts = documents.counts
     numbers = torch.stack(
@@ -139,14 +140,13 @@ def whole_step_totals(
 def _renumbered(
     index: Tensor | None, counts: Tensor, group: ProcessGroup | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return (index numbered from 0 over all ranks, trained tokens of each number); (None, None)
-    without an index."""
+    """Return (index renumbered from 0 over all ranks, trained tokens of each number), or Nones."""
     if index is None:
         return None, None
     numbers = index.unique()
     if group is not None:
-        of_all: list[list[int]] = [[]] * group.size()
-        dist.all_gather_object(of_all, numbers.tolist(), group)
-        numbers = numbers.new_tensor(sorted(set().union(*of_all)))
+        of_ranks: list[list[int]] = [[]] * group.size()
+        dist.all_gather_object(of_ranks, numbers.tolist(), group)
+        numbers = numbers.new_tensor(sorted(set().union(*of_ranks)))
     index = torch.searchsorted(numbers, index)
     return index, all_sum(torch.zeros_like(numbers).index_add_(0, index, counts), group)

@@ -1,8 +1,7 @@
-"""Everything that the loss exchanges between ranks. Without a group each function returns what a
-single rank needs.
+"""The collectives of the loss between ranks.
 
-Each call is one collective of the same size on every rank of the group; a rank without a row takes
-part too.
+Each call is a collective of the same size on every rank of the group; a rank without a row takes
+part too. Without a group each function returns the result for a single rank.
 """
 
 from __future__ import annotations
@@ -34,11 +33,15 @@ class Ranks:
 
     def shard(self, columns: int) -> tuple[ProcessGroup, int] | None:
         """Return (group, first column) where the vocabulary is spread over ranks, else None.
-        columns: of this rank."""
+
+        columns: the number of columns of this rank.
+        """
         if self.vocabulary is None:
             return None
         start = self.vocabulary_start
-        return self.vocabulary, self.vocabulary.rank() * columns if start is None else start
+        if start is None:
+            start = self.vocabulary.rank() * columns
+        return self.vocabulary, start
 
 
 def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -46,7 +49,11 @@ def all_sum(values: Tensor, group: ProcessGroup | None) -> Tensor:
     return values if group is None else all_reduce_(values.clone(), group)
 
 
-def all_reduce_(values: Tensor, group: ProcessGroup | None, operation=dist.ReduceOp.SUM) -> Tensor:
+def all_reduce_(
+    values: Tensor,
+    group: ProcessGroup | None,
+    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> Tensor:
     """Replace contiguous values by their sum, or another reduction, over the ranks."""
     if group is not None:
         dist.all_reduce(values, operation, group=group)

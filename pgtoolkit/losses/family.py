@@ -1,9 +1,10 @@
-"""The base class of loss families: the term of a token, its mean or sum over the document, and the
-surrogate of that.
+"""The base class of loss families.
 
-    x_t = token(log_ratio_t, A_t)                        the term of a token
-    s_t = x_t, or the mean or sum of x over its document scope "token", "document" or "document_sum"
-    l_t = surrogate(s_t, A_t, log_prob_t)                with its slope
+    x_t = token(log_ratio_t, A_t)             the term of a token
+    s_t = x_t                                 for scope "token"
+          the mean of x over the document     for scope "document"
+          the sum of x over the document      for scope "document_sum"
+    l_t = surrogate(s_t, A_t, log_prob_t)     with its slope
 
 No torch is imported here, so that `pgtk check` may read equations and defaults; tensors bring their
 methods.
@@ -15,14 +16,18 @@ import math
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pgtoolkit.losses.checks import check_name, shown
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from torch import Tensor
 
     from pgtoolkit.losses.documents import DocumentSums
+
+Kind = TypeVar("Kind", bound="DataclassInstance")
+"""A family or a correction."""
 
 LOG_RATIO_LIMIT = 20.0
 """The log-ratio is clamped to plus or minus this before exp: exp overflows float32 at 89, and the
@@ -43,8 +48,7 @@ def parameter(
     default_if: tuple[str, Any] | None = None,
     **declared: Any,
 ) -> Any:
-    """Declare a parameter of a family or a correction: a field of its dataclass, a key of its
-    option.
+    """Declare a parameter of a family or a correction: a dataclass field and a key of its option.
 
     help: its meaning, in sentences.
     least, most: the range of a number, both ends included.
@@ -59,11 +63,10 @@ def parameter(
     return field(default=default, metadata=declared)
 
 
-def check_parameters(of: Any) -> None:
-    """Raise ValueError unless each field of a family or a correction is in its range, or among its
-    names."""
-    for attribute in fields(of):
-        value = getattr(of, attribute.name)
+def check_parameters(declared: DataclassInstance) -> None:
+    """Raise ValueError unless each field of a family or correction is in its range or its names."""
+    for attribute in fields(declared):
+        value = getattr(declared, attribute.name)
         if isinstance(attribute.default, StrEnum):
             check_name(attribute.name, value, tuple(type(attribute.default)))
         elif "range" in attribute.metadata and not (
@@ -132,8 +135,7 @@ class Family:
         return []
 
     def token(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (x, its derivative by the log-ratio), each (T,); None stands for a derivative of
-        1."""
+        """Return (x, its derivative by the log-ratio), each (T,); None for a derivative of 1."""
         return log_ratio, None
 
     def surrogate(
@@ -142,9 +144,10 @@ class Family:
         """Return (l, slope), each (T,).
 
         log_ratio: s, clamped to plus or minus 20.
-        advantages: over the scope.
-        log_probs: the new ones. All are 0 where nothing is trained. `check_family` compares the
-            slope with autograd's of l, so l needs `detach` where the paper has a stop-gradient.
+        advantages: those over the scope.
+        log_probs: the new ones.
+        All are 0 where nothing is trained. `check_family` compares the slope with autograd's
+        derivative of l, so l needs `detach` where the paper has a stop-gradient.
         """
         raise TypeError(
             f"{type(self).__name__} needs a method surrogate(log_ratio, advantages, log_probs)"
@@ -155,7 +158,8 @@ class Family:
     ) -> tuple[Tensor, Tensor]:
         """Return (T,) bool each: below the lower bound, and above the upper one.
 
-        ratio: exp(s). token_log_ratio: of each token alone, before `token`.
+        ratio: exp(s).
+        token_log_ratio: that of each token alone, before `token`.
         """
         return ratio < self.bounds[0], ratio > self.bounds[1]
 
@@ -172,8 +176,7 @@ class Family:
 
 
 def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """Return (T,) the values themselves for scope "token", else the mean over the document of
-    each."""
+    """Return (T,), the values for scope "token", else their means over each document."""
     if scope == "token":
         return values
     assert documents is not None
@@ -181,16 +184,21 @@ def scope_mean(scope: str, values: Tensor, documents: DocumentSums | None) -> Te
 
 
 def over_scope(scope: str, values: Tensor, documents: DocumentSums | None) -> Tensor:
-    """Return (T,) the values themselves, or their mean or sum over the document of each, by the
-    scope."""
+    """Return (T,), by the scope the values, or their means or sums over each document."""
     if scope == "document_sum":
         assert documents is not None
         return documents.broadcast(documents.sum(values))
     return scope_mean(scope, values, documents)
 
 
-def configured(group: Any, kinds: dict[str, type]) -> Any:
-    """Return the family or correction, one of `kinds`, that the keys of a group describe; None for
-    `none`."""
-    kind = kinds.get(group.name)
-    return kind and kind(**{field.name: getattr(group, field.name) for field in fields(kind)})
+def configured(group: Any, classes: dict[str, type[Kind]]) -> Kind | None:
+    """Return the family or correction that the keys of a group describe; None for `none`.
+
+    group: of the configuration, with a name and the fields of a class as keys.
+    classes: the families or corrections by name.
+    """
+    described = classes.get(group.name)
+    if described is None:
+        return None
+    values = {field.name: getattr(group, field.name) for field in fields(described)}
+    return described(**values)

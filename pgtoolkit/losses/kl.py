@@ -49,25 +49,23 @@ class KL:
 
     @property
     def equation(self) -> str:
-        """The term that is added to l_t, with this object's numbers, for `pgtk check`."""
+        """Return the term that is added to l_t, with this object's numbers, for `pgtk check`."""
         return f"{self.coefficient:g} ({_EQUATIONS[self.kind]})"
 
     @property
     def full(self) -> bool:
-        """True if the term is over the whole vocabulary, so that its gradient is not that of a
-        log-prob."""
+        """Return True if the term is over the full vocabulary, not of a single log-prob."""
         return self.kind in FULL_KINDS
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """True if the term has the ratio of the new to the old probability."""
+        """Return True if the term has the ratio of the new to the old probability."""
         return self.kind == "k3_ratio"
 
     def of_samples(self, old_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Return coefficient times the term of each token as the policy that sampled it has it: o -
-        f for p - f.
+        """Return (N,), coefficient times the term of each token with o - f in the place of p - f.
 
-        For REWARD_KINDS. (N,) each.
+        It is the term under the policy that has sampled the token, for REWARD_KINDS.
         """
         distance = old_log_probs - ref_log_probs
         return self.coefficient * self.terms(distance, distance * 0)[0]
@@ -76,8 +74,9 @@ class KL:
         """Return (values, their derivatives by p), (T,) each, without the coefficient.
 
         distance: p - f.
-        log_ratio: p - o. Both are clamped before exp, and where the clamp acts their derivative is
-            0. NaN where the distance is NaN.
+        log_ratio: p - o.
+        Both are clamped before exp, and where the clamp acts their derivative is 0. The results are
+        NaN where the distance is NaN.
         """
         if self.kind == "k1":
             return distance, distance * 0 + 1
@@ -95,8 +94,7 @@ class KL:
 
 
 def k3(distance: Tensor) -> Tensor:
-    """Return exp(-d) + d - 1 of the clamped distance d: at least 0, and in the mean over samples
-    the KL."""
+    """Return exp(-d) + d - 1 of the clamped distance d; its mean over samples is the KL."""
     distance = clamped(distance)
     return (-distance).expm1() + distance
 
@@ -106,9 +104,10 @@ class Penalties:
     """The penalties of a piece of a step, on vectors: the terms of the reference and of the
     entropy.
 
-    mask: (T,) bool. weights: (T,) w_t, without the factor of a correction.
+    mask: (T,) bool.
+    weights: (T,) w_t, without the factor of a correction.
     old_log_probs: (T,), in the dtype of the log-probs; None where they are the new ones.
-        ref_log_probs: the same of the reference; None where it is not known.
+    ref_log_probs: (T,) log-probs under the reference; None where they are not known.
     divergence: (T,) full KL of each row, 0 where masked. It begins as zeros, which the pass over
         the vocabulary fills in; None where the loss has no full KL.
     """
@@ -123,23 +122,22 @@ class Penalties:
 
     @property
     def active(self) -> bool:
-        """True if the loss has any penalty or bonus."""
+        """Return True if the loss has any penalty or bonus."""
         return self.kl is not None or self.bonus
 
     @property
     def bonus(self) -> bool:
-        """True if the loss has an entropy bonus."""
+        """Return True if the loss has an entropy bonus."""
         return self.entropy_coefficient != 0
 
     @property
     def by_entropy(self) -> Tensor:
-        """(T,) derivative of the loss by the entropy of each row's softmax."""
+        """Return (T,), the derivative of the loss by the entropy of each row's softmax."""
         return -self.entropy_coefficient * self.weights
 
     @property
     def of_rows(self) -> list[Tensor]:
-        """(T,) derivatives of the loss by the entropy and by the full KL of each row, of those that
-        the loss has."""
+        """Return the derivatives, (T,), by each row's entropy and full KL, where there are any."""
         by_divergence = []
         if self.divergence is not None:
             assert self.kl is not None
@@ -147,25 +145,19 @@ class Penalties:
         return [self.by_entropy, *by_divergence] if self.bonus else by_divergence
 
     def with_rows(self, loss: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the loss with the terms of the entropies (T,) and of the full KL of the rows added
-        to it."""
+        """Return the loss plus the terms of the entropies (T,) and of the full KL of the rows."""
         if self.bonus:
             assert entropy is not None
             loss = loss + (self.by_entropy * entropy).sum()
         if self.divergence is not None:
-            loss = (
-                loss
-                + (
-                    self.of_rows[-1] * self.divergence.where(self.divergence.isfinite(), math.nan)
-                ).sum()
-            )
+            divergence = self.divergence.where(self.divergence.isfinite(), math.nan)
+            loss = loss + (self.of_rows[-1] * divergence).sum()
         return loss
 
     def with_kl(
         self, log_probs: Tensor, losses: Tensor, coefficients: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (losses, coefficients) of the surrogate, (T,) each, with those of the penalty by
-        token added."""
+        """Return (losses, coefficients), (T,) each, plus those of the penalty by token."""
         if self.kl is None or self.kl.full:
             return losses, coefficients
         assert self.old_log_probs is not None
@@ -175,8 +167,7 @@ class Penalties:
         return losses + weights * values, coefficients + weights * slopes
 
     def distance(self, log_probs: Tensor) -> Tensor:
-        """Return (T,) the full KL, or k3 of the new log-probs against the reference's; kl_ref is
-        its mean."""
+        """Return (T,), the full KL, or k3 against the reference; the metric kl_ref is its mean."""
         if self.divergence is not None:
             return self.divergence.double()
         return k3(self._distance(log_probs).double())
@@ -190,7 +181,7 @@ class Penalties:
         )
 
     def _distance(self, log_probs: Tensor) -> Tensor:
-        """Return the new log-prob less the reference's, 0 where masked, NaN where it is infinite.
+        """Return the new minus the reference's log-probs: 0 where masked, NaN where infinite.
 
         A clamp would turn an infinity into a finite number.
         """

@@ -28,10 +28,10 @@ def evaluate_objective(
 def measure(
     objective: Objective, level: str, log_probs: Tensor, entropy: Tensor | None
 ) -> MetricSums:
-    """Return the metric sums of the level, and of a sampler, a reference and a correction, where
-    there are any.
+    """Return the metric sums of the level, and of a sampler, a reference and a correction.
 
-    log_probs: (T,). entropy: (T,), if it is measured.
+    log_probs: (T,).
+    entropy: (T,), if it is measured.
     """
     if level == "none":
         sums = _sums(objective, [log_probs])
@@ -55,7 +55,7 @@ def measure(
     if level == "with_entropy":
         assert entropy is not None
         values.append(entropy)
-    # For the effective sample size, a ratio of a document counts once, and not once for each token.
+    # For the effective sample size, the ratio of a document counts once, not once per token.
     shares = objective.shares if objective.family.by_document else objective.mask.double()
     weighted = shares * ratio
     sums = _sums(objective, values, [weighted, weighted * ratio, shares])
@@ -76,8 +76,7 @@ def clips(objective: Objective, log_probs: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> MetricSums:
-    """Return the sums joined by those of sampling log-probs, a reference and a correction, where
-    there are any."""
+    """Return the sums with those of sampling log-probs, a reference and a correction appended."""
     kinds = []
     means = []
     of_sample_size = []
@@ -92,11 +91,9 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
     if objective.penalties.ref_log_probs is not None or objective.penalties.divergence is not None:
         kinds.append("reference")
         means += [objective.penalties.distance(log_probs)]
-    factors = (
-        objective.factors
-        if objective.off_policy is None
-        else objective.token_terms(log_probs).factors
-    )
+    factors = objective.factors
+    if objective.off_policy is not None:
+        factors = objective.token_terms(log_probs).factors
     if factors is not None:  # the last kind, since the sums of its sample size follow all means
         kinds.append("correction")
         rho = factors.values.double()
@@ -112,8 +109,7 @@ def _with_more(objective: Objective, sums: MetricSums, log_probs: Tensor) -> Met
 
 
 def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
-    """Return (T,) bool, True where the ratio of old to sampling log-probs alone lies outside of the
-    family's bounds."""
+    """Return (T,) bool, True where the ratio of old to sampling probability is out of bounds."""
     family = objective.family
     of_tokens, _ = family.token(log_ratio, objective.scope_advantages)
     ratio = clamped(over_scope(family.scope, of_tokens, objective.documents)).exp()
@@ -123,19 +119,20 @@ def _outside(objective: Objective, log_ratio: Tensor) -> Tensor:
 
 
 def _sums(objective: Objective, means: list[Tensor], others: Sequence[Tensor] = ()) -> Tensor:
-    """Return the sum of each vector over trained tokens; those of `means` are multiplied by
-    `objective.shares` before.
+    """Return the sum of each vector over trained tokens.
 
-    Divided by the number of documents, the latter are means over documents of means over tokens.
+    means: vectors that are multiplied by `objective.shares` before. Divided by the number of
+        documents, their sums are means over documents of means over tokens.
     """
-    # Stacked, since on a GPU an operation costs about the same for one vector as for all of them.
-    values = torch.where(objective.mask, torch.stack([x.double() for x in (*means, *others)]), 0.0)
+    # On a GPU, an operation costs about the same for a stack as for a single vector.
+    stacked = torch.stack([vector.double() for vector in (*means, *others)])
+    values = torch.where(objective.mask, stacked, 0.0)
     values[: len(means)] *= objective.shares
     return values.sum(1)
 
 
 def _maxima(objective: Objective, values: list[Tensor]) -> Tensor:
-    stacked = torch.stack([x.double() for x in values])
+    stacked = torch.stack([vector.double() for vector in values])
     if not len(objective.mask):  # no maximum to take
         return stacked.new_full((len(values),), -torch.inf)
     return torch.where(objective.mask, stacked, -torch.inf).amax(1)

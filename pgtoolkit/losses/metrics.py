@@ -1,5 +1,4 @@
-"""The metrics that the loss gives: their names, what a piece of a step adds, and sums and extrema
-over pieces."""
+"""The metrics of the loss: their names, and their sums and extrema over the pieces of a step."""
 
 from __future__ import annotations
 
@@ -16,12 +15,13 @@ from pgtoolkit.losses.exchange import all_max, all_sum
 
 @dataclass(frozen=True)
 class _Kind:
-    """Metrics that travel together: numerators of means over documents, maxima, and minima, which
-    travel negated.
+    """Metrics that are computed together.
 
-    sample_size: the name of an effective sample size, of three more sums over tokens: of a factor,
-        of its square, and of their weights.
-    sums: the names of the first two where these are metrics as well.
+    means: means over documents, of which the numerators are added up.
+    maxima, minima: extrema; a minimum is kept as the maximum of the negated values.
+    sample_size: the name of an effective sample size, from three more sums over tokens: of a
+        factor, of its square, and of their weights.
+    sums: the names of the first two sums, where these are metrics as well.
     """
 
     means: tuple[str, ...]
@@ -33,10 +33,12 @@ class _Kind:
     def finalize(
         self, sums: Iterator[Tensor], maxima: Iterator[Tensor], num_documents: int | Tensor
     ) -> dict:
-        """The metrics by name; takes its own numbers of those that are left."""
+        """Return the metrics by name, from the next numbers of both iterators."""
         metrics = {name: next(sums) / num_documents for name in self.means}
         if self.sample_size is not None:
-            first, second, weight = next(sums), next(sums), next(sums)
+            first = next(sums)
+            second = next(sums)
+            weight = next(sums)
             metrics |= zip(self.sums, (first, second), strict=False)
             metrics[self.sample_size] = first**2 / (weight * second)
         metrics |= {name: next(maxima) for name in self.maxima}
@@ -72,34 +74,32 @@ _KINDS = _LEVELS | {
         "correction_effective_sample_size",
     ),
 }
-"""Of the levels, and what is measured where a reference's or the sampler's log-probs are known, or
-of a correction."""
+"""Name -> metrics: of each level, of a reference's and the sampler's log-probs, of a correction."""
 _OF_BOTH_LOG_PROBS = {
-    *(
-        "old_logprobs",
-        "ratio_new_old",
-        "kl_new_old",
-        "clamped_log_ratio_fraction",
-        "effective_sample_size",
-    ),
-    *("max_ratio_new_old", "min_ratio_new_old", *_SUMS, *_CLIPPED),
-    *(
-        "kl_old_sampling",
-        "difference_old_sampling",
-        "clipped_sampling_fraction",
-        "max_difference_old_sampling",
-    ),
+    "old_logprobs",
+    "ratio_new_old",
+    "kl_new_old",
+    "clamped_log_ratio_fraction",
+    "effective_sample_size",
+    "max_ratio_new_old",
+    "min_ratio_new_old",
+    *_SUMS,
+    *_CLIPPED,
+    "kl_old_sampling",
+    "difference_old_sampling",
+    "clipped_sampling_fraction",
+    "max_difference_old_sampling",
 }
-"""Those that say nothing where the documents have no old log-probs."""
+"""Metrics that mean nothing where the documents have no old log-probs."""
 
 
 @dataclass(frozen=True)
 class MetricSums:
-    """The additive part of a step's metrics: one vector to be summed and one to be maximised over
-    pieces and ranks.
+    """The metrics of a piece of a step, before division, to be merged over pieces and ranks.
 
-    sums: (K,) float64, maxima: (M,) float64, those of the level first. A piece without a trained
-        token holds -inf among the maxima, so that no placeholder can win.
+    sums: (K,) float64, to be added up; those of the level come first.
+    maxima: (M,) float64, of which the maximum is taken. A piece without a trained token has -inf,
+        so that no placeholder can win.
     more: the kinds that follow the level, the same in all pieces of a step.
     """
 
@@ -118,27 +118,26 @@ class MetricSums:
         )
 
     def all_reduce(self, loss: Tensor, group: ProcessGroup | None) -> tuple[Tensor, MetricSums]:
-        """(loss, sums) over the ranks of a group, each giving its share of a step: the same on
-        every rank.
+        """Return (loss, sums) over the ranks of a group, each giving its share of a step.
 
-        Two collectives, a sum in which the loss (0-dim) travels along and a maximum; one at level
-        none, which has no extrema. Every rank takes part, also one without a trained token, and all
-        with the same level.
+        They are the same on every rank. There are two collectives, a sum with the loss (0-dim) and
+        a maximum; only the first at level none, which has no extrema. Every rank takes part, also
+        without a trained token, and all with the same level.
         """
         loss, *sums = all_sum(torch.cat([loss.detach().double().reshape(1), self.sums]), group)
         maxima = all_max(self.maxima, group if self.level != "none" else None)
         return loss, replace(self, sums=torch.stack(sums), maxima=maxima)
 
     def finalize(self, totals: StepTotals, with_old_log_probs: bool = True) -> dict[str, Tensor]:
-        """Metric name -> 0-dim tensor, over the documents merged so far; means are divided by the
-        step's totals.
+        """Return 0-dim tensors by name, over the documents merged so far.
 
-        with_old_log_probs: whether the documents have any; else the metrics that need them are left
-            out.
-
-        Extrema are infinite and effective_sample_size is NaN where no token is trained.
+        Means are divided by the step's totals. Extrema are infinite and effective_sample_size is
+        NaN where no token is trained.
+        with_old_log_probs: False leaves out the metrics that need old log-probs.
         """
-        metrics, sums, maxima = {}, iter(self.sums), iter(self.maxima)
+        metrics = {}
+        sums = iter(self.sums)
+        maxima = iter(self.maxima)
         for name in (self.level, *self.more):
             metrics |= _KINDS[name].finalize(sums, maxima, totals.num_documents)
         if not with_old_log_probs:

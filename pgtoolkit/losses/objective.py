@@ -1,10 +1,13 @@
-"""Loss and coefficients of a piece of a step from its log-probs, on vectors of one number per
-token."""
+"""Computes loss and coefficients of a piece of a step from its log-probs.
+
+All vectors are (T,), with a number for each of the T positions of the piece.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -22,10 +25,11 @@ from pgtoolkit.losses.metrics import LEVELS
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a step, the sum over its tokens of w_t l_t or, with a correction, of w_t rho_t
-    l_t, and its metrics.
+    """The loss of a step and its metrics.
 
-    temperature: log-probs are log_softmax(logits / temperature). metrics: the level, one of LEVELS.
+    The loss is the sum over tokens of w_t l_t, or with a correction of w_t rho_t l_t.
+    temperature: log-probs are log_softmax(logits / temperature).
+    metrics: the level, one of LEVELS.
     entropy_coefficient: of the entropy bonus, which adds -entropy_coefficient times the sum over
         tokens of w_t times the entropy of the softmax.
     kl: the penalty against the tokens' ref_log_probs, or None. A correction changes neither penalty
@@ -53,8 +57,7 @@ class Loss:
 
     @property
     def reads_old_log_probs(self) -> bool:
-        """False if neither loss nor gradient depends on them, so that documents without any can be
-        trained on."""
+        """Return False if the loss does not depend on them, so that documents need not have any."""
         if self.family.reads_old_log_probs or self.correction is not None:
             return True
         return self.kl is not None and self.kl.reads_old_log_probs
@@ -66,30 +69,28 @@ class Loss:
 
     @property
     def full_kl(self) -> bool:
-        """True if the penalty is over the whole vocabulary, and so needs the logits of a
-        reference."""
+        """Return True if the penalty is over the full vocabulary, and needs reference logits."""
         return self.kl is not None and self.kl.full
 
     @property
     def level(self) -> str:
-        """The level of the metrics. The entropy is among them where the bonus computes it
-        anyway."""
-        return (
-            "with_entropy" if self.metrics == "basic" and self.entropy_coefficient else self.metrics
-        )
+        """Return the level of the metrics: with_entropy where a bonus computes it anyway."""
+        if self.metrics == "basic" and self.entropy_coefficient:
+            return "with_entropy"
+        return self.metrics
 
 
 @dataclass(frozen=True)
 class TokenTerms:
     """The terms of each token, (T,) each; 0 (ratio: 1) where nothing is trained.
 
-    losses: the surrogate l_t. slope: of the surrogate, by the family's `slope_of`, times the
-        derivative of `token`. Both are multiplied by the factors of a correction that is
-        `of_policy`.
-    ratio, log_ratio: the token's or its document's, after the clamp. clamped: bool, True where the
-        clamp acted.
-    token_log_ratio: of the token alone, before the family's `token` and the clamp.
-    factors: of a correction that is `of_policy`.
+    losses: the surrogate l_t, times the factors of a correction that is `of_policy`.
+    slope: the derivative of the surrogate by the family's `slope_of`, times the derivative of
+        `token` and the same factors.
+    ratio, log_ratio: those of the token or its document, after the clamp.
+    clamped: bool, True where the clamp acted.
+    token_log_ratio: that of the token alone, before the family's `token` and the clamp.
+    factors: those of a correction that is `of_policy`.
     """
 
     losses: Tensor
@@ -103,22 +104,22 @@ class TokenTerms:
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of one piece of a step, which turns its log-probs into loss, coefficients and
-    metrics.
+    """The objective of a piece of a step: computes loss, coefficients and metrics of its log-probs.
 
-    Vectors are (T,), in the dtype of the log-probs; mask is bool, True where a token is trained.
+    Vectors are (T,), in the dtype of the log-probs.
+    mask: bool, True where a token is trained.
     old_log_probs: None where they are the new ones; `at` then fills them in before anything else is
         computed.
     weights: w_t, times the factor of a correction that is known before the forward pass.
     gradient_weights: the weight of a token's slope: w_t, or, where the family's slope is the
         document's, its mean or sum over the document.
-    documents: knows the group of ranks where documents are spread over several.
+    documents: the sums over documents, with the group of ranks over which these are spread.
     known_scope_advantages: see `scope_advantages`.
     off_policy: a correction that is `of_policy`. It compares the new log-probs with
-        sampling_log_probs, or with the old ones where those are not known. document_advantages: the
-        mean advantages that it looks at.
-    sampling_log_ratio: the old less the sampling log-probs, 0 where nothing is trained.
-    factors: of any other correction.
+        sampling_log_probs, or with the old ones where those are not known.
+    document_advantages: the mean advantages of documents, for off_policy.
+    sampling_log_ratio: the old minus the sampling log-probs, 0 where nothing is trained.
+    factors: those of any other correction.
     """
 
     family: Family
@@ -159,26 +160,26 @@ class Objective:
 
     @property
     def by_document(self) -> bool:
-        """True if a token's coefficient depends on the log-probs of the other tokens of its
-        document."""
+        """Return True if a token's coefficient depends on other log-probs of its document."""
         return self.family.by_document or self.off_policy is not None
 
     @cached_property
     def scope_advantages(self) -> Tensor:
-        """(T,) advantages of the tokens or of their documents, by the family's scope; 0 where
-        nothing is trained."""
+        """Return (T,) advantages of the tokens or, by the family's scope, of their documents.
+
+        They are 0 where nothing is trained.
+        """
         if self.known_scope_advantages is not None:
             return self.known_scope_advantages
-        return scope_mean(
-            self.family.scope, torch.where(self.mask, self.advantages, 0.0), self.documents
-        )
+        advantages = torch.where(self.mask, self.advantages, 0.0)
+        return scope_mean(self.family.scope, advantages, self.documents)
 
     def losses_and_coefficients(self, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Return (losses, coefficients), each (T,), 0 where nothing is trained.
 
         losses: w_t times the surrogate, with the penalty of the token.
-        coefficients: c_t, the derivative of their sum by each log-prob. It is what autograd would
-            give, but by formula, since no graph is kept.
+        coefficients: c_t, the derivative of their sum by each log-prob, as autograd would compute
+            it, but from formulas, since no graph is kept.
         """
         terms = self.token_terms(log_probs)
         return self.penalties.with_kl(
@@ -191,26 +192,25 @@ class Objective:
 
     @cached_property
     def shares(self) -> Tensor:
-        """(T,) float64: one over the number of trained tokens of the document, so that each
-        document sums to one."""
+        """Return (T,) float64, 1 / N_d of the trained tokens of each document."""
         return self.documents.broadcast(self.documents.counts.clamp(min=1).double().reciprocal())
 
     @property
     def silent_without_advantage(self) -> bool:
-        """True if a token of advantage 0 has no gradient."""
+        """Return True if a token of advantage 0 has no gradient."""
         return self.family.silent_without_advantage and not self.penalties.active
 
     def informative(self) -> Tensor:
-        """Return (T,) bool, False where the gradient is 0 whatever the log-probs will be."""
-        return (
-            self.mask & (self.scope_advantages != 0) if self.silent_without_advantage else self.mask
-        )
+        """Return (T,) bool, False where the gradient is 0 whatever the log-probs are."""
+        if self.silent_without_advantage:
+            return self.mask & (self.scope_advantages != 0)
+        return self.mask
 
     def take(self, rows: Tensor | slice, documents: DocumentSums | None) -> Objective:
-        """Return the objective of some rows, in that order, without metrics.
+        """Return the objective of some rows, in their order, without metrics.
 
-        documents: of the same rows; None only if the objective is not `by_document`. Otherwise each
-            document must have all or none of its tokens among the rows.
+        documents: those of the same rows; None only if the objective is not `by_document`.
+            Otherwise each document must have all or none of its tokens among the rows.
         """
         names = ("mask", "advantages", "weights", "gradient_weights", "document_advantages")
         names += ("old_log_probs", "sampling_log_probs")
@@ -227,16 +227,16 @@ class Objective:
         )
 
     def not_finite(self, log_probs: Tensor | None = None) -> Tensor:
-        """Return (T,) bool, True at trained positions where the weight, the advantage or a log-prob
-        is not finite."""
+        """Return (T,) bool, True where a trained token has a number that is not finite."""
         return self.mask & ~torch.isfinite(self._sum_of_data(log_probs) + self.weights)
 
     def refused(self, log_probs: Tensor | None = None) -> Tensor:
-        """Return (T,) bool, True where `check_finite` refuses the data; everywhere if the totals
-        are too small."""
-        bad = self.not_finite(log_probs) | (
-            self.documents.counts_here.sum() > self.totals.num_tokens
-        )
+        """Return (T,) bool, True where `check_finite` refuses the data.
+
+        It is True everywhere if the totals are too small.
+        """
+        totals_too_small = self.documents.counts_here.sum() > self.totals.num_tokens
+        bad = self.not_finite(log_probs) | totals_too_small
         for values in self._log_probs_of_data().values():
             bad |= self.mask & (values > MAX_LOG_PROB)
         return bad
@@ -250,26 +250,24 @@ class Objective:
         return {name: values for name, values in vectors.items() if values is not None}
 
     def _sum_of_data(self, log_probs: Tensor | None) -> Tensor:
-        """Return the (T,) sum of all numbers from outside, NaN or infinite wherever one of them
-        is."""
-        reference = (self.penalties.ref_log_probs, self.penalties.divergence)
+        """Return (T,), the sum of all inputs: NaN or infinite wherever one of them is."""
         vectors = (
             self.old_log_probs,
             self.advantages,
             self.sampling_log_ratio,
-            *reference,
+            self.penalties.ref_log_probs,
+            self.penalties.divergence,
             log_probs,
         )
         first, *others = (vector for vector in vectors if vector is not None)
         return sum(others, first)
 
     def check_finite(self, log_probs: Tensor | None = None) -> None:
-        """Refuse data from which there is no loss. Reads one result on the host: one
-        synchronisation on a GPU.
+        """Refuse data that has no loss; costs one synchronisation on a GPU.
 
         Raises DataError, which names the first documents, for numbers that are not finite and
         log-probs above 0, both at trained positions; ValueError for totals that count fewer tokens
-        than there are here, a document_index out of range, and weights that are not finite.
+        than this piece has, a document_index out of range, and weights that are not finite.
         """
         if not self.refused(log_probs).any():
             return
@@ -287,21 +285,25 @@ class Objective:
         if documents[-1] == self.documents.num_documents:
             reason = f"negative or not below num_documents={documents[-1]}"
             raise ValueError(f"document_index at a trained position is {reason}")
-        if (
-            not torch.isfinite(self.weights).all()
-            and torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all()
-        ):
+        weights_are_finite = torch.isfinite(self.weights).all()
+        data_is_finite = torch.isfinite(self._sum_of_data(log_probs)[self.mask]).all()
+        if data_is_finite and not weights_are_finite:
             raise ValueError(
                 "the weight of a trained token is not finite: it comes from a reducer, a factor, "
                 "or totals that count none"
             )
-        listing = ", ".join(map(str, documents[:5])) + (", ..." if len(documents) > 5 else "")
-        inputs = (
-            "old_log_probs"
-            if self.sampling_log_ratio is None
-            else "old_log_probs, sampling_log_probs"
-        )
-        inputs += "" if self.penalties.ref_log_probs is None else ", ref_log_probs"
+        self._refuse_documents(documents)
+
+    def _refuse_documents(self, documents: list[int]) -> NoReturn:
+        """Raise DataError for the numbers of documents that are not finite."""
+        listing = ", ".join(map(str, documents[:5]))
+        if len(documents) > 5:
+            listing += ", ..."
+        inputs = "old_log_probs"
+        if self.sampling_log_ratio is not None:
+            inputs += ", sampling_log_probs"
+        if self.penalties.ref_log_probs is not None:
+            inputs += ", ref_log_probs"
         if self.penalties.divergence is not None:
             inputs += ", a full KL (where the reference rules out what the policy does not)"
         raise DataError(
@@ -324,8 +326,10 @@ class Objective:
                 )
 
     def token_terms(self, log_probs: Tensor) -> TokenTerms:
-        """Return the terms of each token; kept for the same log-probs, since loss and metrics both
-        ask for them."""
+        """Return the terms of each token.
+
+        The last result is kept, since loss and metrics both need it.
+        """
         can_keep = not log_probs.requires_grad
         if can_keep and self._last_terms and self._last_terms[0] is log_probs:
             return self._last_terms[1]
@@ -337,7 +341,7 @@ class Objective:
         token_log_ratio = torch.where(self.mask, log_probs - self.old_log_probs, 0.0)
         terms, derivative = family.token(token_log_ratio, advantages)
         if derivative is not None:
-            # A clip, like the clamp below, would make a finite number of an infinite log-ratio.
+            # A clip, like the clamp below, would turn an infinite log-ratio into a finite number.
             terms = torch.where(torch.isfinite(token_log_ratio), terms, torch.nan)
         unclamped = over_scope(family.scope, terms, self.documents)
         was_clamped = unclamped.abs() > LOG_RATIO_LIMIT
@@ -350,18 +354,8 @@ class Objective:
         if family.slope_of == "log_ratio":
             slope = torch.where(was_clamped, 0.0, slope)
             slope = slope if derivative is None else slope * derivative
-        factors = None
-        if self.off_policy is not None:
-            since_sampling = token_log_ratio.detach()
-            # without them the old log-probs stand for those of the sampler
-            if self.sampling_log_probs is not None:
-                since_sampling = torch.where(
-                    self.mask, log_probs.detach() - self.sampling_log_probs, 0.0
-                )
-            assert self.document_advantages is not None
-            factors = Factors.of(
-                self.off_policy, since_sampling, self.document_advantages, self.documents
-            )
+        factors = self._off_policy_factors(log_probs.detach(), token_log_ratio.detach())
+        if factors is not None:
             losses = factors.values * losses
             slope = factors.values * slope
         terms = TokenTerms(
@@ -370,3 +364,13 @@ class Objective:
         if can_keep:
             self._last_terms[:] = log_probs, terms
         return terms
+
+    def _off_policy_factors(self, log_probs: Tensor, token_log_ratio: Tensor) -> Factors | None:
+        """Return the factors of the correction that is `of_policy`, or None without one."""
+        if self.off_policy is None:
+            return None
+        since_sampling = token_log_ratio
+        if self.sampling_log_probs is not None:
+            since_sampling = torch.where(self.mask, log_probs - self.sampling_log_probs, 0.0)
+        assert self.document_advantages is not None
+        return Factors.of(self.off_policy, since_sampling, self.document_advantages, self.documents)

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.losses.checks import shown
 
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+    Values = Tensor | ndarray
+
 
 def from_padded(
     *,
-    old_log_probs: Any,
-    advantages: Any,
-    logits: Any = None,
-    hidden: Any = None,
-    log_probs: Any = None,
-    labels: Any = None,
-    mask: Any = None,
-    sampling_log_probs: Any = None,
-    ref_log_probs: Any = None,
+    old_log_probs: Values,
+    advantages: Values,
+    logits: Values | None = None,
+    hidden: Values | None = None,
+    log_probs: Values | None = None,
+    labels: Values | None = None,
+    mask: Values | None = None,
+    sampling_log_probs: Values | None = None,
+    ref_log_probs: Values | None = None,
 ) -> dict[str, Any]:
-    """Return keywords of `policy_loss` (for logits), `linear_policy_loss` (hidden) or
-    `log_prob_loss` (log_probs).
+    """Return keywords of `policy_loss`, `linear_policy_loss` or `log_prob_loss`.
 
-        out = pgtoolkit.policy_loss(**pgtoolkit.from_padded(logits=logits, labels=labels, ...),
-        loss="grpo")
+        arguments = pgtoolkit.from_padded(logits=logits, labels=labels, ...)
+        out = pgtoolkit.policy_loss(**arguments, loss="grpo")
 
-    One of logits, (B, T, V), hidden, (B, T, H), and log_probs, (B, T): as the model gives them,
-    with their gradients.
+    A batch has B documents, padded to the length T. Each row is a document, also if it has no
+    trained token. Arguments are tensors, or numpy arrays, which go to the device of the model's
+    output. Floating dtypes are kept.
+
+    logits, hidden, log_probs: (B, T, V), (B, T, H) or (B, T), one of the three, as the model gives
+        it, with its gradient.
     labels: (B, T) integers with logits or hidden; labels[b, t] is token t + 1 of document b, which
         the logits at t predict, and negative where nothing is trained.
     mask: (B, T) bool or 0 and 1, where a token is trained; needed with log_probs. Padding on either
-        side is a mask.
-    advantages: (B,), one a document, or (B, T). The others: (B, T). Tensors, or numpy arrays, which
-        go to the device of the first three. What is floating keeps its dtype.
+        side is masked.
+    advantages: (B,), a number for each document, or (B, T).
+    old_log_probs, sampling_log_probs, ref_log_probs: (B, T).
 
-    Each row is a document, also one without a trained token. Raises ValueError where shapes do not
-    fit together.
+    Raises ValueError where shapes do not fit together.
     """
-    outputs = {"logits": logits, "hidden": hidden, "log_probs": log_probs}
-    outputs = {
-        name: torch.as_tensor(output) for name, output in outputs.items() if output is not None
-    }
+    outputs = {}
+    for name, output in (("logits", logits), ("hidden", hidden), ("log_probs", log_probs)):
+        if output is not None:
+            outputs[name] = torch.as_tensor(output)
     if len(outputs) != 1:
         raise ValueError(
             "from_padded needs one of logits, hidden and log_probs (got "
@@ -56,8 +63,9 @@ def from_padded(
     documents, length = rows.shape[:2]
     size = (documents, length)
 
-    def flat(key: str, value: Any) -> Tensor:
-        value = torch.as_tensor(value).to(rows.device)
+    def flat(key: str, values: Values) -> Tensor:
+        """Return (B * T,) values; raises ValueError for another shape."""
+        value = torch.as_tensor(values).to(rows.device)
         if key == "advantages" and value.shape == (documents,):
             value = value[:, None].expand(size)
         if value.shape != size:
@@ -87,6 +95,7 @@ def from_padded(
     trained = None if mask is None else flat("mask", mask).bool()
     if name == "log_probs":
         return keywords | {"mask": trained}
+    assert labels is not None
     keywords["labels"] = flat("labels", labels)
     if trained is not None:
         keywords["labels"] = torch.where(trained, keywords["labels"], -1)

@@ -1,5 +1,4 @@
-"""Makes the objective of a piece of a step from its tokens: mask, documents, weights, corrections,
-penalties."""
+"""Makes the objective of a piece of a step from its tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +17,12 @@ from pgtoolkit.losses.objective import Loss, Objective
 def make_objective(
     tokens: Tokens, totals: StepTotals | None, loss: Loss, dtype: torch.dtype, ranks: Ranks
 ) -> Objective:
-    """Return the objective of a piece. dtype: the one that the log-probs will have.
+    """Return the objective of a piece.
 
-    Without totals the piece, or the pieces of all of ranks.data, are the whole step. Reads tensors
-    on the host only where the caller left sizes open. Raises ValueError for an aggregation without
-    its groups, and a correction without its log-probs.
+    totals: None if the piece, or the pieces of all of ranks.data, are the complete step.
+    dtype: the one that the log-probs will have.
+    Reads tensors on the host only where the caller left sizes open. Raises ValueError for an
+    aggregation without its groups, and a correction without its log-probs.
     """
     family = loss.family
     aggregation = loss.aggregation
@@ -47,8 +47,8 @@ def make_objective(
     )
     scope_advantages = None
     if ranks.sequence is not None:
-        # Before all other sums, since the documents' lengths, which the rest needs, travel with
-        # this one.
+        # Before all other sums, since this one also exchanges the documents' lengths, which the
+        # others need.
         scope_advantages = scope_mean(family.scope, torch.where(mask, advantages, 0.0), documents)
     of_documents = tokens.group_index, tokens.trajectory_index
     if totals is None:
@@ -57,18 +57,17 @@ def make_objective(
     # A weight of NaN makes the loss NaN, and `Objective.check_finite` finds it.
     weights = aggregation.weights(totals, documents, mask, *of_documents)
     weights = torch.where(misplaced, torch.nan, weights).to(dtype)
-    for without_weight in (tokens.truncated if loss.masks_truncated else None, tokens.excluded):
-        if without_weight is not None:
-            weights = torch.where(documents.broadcast(without_weight.to(dtype)) > 0, 0.0, weights)
+    truncated = tokens.truncated if loss.masks_truncated else None
+    for left_out in (truncated, tokens.excluded):
+        if left_out is not None:
+            weights = torch.where(documents.broadcast(left_out.to(dtype)) > 0, 0.0, weights)
     sampling_log_ratio = None
     if sampling_log_probs is not None and old_log_probs is not None:
         sampling_log_ratio = torch.where(mask, old_log_probs - sampling_log_probs, 0.0)
-    for measured in (
-        sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio,
-        ref_log_probs,
-    ):
-        if measured is not None:  # also where the numbers only feed a metric
-            weights = torch.where(mask & ~torch.isfinite(measured), torch.nan, weights)
+    of_sampler = sampling_log_probs if sampling_log_ratio is None else sampling_log_ratio
+    for numbers in (of_sampler, ref_log_probs):
+        if numbers is not None:  # also where they are only measured
+            weights = torch.where(mask & ~torch.isfinite(numbers), torch.nan, weights)
     divergence = torch.zeros_like(weights) if loss.full_kl else None
     penalties = Penalties(
         loss.kl, loss.entropy_coefficient, mask, weights, old_log_probs, ref_log_probs, divergence
@@ -78,8 +77,7 @@ def make_objective(
     off_policy = None
     document_advantages = None
     factors = None
-    # whether the tokens of a document have the same weight
-    equal = aggregation.equal_within_documents
+    equal_within_documents = aggregation.equal_within_documents
     if correction is not None and correction.of_policy:
         off_policy = correction
         document_advantages = scope_mean(
@@ -92,13 +90,15 @@ def make_objective(
             )
         factors = Factors.of(correction, sampling_log_ratio, advantages, documents)
         weights = weights * factors.values
-        equal = equal and correction.equal_within_documents
+        equal_within_documents &= correction.equal_within_documents
     if tokens.factors is not None:
         weights = weights * torch.where(mask, tokens.factors.to(dtype), 0.0)
-        equal = False
-    # The slope of a document's mean has the mean of the weights of its tokens, which equal weights
-    # are themselves.
-    by_token = family.slope_of != "log_ratio" or (equal and family.scope != "document_sum")
+        equal_within_documents = False
+    # The slope of a document's mean has the mean of the weights of its tokens. Equal weights are
+    # that mean already.
+    by_token = family.slope_of != "log_ratio" or (
+        equal_within_documents and family.scope != "document_sum"
+    )
     return Objective(
         family=family,
         mask=mask,

@@ -14,14 +14,13 @@ Grid = tuple[Tensor, Tensor, Tensor]
 
 
 def check_family(family: Family) -> None:
-    """Raise ValueError, naming the number, where a family's slopes or attributes disagree with its
-    functions.
+    """Raise ValueError where a family's slopes or attributes disagree with its functions.
 
     Checks shapes, the derivatives that `token` and `surrogate` return, that no token's numbers
-    depend on other tokens, `silent_without_advantage` and `reads_old_log_probs`, in float64, at
-    every combination of 60 log-ratios from 5e-5 to 19 on both sides of 0, five advantages of both
-    signs and 0, and five log-probs between -12 and -0.01. A fault that shows only between these
-    points is not found.
+    depend on other tokens, `silent_without_advantage` and `reads_old_log_probs`. This is done in
+    float64, at every combination of 60 log-ratios from 5e-5 to 19 on both sides of 0, five
+    advantages of both signs and 0, and five log-probs between -12 and -0.01. A fault that shows
+    only between these points is not noticed.
     """
     name = type(family).__name__
     if family.scope not in ("token", "document", "document_sum"):
@@ -69,9 +68,10 @@ def check_family(family: Family) -> None:
 
 
 def _grid() -> Grid:
+    """Return all combinations of some log-ratios, advantages and log-probs, so that bounds on a
+    probability act on both sides."""
     # No round numbers, so that none happens to be the bound of a clip, where the derivative jumps.
-    # Half of the log-ratios are close to 0, where clips of ratios by document act. All
-    # combinations, so that bounds on a probability act on both sides.
+    # Half of the log-ratios are close to 0, where clips of ratios by document act.
     above = torch.logspace(-4.3, 1.28, 30, dtype=torch.float64)
     log_ratio = torch.cat([-0.97 * above.flip(0), above])
     advantages = torch.tensor([-3.21, -0.37, 0.0, 0.43, 2.83], dtype=torch.float64)
@@ -89,8 +89,10 @@ def _grid() -> Grid:
 def _check_derivative(
     name: str, by: str, values: Tensor, slope: Tensor, leaf: Tensor, grid: Grid
 ) -> None:
-    """Compare a slope with autograd's derivative of the values. by: the name of leaf, the
-    variable."""
+    """Raise ValueError unless a slope is the derivative of the values by leaf.
+
+    by: the name of leaf.
+    """
     for result in (values, slope):
         if not isinstance(result, Tensor) or result.shape != leaf.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
@@ -122,8 +124,7 @@ def _check_derivative(
 def _check_alone(
     name: str, results: tuple[Tensor, ...], function: Callable, grid: tuple[Tensor, ...]
 ) -> None:
-    """Require that the first half of the tokens has the same numbers whatever the second half
-    is."""
+    """Raise ValueError unless the numbers of a token stay the same if other tokens change."""
     half = len(grid[0]) // 2
     others = function(
         *(torch.cat([numbers[:half], numbers[:1].expand(half)]).detach() for numbers in grid)

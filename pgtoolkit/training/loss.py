@@ -39,6 +39,7 @@ def loss_of(config: Config) -> Loss:
         family = own_family(loss.path, dict(loss.options), loss.num_splits)
     else:
         family = configured(loss, FAMILIES)
+        assert family is not None  # every option of loss has a family
     penalty = None
     if config.kl.kind != KLKind.none and config.kl.place == KLPlace.loss:
         assert config.kl.coefficient is not None
