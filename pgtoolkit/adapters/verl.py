@@ -1,5 +1,6 @@
-"""verl's policy losses pgtk_<family>_<aggregation>, registered by
-VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl.
+"""Policy losses for verl, pgtk_<family>_<aggregation>.
+
+VERL_USE_EXTERNAL_MODULES=pgtoolkit.adapters.verl registers them.
 
 verl counts a mini-batch's totals over all ranks, averages gradients over ranks, and adds up
 micro-batches. So a loss divides by these totals and multiplies by the number of ranks, and a step
@@ -20,30 +21,40 @@ from torch import Tensor
 from pgtoolkit.api import log_prob_loss
 from pgtoolkit.batch import StepTotals
 from pgtoolkit.losses.aggregation import AGGREGATIONS
-from pgtoolkit.losses.families import FAMILIES, Family
+from pgtoolkit.losses.families import FAMILIES, Divergence, Dppo, Family
 
 _ACTOR = "actor_rollout_ref.actor"
 _CLIP = {"clip_ratio_low": "epsilon_low", "clip_ratio_high": "epsilon_high"}
+_DPPO = {
+    "clip_ratio_low": "delta_low",
+    "clip_ratio_high": "delta_high",
+    "clip_ratio_c": "ratio_cap",
+}
 PARAMETERS: dict[str, dict[str, str]] = {
     "grpo": {**_CLIP, "clip_ratio_c": "dual_clip"},
     "gspo": _CLIP,
     "cispo": _CLIP,
     "sapo": {"tau_pos": "temperature_positive", "tau_neg": "temperature_negative"},
     "gmpo": _CLIP,
-    "dppo": {
-        "clip_ratio_low": "delta_low",
-        "clip_ratio_high": "delta_high",
-        "clip_ratio_c": "ratio_cap",
-    },
+    "dppo": _DPPO,
+    "dppo_kl": _DPPO,
     "vespo": {},
     "kimi": {"policy_loss.dro_beta": "tau"},
     "reinforce": {},
 }
-"""Key of verl's actor configuration -> parameter of the family."""
+"""Family -> key of verl's actor configuration -> parameter of the family.
+
+dppo_kl, after verl's name, is dppo with divergence=binary_kl, which no key of verl's says.
+"""
 
 DEFAULTS = {
-    **{"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0},
-    **{"tau_pos": 1.0, "tau_neg": 1.05, "policy_loss.dro_beta": None},
+    "clip_ratio": 0.2,
+    "clip_ratio_low": 0.2,
+    "clip_ratio_high": 0.2,
+    "clip_ratio_c": 3.0,
+    "tau_pos": 1.0,
+    "tau_neg": 1.05,
+    "policy_loss.dro_beta": None,
 }
 """verl's defaults. A key that the family does not read must have its default."""
 
@@ -55,17 +66,14 @@ MODES = {
 """Aggregation -> the loss_agg_mode that means the same."""
 
 METRICS = (
-    *(
-        "ratio_new_old",
-        "kl_new_old",
-        "clipped_ratio_fraction",
-        "clipped_low_fraction",
-        "clipped_high_fraction",
-    ),
+    "ratio_new_old",
+    "kl_new_old",
+    "clipped_ratio_fraction",
+    "clipped_low_fraction",
+    "clipped_high_fraction",
     "clamped_log_ratio_fraction",
 )
-"""Metrics that are means over documents. verl averages metrics over micro-batches, which is wrong
-for extrema."""
+"""Metrics that are means over documents, since verl averages metrics over micro-batches."""
 
 _log = logging.getLogger(__name__)
 
@@ -89,24 +97,19 @@ class VerlLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (the micro-batch's share of the loss times the number of ranks, metrics).
 
-        Tensors are (documents, length); positions outside of response_mask are not read. config:
-        verl's ActorConfig.
-        rollout_is_weights: verl's own correction, a factor without gradient on each token.
-
-        Raises ValueError for a configuration that this loss cannot honour, all problems together.
+        Tensors are (documents, length); positions outside of response_mask are not read.
+        config: verl's ActorConfig.
+        rollout_is_weights: verl's correction, a factor without gradient on each token.
+        Raises ValueError for a configuration that this loss cannot honour, with all problems.
         """
         problems = self._problems(config, loss_agg_mode)
         if problems:
-            raise ValueError(
-                "\n".join(
-                    (f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}", *problems)
-                )
-            )
+            name = f"policy_loss.loss_mode=pgtk_{self.family}_{self.aggregation}"
+            raise ValueError("\n".join([name, *problems]))
         info = config.global_batch_info
         num_documents = len(log_prob)
-        document_index = torch.arange(num_documents, device=log_prob.device)[:, None].expand_as(
-            log_prob
-        )
+        numbers = torch.arange(num_documents, device=log_prob.device)
+        document_index = numbers[:, None].expand_as(log_prob)
         vectors = (log_prob, old_log_prob, advantages, document_index, response_mask.bool())
         out = log_prob_loss(
             *(x.reshape(-1) for x in vectors),
@@ -114,7 +117,7 @@ class VerlLoss:
             aggregation=self.aggregation,
             divisor=config.get("loss_scale_factor"),
             num_documents=num_documents,
-            # verl does not tell how many documents have no token; no weight depends on it.
+            # verl does not say how many documents have no token; no weight depends on it.
             totals=StepTotals(
                 int(info["global_batch_size"]), int(info["batch_num_tokens"]), num_empty_documents=0
             ),
@@ -122,23 +125,34 @@ class VerlLoss:
             metrics="basic",
         )
         metrics = out.metric_sums.finalize(StepTotals(num_documents, 0, 0))
-        # one wait for the device, not six
+        # Stacked, so that there is a single wait for the device.
         values = torch.stack([metrics[name] for name in METRICS]).tolist()
-        return out.loss * info["dp_size"], {
-            f"pgtk/{name}": x for name, x in zip(METRICS, values, strict=True)
-        }
+        named = {f"pgtk/{name}": value for name, value in zip(METRICS, values, strict=True)}
+        return out.loss * info["dp_size"], named
 
     def _problems(self, config: Any, mode: str) -> list[str]:
-        """Return what is wrong with verl's configuration for this loss, a sentence each. mode: its
-        loss_agg_mode."""
+        """Return the problems of verl's configuration for this loss, a sentence each.
+
+        mode: verl's loss_agg_mode.
+        """
         if self.aggregation not in MODES:
-            reason = "verl does not tell a policy loss which prompt a document belongs to"
             return [
-                (
-                    f"aggregation={self.aggregation} needs each document's prompt: {reason}. Use "
-                    "another aggregation."
-                )
+                f"aggregation={self.aggregation} needs each document's prompt: verl does not tell "
+                "a policy loss which prompt a document belongs to. Use another aggregation."
             ]
+        problems = self._aggregation_problems(config, mode)
+        problems += self._unread_keys(config)
+        info = config.get("global_batch_info") or {}
+        for key in ("batch_num_tokens", "global_batch_size", "dp_size"):
+            if info.get(key) is None:
+                problems.append(
+                    f"{key} needs the number of the whole mini-batch (got none): without it a step "
+                    "would depend on how it was cut. Use a worker of verl that counts it."
+                )
+        return problems
+
+    def _aggregation_problems(self, config: Any, mode: str) -> list[str]:
+        """Return the problems of loss_agg_mode and its divisor."""
         problems = []
         needed = MODES[self.aggregation]
         scale = config.get("loss_scale_factor")
@@ -159,11 +173,14 @@ class VerlLoss:
                 f"{_ACTOR}.loss_scale_factor={scale} has no effect: it is the divisor of "
                 f"pgtk_..._constant. Use {_ACTOR}.loss_scale_factor=null."
             )
+        return problems
+
+    def _unread_keys(self, config: Any) -> list[str]:
+        """Return a problem for each key that the user has set and the family does not read."""
+        problems = []
         read = set(PARAMETERS[self.family])
-        if read & set(_CLIP) and None in (
-            config.get("clip_ratio_low"),
-            config.get("clip_ratio_high"),
-        ):
+        bounds = [config.get(key) for key in _CLIP]
+        if read & set(_CLIP) and None in bounds:
             read.add("clip_ratio")
         for key, default in DEFAULTS.items():
             value = _value(config, key)
@@ -172,13 +189,6 @@ class VerlLoss:
                 use = "null" if default is None else default
                 problems.append(
                     f"{_ACTOR}.{key}={value} has no effect: {reads}. Use {_ACTOR}.{key}={use}."
-                )
-        info = config.get("global_batch_info") or {}
-        for key in ("batch_num_tokens", "global_batch_size", "dp_size"):
-            if info.get(key) is None:
-                problems.append(
-                    f"{key} needs the number of the whole mini-batch (got none): without it a step "
-                    "would depend on how it was cut. Use a worker of verl that counts it."
                 )
         return problems
 
@@ -190,26 +200,31 @@ def _family(name: str, *values: float | None) -> Family:
     values: in the order of PARAMETERS[name], None for the paper's.
     """
     pairs = zip(PARAMETERS[name].values(), values, strict=True)
-    family = FAMILIES[name](**{parameter: value for parameter, value in pairs if value is not None})
+    parameters = {parameter: value for parameter, value in pairs if value is not None}
+    if name == "dppo_kl":
+        family = Dppo(**parameters, divergence=Divergence.binary_kl)
+    else:
+        family = FAMILIES[name](**parameters)
     for note in family.notes():
         _log.warning("%s", note)
     return family
 
 
 def _value(config: Any, key: str) -> Any:
-    """Return the configuration's value of a key of DEFAULTS; clip_ratio stands in for a bound that
-    is None."""
+    """Return the value of a key of DEFAULTS; clip_ratio replaces a bound that is None."""
     group, _, name = key.rpartition(".")
     value = (config.get(group) if group else config).get(name)
     return config.get("clip_ratio") if value is None and key in _CLIP else value
 
 
 def register() -> None:
-    """Give verl a policy loss for each family and aggregation; those that it cannot compute say why
-    when used."""
+    """Register a policy loss for each family and aggregation.
+
+    Those that verl cannot compute raise an error with the reason when used.
+    """
     from verl.trainer.ppo.core_algos import register_policy_loss  # pyright: ignore[reportMissingImports]  (an extra)
 
-    for family in FAMILIES:
+    for family in PARAMETERS:
         for aggregation in AGGREGATIONS:
             register_policy_loss(f"pgtk_{family}_{aggregation}")(VerlLoss(family, aggregation))
 

@@ -48,6 +48,12 @@ VERL = [
     ),
     ("dppo", "token_mean", DPPO, (-0.303581533, 0.1602098719, -0.0781227372)),
     (
+        "dppo_kl",
+        "token_mean",
+        {"clip_ratio_low": 1e-3, "clip_ratio_high": 5e-4, "clip_ratio_c": 1.1},
+        (-0.3814470495, 0.1647086174, -0.116040942),
+    ),
+    (
         "kimi",
         "token_mean",
         {"policy_loss": {"dro_beta": 0.3}},
