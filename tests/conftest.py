@@ -18,10 +18,9 @@ from pgtoolkit.runs.directory import RunDirectory
 
 
 def quicken_interpreter():
-    """At every call of a function Triton's looks through its whole language for what to replace:
-    half of its time.
+    """Look up once what Triton's interpreter replaces in its language.
 
-    The names are the same each time.
+    It looks through all names at every call of a function, which is half of its time.
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
@@ -40,35 +39,33 @@ def quicken_interpreter():
 
 
 def quicken_hydra():
-    """At every composition it parses all files anew, and puts together for each what a default in
-    its list could stand
-    for: half of its time. Those of conf/ stay as they are, and only an interpolation stands for
-        anything."""
+    """Parse the files of conf/ once, not at every composition, which is half of its time.
+
+    Only a default with an interpolation needs the map of what it could stand for.
+    """
     from hydra._internal import defaults_list
     from hydra._internal.config_repository import ConfigRepository, ObjectType
 
-    load, make, kept = ConfigRepository.load_config, defaults_list._create_interpolation_map, {}
+    load = ConfigRepository.load_config
+    make_map = defaults_list._create_interpolation_map
+    parsed = {}
     shipped = f"{Path(__file__).parents[1]}/conf"
 
     def load_config(repository, config_path):
         source = repository._find_object_source(config_path, ObjectType.CONFIG)
         if source is None or source.path != shipped:
             return load(repository, config_path)
-        if config_path not in kept:
-            kept[config_path] = load(repository, config_path)
-        return copy.deepcopy(kept[config_path])
+        if config_path not in parsed:
+            parsed[config_path] = load(repository, config_path)
+        return copy.deepcopy(parsed[config_path])
 
     def interpolation_map(overrides, defaults, self_added):
-        return (
-            make(overrides, defaults, self_added)
-            if any(one.is_interpolation() for one in defaults)
-            else None
-        )
+        if any(default.is_interpolation() for default in defaults):
+            return make_map(overrides, defaults, self_added)
+        return None
 
-    ConfigRepository.load_config, defaults_list._create_interpolation_map = (
-        load_config,
-        interpolation_map,
-    )
+    ConfigRepository.load_config = load_config
+    defaults_list._create_interpolation_map = interpolation_map
 
 
 quicken_hydra()
@@ -84,9 +81,11 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Drawing its curves is a third of what a short run takes: left white where no test looks at
-    them."""
-    if item.path.parent.name in ("comparison", "tracking", "tests"):
+    """Leave the pictures of runs white where no test looks at them.
+
+    Drawing its curves is a third of what a short run takes.
+    """
+    if item.path.name in ("test_plots.py", "test_study.py", "test_benchmarks.py"):
         return (yield)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -95,7 +94,23 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
-def pytest_collection_modifyitems(items):
+FOLDERS = (
+    *("launch", "sampling", "training", "tracking", "runs", "tasks", "system", "ranks"),
+    *("kernels", "losses"),
+    *("rollouts", "model", "adapters", "comparison", "tests", "config"),
+)
+"""The order in which several workers run the folders, `tests` for the files beside them.
+
+Two workers begin with a half each. Both halves begin with tests that start processes and end with
+short ones: the last tests decide how long one worker waits for the other, and what a worker takes
+from the other's end shares no server or run with tests that are left behind.
+"""
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # one of several workers
+        places = {folder: place for place, folder in enumerate(FOLDERS)}
+        items.sort(key=lambda item: places.get(item.path.parent.name, len(FOLDERS)))
     if torch.cuda.is_available():
         return
     for item in items:

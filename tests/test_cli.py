@@ -281,7 +281,7 @@ def test_help_loads_nothing(tmp_path):
     assert "pgtoolkit.config.files" in loaded
 
 
-def test_exit_statuses(tmp_path, monkeypatch, capsys):
+def test_a_wrong_configuration_exits_with_2_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     wrong = pgtk("loss.num_splits=2", cwd=tmp_path)
     assert (wrong.returncode, wrong.stdout) == (2, "")

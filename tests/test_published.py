@@ -121,7 +121,7 @@ def test_comparison_of_loss_by_aggregation():
         assert " ".join(line).strip() in page
 
 
-def test_the_follow_up():
+def test_the_table_of_the_follow_up_is_that_of_its_runs():
     table = rows("loss_by_aggregation", "loss_by_aggregation_more_seeds")
     table = [row for row in table if row["aggregation"] in ("sample_mean", "constant")]
     compared, page = comparison(table, "reward"), (ROOT / "docs/experiments.md").read_text()
@@ -141,14 +141,14 @@ def test_the_follow_up():
 
 
 @pytest.mark.parametrize("name", ["loss_by_aggregation", "clip_range", "metrics_cost"])
-def test_cost_of_a_sweep(name):
+def test_the_cost_of_a_sweep_is_that_of_its_runs(name):
     table, page = rows(name), (ROOT / "sweeps/README.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith(f"| `pgtk sweep {name}`"))
     minutes = round(sum(values(table, "cpu_seconds")) / 60)
     assert line.endswith(f"| {len(table)} | {text_report.plural(minutes, 'minute')} |")
 
 
-def test_clip_range():
+def test_the_numbers_of_the_clip_range_are_those_of_its_runs():
     by_width = sorted(
         groups(rows("clip_range"), "loss.epsilon_low").items(), key=lambda one: float(one[0][0])
     )
@@ -187,7 +187,7 @@ def test_exact_match_of_two_seeds(name, keys, columns):
         assert f" | {' | '.join(cells)} |" in page
 
 
-def test_metrics_cost():
+def test_the_cost_of_metrics_is_that_of_its_runs():
     page = " ".join((ROOT / "sweeps/README.md").read_text().split())
     none, basic, entropy = (
         row["cpu_seconds"]

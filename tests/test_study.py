@@ -24,7 +24,7 @@ from pgtoolkit.runs.records import TIME, read_resolved
 PASS = "evaluation/held_out/pass@1"
 
 
-def test_advantages_of_the_controls():
+def test_the_controls_shuffle_toss_and_keep_advantages():
     """One right answer of four: its advantage is 1.5 standard deviations, that of the others a
     third of it, below."""
     groups, lengths = [[0.0, 1.0, 0.0, 0.0]] * 40, [[number, 5, 6, 7] for number in range(40)]

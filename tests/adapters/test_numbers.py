@@ -72,7 +72,7 @@ class Configuration(dict):
 
 
 @pytest.mark.parametrize(("family", "aggregation", "flags", "expected"), VERL)
-def test_verls_numbers(family, aggregation, flags, expected):
+def test_the_loss_in_verl_has_the_numbers_of_verls_own(family, aggregation, flags, expected):
     """A step cut into four micro-batches on two ranks, over which verl averages."""
     new, old, advantages, mask = batch()
     totals = {"batch_num_tokens": sum(LENGTHS), "global_batch_size": len(LENGTHS), "dp_size": 2}
@@ -137,7 +137,7 @@ def prime_rl_step(loss, weights=None, reference=None, **kwargs):
 
 @pytest.mark.parametrize("kl_tau", [0.0, 0.05])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_prime_rls_formula(weighted, kl_tau):
+def test_the_loss_in_prime_rl_is_its_formula(weighted, kl_tau):
     """Its default by loops: a token's derivative is -w A r within the bounds, else 0, beside w 2
     kl_tau (p - b)."""
     new, old, advantages, _ = batch()

@@ -85,8 +85,8 @@ def both(flags, ours, common, folder, engine=None):
     start)."""
     start = torch.cat([x.detach().flatten() for x in small_llama().parameters()])
     tasks = (None, TWICE | common | flags, engine), (ours, TWICE | common, engine)
-    theirs, found = (trl_runs.trained(trl_runs.trainer(folder, *task)) for task in tasks)
-    return theirs, found, (theirs[0] - start).norm()
+    theirs, ours_trained = (trl_runs.trained(trl_runs.trainer(folder, *task)) for task in tasks)
+    return theirs, ours_trained, (theirs[0] - start).norm()
 
 
 def quick(rows, number):
@@ -99,9 +99,9 @@ def quick(rows, number):
 
 @pytest.mark.parametrize(("flags", "ours", "common"), quick(EQUAL, 3), ids=lambda one: str(one))
 def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
-    (exact, their_log), (found, log), way = both(flags, ours, common, folder)
+    (exact, their_log), (weights, log), way = both(flags, ours, common, folder)
     assert float(way) > 1
-    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
+    torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
         for name in theirs.keys() - NOT_SHOWN:
             assert row[name] == pytest.approx(theirs[name], abs=1e-5), name
@@ -111,8 +111,8 @@ def test_trl_with_these_flags_is_ours(flags, ours, common, folder):
     ("flags", "ours", "common", "apart"), quick(APART, 1), ids=lambda one: str(one)
 )
 def test_where_trl_computes_something_else(flags, ours, common, apart, folder):
-    (exact, _), (found, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
-    assert float((found - exact).norm() / way) == pytest.approx(apart, rel=0.05)
+    (exact, _), (weights, _), way = both(flags, ours, {"max_steps": 2} | common, folder)
+    assert float((weights - exact).norm() / way) == pytest.approx(apart, rel=0.05)
 
 
 ENGINES = [
@@ -130,9 +130,9 @@ ENGINES = [
 @pytest.mark.parametrize("engine", quick([(one,) for one in ENGINES], 2), ids=lambda one: str(one))
 def test_the_correction_for_an_engine_is_trls(engine, folder):
     task = {"loss_type": "grpo"}, {"loss": "grpo", "aggregation": "sample_mean"}, {}, folder
-    (exact, _), (found, log), way = both(*task, engine)
+    (exact, _), (weights, log), way = both(*task, engine)
     assert float(way) > 1
-    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
+    torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
     assert log[0]["pgtk/difference_old_sampling"] > 0.2
     assert ("pgtk/correction_factor" in log[0]) == (engine != ENGINES[-1])
 
@@ -140,37 +140,30 @@ def test_the_correction_for_an_engine_is_trls(engine, folder):
 @pytest.mark.parametrize("aggregation", ["prompt_mean", "token_mean"])
 def test_a_step_does_not_depend_on_how_it_is_cut(aggregation, folder):
     ours = {"loss": "gspo", "aggregation": aggregation}
-    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    coarse = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     fine = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     results = [
-        trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (whole, fine)
+        trl_runs.trained(trl_runs.trainer(folder, ours, TWICE | cut)) for cut in (coarse, fine)
     ]
-    (exact, of_whole), (found, of_fine) = results
-    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
-    for one, other in zip(of_whole[:-1], of_fine[:-1], strict=True):
-        for name in (name for name in one if name.startswith("pgtk/")):
-            assert other[name] == pytest.approx(one[name], abs=1e-5), name
+    (exact, of_whole), (weights, of_fine) = results
+    torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
+    for row, fine_row in zip(of_whole[:-1], of_fine[:-1], strict=True):
+        for name in (name for name in row if name.startswith("pgtk/")):
+            assert fine_row[name] == pytest.approx(row[name], abs=1e-5), name
     assert of_whole[0].get("pgtk/num_groups") == (2 if aggregation == "prompt_mean" else None)
 
 
 @pytest.mark.slow
 def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
     """A prompt's completions lie on both processes where each has two of them in a micro-batch."""
-    token, prompt = (
-        {"loss": "grpo", "aggregation": name} for name in ("token_mean", "prompt_mean")
-    )
+    token = {"loss": "grpo", "aggregation": "token_mean"}
+    prompt = {"loss": "grpo", "aggregation": "prompt_mean"}
     small = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
     coarse = small | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
-    tasks = [(None, small), (token, small), (prompt, small), (prompt, coarse)]
-    # Where DDP looks for the parameters of a step in what its forward pass returns.
-    tasks.append(
-        (
-            token,
-            small
-            | {"beta": 0.1, "ddp_find_unused_parameters": True, "gradient_checkpointing": False},
-        )
-    )
-    tasks.append((None, tasks[-1][1]))
+    # Here DDP looks for the parameters of a step in what its forward pass returns.
+    with_kl = small | {"beta": 0.1, "ddp_find_unused_parameters": True}
+    with_kl |= {"gradient_checkpointing": False}
+    tasks = [(None, with_kl), (token, with_kl), (prompt, small), (prompt, coarse)]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -192,35 +185,34 @@ def test_two_processes_are_trls_and_share_their_totals(folder, tmp_path):
     errors = [process.communicate(timeout=500)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors[0].decode()
     results = torch.load(tmp_path / "found.pt")
-    exact, found, fine, whole, with_kl, exact_with_kl = (weights for weights, _ in results)
+    by_trl, by_token, fine_cut, coarse_cut = (weights for weights, _ in results)
     log = results[2][1]
-    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
-    torch.testing.assert_close(with_kl, exact_with_kl, rtol=0, atol=4e-6)
-    torch.testing.assert_close(fine, whole, rtol=0, atol=4e-6)
+    torch.testing.assert_close(by_token, by_trl, rtol=0, atol=4e-6)
+    torch.testing.assert_close(fine_cut, coarse_cut, rtol=0, atol=4e-6)
     assert log[0]["pgtk/num_groups"] == 2
     assert log[0]["pgtk/num_documents"] == 8
-    assert float((fine - found).abs().max()) > 0.01
+    assert float((fine_cut - by_token).abs().max()) > 0.01
 
 
-def test_a_correction_of_ours_and_an_evaluation(folder):
+def test_a_correction_may_be_an_object_and_evaluations_are_whole_steps(folder):
     """The mask by token with TRL's bounds, given as an object: TRL's from GRPOConfig. Evaluations
     are whole steps."""
     engine = {
         "vllm_importance_sampling_mode": "token_mask",
         "vllm_importance_sampling_clip_min": 0.5,
     }
-    found = []
-    for given in (None, corrections.TokenMask(low=0.5, high=3.0)):
+    losses = []
+    for correction in (None, corrections.TokenMask(low=0.5, high=3.0)):
         made = trl_runs.trainer(
             folder, {"loss": "grpo", "aggregation": "prompt_mean"}, {"max_steps": 1}, engine
         )
-        made.correction = given
+        made.correction = correction
         assert made.correction_of_config() == corrections.TokenMask(low=0.5, high=3.0)
         metrics = made.evaluate(made.train_dataset.select(range(2)))
         assert metrics["eval_pgtk/num_groups"] == 2
         assert metrics["eval_pgtk/num_documents"] == 8
-        found.append(metrics["eval_loss"])
-    assert found[0] == found[1] != 0
+        losses.append(metrics["eval_loss"])
+    assert losses[0] == losses[1] != 0
 
 
 HEADS = [
@@ -253,9 +245,9 @@ def test_the_fused_head_changes_no_weight(ours, changes, engine, folder):
         made._get_per_token_logps_and_entropies = counted
         results.append(trl_runs.trained(made))
         assert any(calls) == (not fused)
-    (exact, their_log), (found, log) = results
-    torch.testing.assert_close(found, exact, rtol=0, atol=4e-6)
-    assert float((found - start).norm()) > 0.1
+    (exact, their_log), (weights, log) = results
+    torch.testing.assert_close(weights, exact, rtol=0, atol=4e-6)
+    assert float((weights - start).norm()) > 0.1
     for theirs, row in zip(their_log[:-1], log[:-1], strict=True):
         for name in theirs.keys() - {"step_time"}:
             assert row[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), name

@@ -16,7 +16,7 @@ pgtoolkit.adapters.trl.PolicyGradientTrainer("model", loss="grpo", aggregation="
 """
 
 
-def test_adapters_without_their_trainers():
+def test_adapters_are_imported_without_their_trainers():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

@@ -39,13 +39,13 @@ def study(tmp_path_factory):
 def failures(folder: Path, **config) -> list[set[str]]:
     """What is found of each run below a folder whose configuration has these values; `__` is a
     dot."""
-    wanted = {key.replace("__", "."): value for key, value in config.items()}
-    found = []
+    chosen = {key.replace("__", "."): value for key, value in config.items()}
+    names = []
     for path in run_directories("", [str(folder)]):
         saved = read_leaves(path)
-        if all(saved.get(key) == value for key, value in wanted.items()):
-            found.append({rule.name for rule, _ in examine(read_run(path, None)).found})
-    return found
+        if all(saved.get(key) == value for key, value in chosen.items()):
+            names.append({rule.name for rule, _ in examine(read_run(path, None)).found})
+    return names
 
 
 def test_nothing_is_said_of_the_runs_of_the_study_that_were_fine(study):
@@ -112,13 +112,13 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    ("settings", "names"),
     [
-        ((REVERSE,), None),
-        (("task=chain_sum", "task.max_terms=3"), "groups without signal"),
+        ((REVERSE,), ()),
+        (("task=chain_sum", "task.max_terms=3"), ("groups without signal",)),
         (
             ("task=prompts", "task.path=prompts.jsonl", "task.verifier=patients.flaky"),
-            "verifiers failing",
+            ("verifiers failing",),
         ),
         (
             (
@@ -126,19 +126,18 @@ EIGHT_UPDATES = (REVERSE, "rollout.prompts_per_batch=16")
                 *("loss=grpo", "loss.epsilon_low=1e-9", "loss.epsilon_high=1e-9"),
                 "advantage=patients.positive",
             ),
-            "everything clipped",
+            ("everything clipped",),
         ),
         (
             (*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=0.3"),
-            "effective sample size low",
+            ("effective sample size low", "completions cut off"),
         ),
-        ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=0.3"), "completions cut off"),
-        ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=3"), "log-ratios clamped"),
+        ((*EIGHT_UPDATES, "loss=reinforce", "optimizer.learning_rate=3"), ("log-ratios clamped",)),
     ],
 )
-def test_a_run_that_is_broken_in_this_way_shows_it(module, settings, name):
-    found = {rule.name for rule, _ in examine(trained(module / "run", *settings)).found}
-    assert name in found if name else found == set()
+def test_a_run_that_is_broken_in_this_way_shows_it(module, settings, names):
+    shown = {rule.name for rule, _ in examine(trained(module / "run", *settings)).found}
+    assert set(names) <= shown if names else shown == set()
 
 
 @pytest.mark.slow
@@ -161,7 +160,7 @@ def test_a_sampler_that_gives_other_log_probs_is_seen(tmp_path, monkeypatch, old
 
     monkeypatch.setattr(TransformersSampler, "complete", wrong)
     examined = examine(trained(tmp_path / "run", REVERSE, f"rollout.old_log_probs={old}"))
-    assert [(rule.name, found.step) for rule, found in examined.found] == [(name, 1)]
+    assert [(rule.name, place.step) for rule, place in examined.found] == [(name, 1)]
 
 
 def made_up(steps=100, **columns) -> Run:
@@ -238,10 +237,10 @@ HALF = np.where(np.arange(100) < 60, 0.0, 1.0)
     ],
 )
 def test_numbers_of_a_failure_and_of_none(columns, name, step):
-    found = examine(made_up(**columns)).found
-    assert [rule.name for rule, _ in found] == ([name] if name else [])
+    failures_found = examine(made_up(**columns)).found
+    assert [rule.name for rule, _ in failures_found] == ([name] if name else [])
     if step:
-        assert found[0][1].step == step
+        assert failures_found[0][1].step == step
 
 
 def test_every_rule_has_a_case():
@@ -259,15 +258,15 @@ def test_the_page_says_since_when_and_what_to_change(study, capsys, tmp_path):
         if examine(read_run(path, None)).found
     ]
     assert main(["doctor", str(broken[0])]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert re.search(
         r"reward lost, since step \d+ reward was 0\.\d+ and is 0\.\d+ at the end\. Healthy: rises,",
-        said,
+        output,
     )
-    assert "Change: optimizer.learning_rate, lower" in said
+    assert "Change: optimizer.learning_rate, lower" in output
     assert main(["doctor", str(broken[0]), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
-    assert [one["failure"] for one in found["found"]] == ["reward lost"]
+    (page_as_json,) = json.loads(capsys.readouterr().out)
+    assert [row["failure"] for row in page_as_json["found"]] == ["reward lost"]
     assert main(["doctor", str(tmp_path)]) == 2
     assert "needs a run directory" in capsys.readouterr().err
 

@@ -110,7 +110,7 @@ def test_best_and_worst_are_not_the_same(chosen, best, worst):
     assert all(one.reward < max(chosen) for one in best_and_worst(rows, 9)[1])
 
 
-def test_the_terminals_page(folder, capsys, monkeypatch):
+def test_the_terminal_shows_the_best_and_the_worst(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
     assert main(["samples", "run", "--count", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()

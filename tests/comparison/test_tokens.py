@@ -155,7 +155,7 @@ def test_what_cannot_be_made_again_is_no_page(unrecorded, tmp_path):
         (["kl=k3"], None, "needs ref_log_probs"),
     ],
 )
-def test_refusals(unrecorded, overrides, step, message):
+def test_what_pgtk_tokens_cannot_show_is_refused(unrecorded, overrides, step, message):
     with pytest.raises((ConfigError, DataError), match=message):
         inspect(str(unrecorded), overrides, step)
 

@@ -20,7 +20,7 @@ from pgtoolkit.cli import main
         ("pgtk check '(", set()),
     ],
 )
-def test_tab_completion(capsys, monkeypatch, line, words):
+def test_tab_completes_commands_keys_and_options(capsys, monkeypatch, line, words):
     monkeypatch.setenv("COMP_LINE", line)
     assert main(["-sc", "query=bash"]) == 0
     out = capsys.readouterr()

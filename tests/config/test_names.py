@@ -17,7 +17,7 @@ ON_THE_HUB = [
 LONG = [f"task.options.key{i}={i}" for i in range(40)]
 
 
-def test_folder_names():
+def test_a_folder_is_named_by_what_was_typed():
     assert name_from([], DEFAULTS) == "default"
     assert name_from(["loss=gspo", "aggregation=constant"], DEFAULTS) == "aggregation-constant"
     assert name_from(["loss=gspo", "experiment=dapo"], DEFAULTS) == "loss-gspo_dapo"

@@ -171,8 +171,10 @@ def test_nothing_is_spilled(usage_of, family, kl):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kl", ["none", "k3_ratio"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "kl"),
+    [("bf16", "k3_ratio"), ("fp16", "none"), ("fp16", "k3_ratio"), ("fp32", "none")],
+)
 def test_little_is_spilled_for_a_bonus(usage_of, dtype, kl):
     """What the entropy takes beyond the row: nothing is with four blocks a program, which takes a
     quarter longer."""
@@ -190,8 +192,7 @@ def test_the_kernels_that_draw_compile(usage_of, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("kind", FULL_KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [*zip(FULL_KINDS, ("bf16", "fp32"), strict=True)])
 def test_the_kernels_of_the_full_kl_compile_and_nothing_is_spilled(usage_of, kind, dtype):
     usage = usage_of("divergence", kind, dtype) + usage_of("backward", kind, dtype)
     assert usage.count(" STACK:0 ") == 2, usage

@@ -98,7 +98,7 @@ SEEN_BY = {
     "rollout/recorded.too_long": "rollouts/test_conversations.py::"
     "test_rows_that_are_too_long_are_refused_or_skipped_with_their_count",
     "rollout/recorded.group_size": "rollouts/test_recorded.py::test_group_ids_and_group_size",
-    "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_limits_of_the_run",
+    "rollout/recorded.max_completion_length": "rollouts/test_rollout_files.py::test_rows_beyond_the_limits_of_the_run_are_refused",
     "sampler/transformers.processes": "sampling/test_copies.py::test_several_processes_share_the_prompts_of_a_batch",
     "sampler/vllm.answer_seconds": f"{_VLLM}::test_a_fault_while_sampling_is_one_sentence",
     **dict.fromkeys(
@@ -111,7 +111,7 @@ SEEN_BY = {
     "model/huggingface.lora_rank": "model/test_lora.py::test_the_gradient_is_that_of_the_plain_formulation",
     "model/huggingface.lora_targets": "model/test_lora.py::test_of_many_layers_those_that_are_named_get_adapters",
     "rollout/policy.keep_completions": "training/test_kept_completions.py::test_training_is_the_same_whatever_is_kept",
-    "rollout/policy.lag": "rollouts/test_lag.py::test_ages_of_a_lag",
+    "rollout/policy.lag": "rollouts/test_lag.py::test_a_lag_makes_documents_so_many_updates_old",
     "rollout/policy.max_staleness": "rollouts/test_lag.py::test_no_document_is_trained_later_than_allowed",
     "rollout/policy.save_path": "rollouts/test_lag.py::"
     "test_batches_are_recorded_once_they_are_used_with_the_version_that_wrote_them",

@@ -173,7 +173,7 @@ def test_a_second_interrupt_acts_at_once_and_leaves_a_run_that_resumes(tmp_path)
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(tmp_path, monkeypatch):
+def test_a_killed_run_is_resumed_with_each_row_once(tmp_path, monkeypatch):
     """SIGKILL leaves rows after the last checkpoint; the resumed run writes them again, once."""
     command = Command(tmp_path, *SHORT, "trainer.max_steps=400", "trainer.checkpoint_every=4")
     command.wait_for_steps(6)

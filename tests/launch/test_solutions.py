@@ -74,7 +74,9 @@ def test_prompts_of_a_file_are_each_written_once(tmp_path, capsys):
         (["rows.jsonl", "task=prompts"], "task.path needs a value"),
     ],
 )
-def test_what_is_refused(tmp_path, capsys, monkeypatch, arguments, message):
+def test_solutions_that_cannot_be_written_are_refused(
+    tmp_path, capsys, monkeypatch, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").touch()
     assert message in solutions(capsys, *arguments, status=2)

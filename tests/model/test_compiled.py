@@ -68,7 +68,8 @@ def distance(found, expected):
 @pytest.mark.parametrize("kind", ["gpt2", "qwen2_checkpointed_lora", "qwen3_by_document"])
 def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     """In float32 but for rounding; in bfloat16 as near to float32 as without. All lengths are
-    computed by one code."""
+    computed by one code. On a CPU, where compiling takes longest, one kind is bfloat16, too."""
+    in_bfloat16 = device == "cuda" or "lora" in kind
     exact = replace(build(kind), model=build(kind).model.float().to(device))
     plain = replace(exact, compute_dtype=torch.bfloat16)
     model = copy.deepcopy(exact.model)
@@ -77,11 +78,15 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kind, device):
     graphs = []
     for lengths in LENGTHS:
         aim = states_and_gradient(exact, lengths)
-        found = states_and_gradient(replace(exact, model=model), lengths)
-        assert max(distance(found, aim)) < 2e-6, lengths
-        rounded = distance(states_and_gradient(plain, lengths), aim)
-        found = distance(states_and_gradient(replace(plain, model=model), lengths), aim)
-        assert all(0 < x < 1.5 * y for x, y in zip(found, rounded, strict=True)), lengths
+        actual = states_and_gradient(replace(exact, model=model), lengths)
+        assert max(distance(actual, aim)) < 2e-6, lengths
+        if in_bfloat16:
+            rounded = distance(states_and_gradient(plain, lengths), aim)
+            compiled_rounded = distance(
+                states_and_gradient(replace(plain, model=model), lengths), aim
+            )
+            for error, usual in zip(compiled_rounded, rounded, strict=True):
+                assert 0 < error < 1.5 * usual, lengths
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert set(graphs) == {graphs[0]}
@@ -97,10 +102,10 @@ def test_a_graph_of_a_token_holds_compiled_code(monkeypatch, kind):
     graphs = []
     for ends in ((), (4, 17)):
         tokens, log_probs = decoded(policy, 15, ends)
-        for prompt, row, found in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
+        for prompt, row, row_log_probs in zip(PROMPTS, tokens.tolist(), log_probs, strict=True):
             length = next((place + 1 for place, token in enumerate(row) if token in ends), 15)
             torch.testing.assert_close(
-                found[:length], expected(policy, prompt, row[:length]), rtol=0, atol=2e-6
+                row_log_probs[:length], expected(policy, prompt, row[:length]), rtol=0, atol=2e-6
             )
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1]
@@ -113,10 +118,10 @@ def test_more_numbers_than_fit_into_32_bits():
     for rows in (4096, 600_000, 700_000):
         x = torch.ones(rows, 4096, device="cuda", dtype=torch.bfloat16)
         x[-1] = 2
-        (found,) = gate(x, x)
-        assert found[[0, -1], -1].tolist() == pytest.approx([0.7311, 3.5232], rel=4e-3)
+        (products,) = gate(x, x)
+        assert products[[0, -1], -1].tolist() == pytest.approx([0.7311, 3.5232], rel=4e-3)
         graphs.append(counters["stats"]["unique_graphs"])
-        del x, found
+        del x, products
     assert graphs[1] == graphs[2]
 
 
@@ -136,19 +141,19 @@ print(hashlib.sha256(found.cpu().numpy().tobytes()).hexdigest())
 @pytest.mark.gpu
 def test_another_process_that_compiles_anew_computes_the_same_bits(tmp_path):
     """Whatever lengths it saw first: as a run that is resumed."""
-    found = []
+    digests = []
     for number, lengths in enumerate(("[(14, 3, 4)]", "[(2, 2), (14, 3, 4)]")):
         more = {
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number)),
             "PYTHONPATH": os.pathsep.join(sys.path),
         }
         command = [sys.executable, "-c", PROGRAM, lengths]
-        found.append(
+        digests.append(
             subprocess.run(
                 command, env=os.environ | more, capture_output=True, text=True, check=True
             ).stdout
         )
-    assert found[0] == found[1] != ""
+    assert digests[0] == digests[1] != ""
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +187,9 @@ def test_a_run_resumes_bit_equal_and_does_not_depend_on_its_cuts(folder, tmp_pat
         ("plain", ["model.compile=false"]),
     ):
         train(config(folder, *settings, *changed), tmp_path / name)
-        for row, other in zip(rows, metrics_of(tmp_path / name), strict=True):
-            assert row["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6), name
-            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4), name
+        for row, changed_row in zip(rows, metrics_of(tmp_path / name), strict=True):
+            assert row["loss"] == pytest.approx(changed_row["loss"], rel=1e-4, abs=1e-6), name
+            assert row["grad_norm"] == pytest.approx(changed_row["grad_norm"], rel=1e-4), name
 
 
 def replaced(policy):
@@ -202,7 +207,8 @@ def test_the_copies_of_a_policy_compute_as_it_does(folder):
         initial = replace(chosen.kl, reference="initial")
         references = [reference_of(replace(chosen, kl=kl), policy) for kl in (chosen.kl, initial)]
         assert [
-            replaced(one) for one in (policy, policy.copied(policy.compute_dtype), *references)
+            replaced(copied)
+            for copied in (policy, policy.copied(policy.compute_dtype), *references)
         ] == [count] * 4
 
 

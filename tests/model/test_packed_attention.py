@@ -92,7 +92,7 @@ def test_a_model_sees_each_document_alone(kind):
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-13)
 
 
-def test_sampling_needs_no_documents():
+def test_sampling_between_passes_by_document_is_as_before():
     """Left-padded prompts and a cache, in between of two passes by document."""
     module, loader = build(config_of(*SHORT))
     prompts = [Request(tokens, 1, 0) for tokens in ([1, 2, 3, 4], [5, 6], [7])]

@@ -31,7 +31,7 @@ def test_worked_example():
 
 
 @given(REWARDS)
-def test_definitions(rewards):
+def test_advantages_are_those_of_their_definitions(rewards):
     # equal ones give 0, whatever the rounding: see below
     assume(max(rewards) - min(rewards) > 1e-6)
     mean = statistics.fmean(rewards)
@@ -74,7 +74,7 @@ def test_rewards_that_differ_by_rounding_are_equal(estimator):
     assert high > low or (estimator == "none" and high == low == 0)
 
 
-def test_a_group_of_one():
+def test_a_group_of_one_has_no_advantage_or_is_refused():
     assert group_advantages("grpo", [0.7]) == [0.0]
     assert group_advantages("dr_grpo", [0.7]) == [0.0]
     for estimator in ("rloo", "pass_at_k"):

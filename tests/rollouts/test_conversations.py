@@ -179,7 +179,7 @@ def test_of_a_prompt_with_its_completion_the_completion_is_trained(template):
 
 
 @pytest.mark.parametrize("chat", ["auto", "never"])
-def test_texts_without_a_template(chat):
+def test_texts_without_a_template_are_a_prompt_and_its_answer(chat):
     """The tokenizer's own beginning, as of a prompt that is sampled from, and one end of the
     sequence."""
     tokenizer, texts = of(None if chat == "auto" else CHATML, chat=chat)

@@ -63,7 +63,7 @@ def test_many_rows_at_once_are_checked_as_each_alone(tmp_path, complete):
             }
 
 
-def test_rows_of_lists_alone(tmp_path):
+def test_rows_of_lists_alone_can_be_trained_on(tmp_path):
     plain = [{"token_ids": [1, 2, 3], "loss_mask": [False, True, i > 2]} for i in range(5)]
     rollouts = source(
         write_parquet(tmp_path / "r.parquet", plain), "given", reads_old_log_probs=False

@@ -132,7 +132,6 @@ def test_completions_that_nobody_could_score_are_no_attempts():
     "more",
     [
         (),
-        ("rollout.lag=2",),
         ("rollout.max_staleness=3", "rollout.old_log_probs=sampling"),
         ("accumulation.last_step=carry", "accumulation.docs_per_step=12"),
     ],
@@ -141,10 +140,10 @@ def test_a_run_ends_once_every_prompt_is_solved_and_resumes_to_the_bit(tmp_path,
     """Eight prompts, all solved in the first pass, whose two batches of 16 completions are trained
     on."""
     settings = [*settings_of(tmp_path, ["always"] * 8), RETIRE, *more, "trainer.max_steps=20"]
-    whole = tmp_path / "whole"
-    train(config_of(*settings), whole)
-    rows = metrics_of(whole)
-    status = read_status(whole)
+    uninterrupted = tmp_path / "whole"
+    train(config_of(*settings), uninterrupted)
+    rows = metrics_of(uninterrupted)
+    status = read_status(uninterrupted)
     assert status["state"] == "done"
     ended = (
         f"the data ended after step {len(rows)} of 20: every prompt is solved, by "
@@ -154,21 +153,21 @@ def test_a_run_ends_once_every_prompt_is_solved_and_resumes_to_the_bit(tmp_path,
     assert len(rows) == (3 if "accumulation.last_step=carry" in more else 4)
     assert rows[-1]["retired_prompts"] == 8
     for step in (1, len(rows) - 1):
-        resumed = copy_as_of(whole, step, tmp_path / f"from {step}")
+        resumed = copy_as_of(uninterrupted, step, tmp_path / f"from {step}")
         train(config_of(*settings), resumed, resume=True)
         assert metrics_of(resumed) == rows
-        assert_equal(checkpoint_of(resumed, len(rows)), checkpoint_of(whole, len(rows)))
+        assert_equal(checkpoint_of(resumed, len(rows)), checkpoint_of(uninterrupted, len(rows)))
 
 
 def test_a_resume_without_the_key_asks_solved_prompts_again(tmp_path):
     settings = [*settings_of(tmp_path, ["always", "never"] * 4), "trainer.max_steps=8"]
-    whole = tmp_path / "whole"
-    train(config_of(*settings, RETIRE), whole)
+    uninterrupted = tmp_path / "whole"
+    train(config_of(*settings, RETIRE), uninterrupted)
     _, loader = built(*settings)
-    loader.load_state_dict(checkpoint_of(whole, 4)["data"])
+    loader.load_state_dict(checkpoint_of(uninterrupted, 4)["data"])
     assert loader.source.state_dict()["retired"] == []
     _, loader = built(*settings, RETIRE)
-    loader.load_state_dict(checkpoint_of(whole, 4)["data"])
+    loader.load_state_dict(checkpoint_of(uninterrupted, 4)["data"])
     assert loader.source.state_dict()["retired"] == [0, 2, 4, 6]
 
 

@@ -165,7 +165,7 @@ def test_the_first_ten_problems_are_listed(tmp_path):
     assert "1 problem\n" in refused(write_jsonl(tmp_path / "r.jsonl", rows[:3]))
 
 
-def test_limits_of_the_run(tmp_path):
+def test_rows_beyond_the_limits_of_the_run_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [good_row(0), good_row(1, length=8)])
     assert load(path, max_tokens=8, max_completion_length=6).num_documents == 2
     assert "r.jsonl:2:token_ids: has 8 tokens and at most 7 fit" in refused(path, max_tokens=7)
@@ -207,7 +207,7 @@ def test_ids_are_unique(tmp_path):
     assert "b.jsonl:2:id: is 'x' like that of a.jsonl:1" in refused(tmp_path)
 
 
-def test_missing_and_empty_files(tmp_path):
+def test_missing_and_empty_files_are_refused(tmp_path):
     (tmp_path / "dump.pt").write_bytes(b"")
     assert "got a folder with dump.pt" in refused(tmp_path)
     assert "got dump.pt" in refused(tmp_path / "dump.pt")
@@ -221,7 +221,7 @@ def test_missing_and_empty_files(tmp_path):
     assert "e.parquet is not a whole Parquet file" in refused(tmp_path / "e.parquet")
 
 
-def test_truncation_at_every_byte(tmp_path):
+def test_a_file_cut_off_at_any_byte_is_refused(tmp_path):
     rows = [good_row(i, id=f"é{i}") for i in range(2)]
     whole = write_jsonl(tmp_path / "r.jsonl", rows).read_bytes()
     first = whole.index(b"\n")

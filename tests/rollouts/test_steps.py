@@ -230,7 +230,7 @@ def test_no_rank_goes_back_to_a_batch_that_was_left():
 
 @pytest.mark.parametrize("cut", range(6))
 @pytest.mark.parametrize("last", ["short", "drop", "carry"])
-def test_continuing_from_any_step(cut, last):
+def test_the_same_steps_follow_from_any_step(cut, last):
     whole = steps(Files(documents(20), [10, 10]), 3, last=last)
     names = [[d.name for d in step.documents] for step in whole]
     first = steps(Files(documents(20), [10, 10]), 3, last=last)

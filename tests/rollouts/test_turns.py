@@ -77,9 +77,9 @@ def test_a_conversation_is_one_document(sampled):
         assert prompt == f"{seed_of(0, document.group) % 10}="
         assert rest[1::2] == [f"+{1 + i}" for i in range(len(rest) // 2)]
         assert all(text.endswith(("<end>", *STOPS)) for text in rest[:-1:2])
-        turns, said = (len(rest) + 1) // 2, sum(map(len, runs[2::2]))
+        turns, answer_tokens = (len(rest) + 1) // 2, sum(map(len, runs[2::2]))
         assert document.measures["turns"] == document.measures["environment/answers"] == turns
-        assert document.measures["environment_tokens"] == said == 2 * (turns - 1)
+        assert document.measures["environment_tokens"] == answer_tokens == 2 * (turns - 1)
         assert document.truncated is (document.measures["ended_by_length_fraction"] == 1)
         assert len(document.tokens) <= 2 + 16
         last = rest[-1].removesuffix("<end>").rstrip(STOPS)
@@ -92,9 +92,9 @@ def test_a_conversation_is_one_document(sampled):
 def test_each_token_has_the_log_prob_that_it_was_drawn_with(sampled):
     module, documents = sampled
     batch = pack(documents)
-    found = module.log_probs(batch).cpu()[batch.labels >= 0]
+    log_probs = module.log_probs(batch).cpu()[batch.labels >= 0]
     torch.testing.assert_close(
-        found, torch.cat([d.old_log_probs for d in documents]), rtol=1e-4, atol=1e-4
+        log_probs, torch.cat([d.old_log_probs for d in documents]), rtol=1e-4, atol=1e-4
     )
 
 
@@ -109,14 +109,14 @@ def test_each_token_has_the_log_prob_that_it_was_drawn_with(sampled):
     ids=["few at once", "static", "no position to spare", "processes"],
 )
 def test_turns_do_not_depend_on_what_is_sampled_beside_them(sampled, more):
-    positions = any(one.startswith("model.") for one in more)
+    positions = any(setting.startswith("model.") for setting in more)
     alone = "sampler.max_sequences=1"
     _, expected = (
         documents_of("rollout.old_log_probs=sampling", more[0], alone) if positions else sampled
     )
-    _, found = documents_of("rollout.old_log_probs=sampling", *more)
-    assert_equal([d.tokens for d in found], [d.tokens for d in expected])
-    assert_equal([d.loss_mask for d in found], [d.loss_mask for d in expected])
+    _, documents = documents_of("rollout.old_log_probs=sampling", *more)
+    assert_equal([d.tokens for d in documents], [d.tokens for d in expected])
+    assert_equal([d.loss_mask for d in documents], [d.loss_mask for d in expected])
 
 
 @pytest.mark.gpu
@@ -129,10 +129,10 @@ def test_a_gpu_says_what_a_cpu_says(static):
         f"sampler.static_cache={static}",
         "trainer.device=cpu",
     )
-    expected, found = (documents_of(*chosen, device=device)[1] for device in ("cpu", "cuda"))
-    for one, other in zip(found, expected, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        torch.testing.assert_close(one.old_log_probs, other.old_log_probs, rtol=0, atol=1e-2)
+    expected, on_gpu = (documents_of(*chosen, device=device)[1] for device in ("cpu", "cuda"))
+    for document, on_cpu in zip(on_gpu, expected, strict=True):
+        assert document.tokens.tolist() == on_cpu.tokens.tolist()
+        torch.testing.assert_close(document.old_log_probs, on_cpu.old_log_probs, rtol=0, atol=1e-2)
 
 
 def test_each_turn_has_a_seed_of_its_own_and_the_tokens_so_far(monkeypatch):
@@ -168,14 +168,16 @@ def test_completions_that_must_end_early_are_those_of_their_own_seed():
         *once(*KEPT, "rollout.max_completion_length=12", "accumulation.max_tokens=64"), dtype=None
     )
     sampler, prompts = sampler_of(loader), [[1, 2], [3, 4, 5, 6]]
-    whole = sampler.complete([Request(prompt, 2, seed) for seed, prompt in enumerate(prompts)])
+    full = sampler.complete([Request(prompt, 2, seed) for seed, prompt in enumerate(prompts)])
     cut = [Request(prompts[0], 2, 0, 3), Request(prompts[1], 2, 1)]
-    for found, expected, most in zip(sampler.complete(cut), whole, (3, 3, 12, 12), strict=True):
-        assert torch.equal(found.tokens, expected.tokens[:most])
-        ended = len(expected.tokens) < most or (
-            expected.finish_reason == "stop" and len(expected.tokens) == most
+    for completion, expected, limit in zip(
+        sampler.complete(cut), full, (3, 3, 12, 12), strict=True
+    ):
+        assert torch.equal(completion.tokens, expected.tokens[:limit])
+        ended = len(expected.tokens) < limit or (
+            expected.finish_reason == "stop" and len(expected.tokens) == limit
         )
-        assert found.finish_reason == ("stop" if ended else "length")
+        assert completion.finish_reason == ("stop" if ended else "length")
 
 
 def test_conversations_without_end_are_bounded():
@@ -186,7 +188,7 @@ def test_conversations_without_end_are_bounded():
     ):
         _, documents = documents_of(endless, *more)
         fractions = [{k for k in ends if d.measures[f"ended_by_{k}_fraction"]} for d in documents]
-        assert all(len(one) == 1 for one in fractions)
+        assert all(len(ended_by) == 1 for ended_by in fractions)
         assert set().union(*fractions) == ends
         assert max(len(d.tokens) for d in documents) <= 2 + 16
         assert max(d.measures["turns"] for d in documents) == (2 if len(ends) == 2 else 1)
@@ -205,7 +207,6 @@ STALE = (
     "rollout.old_log_probs=sampling",
     "optimizer.learning_rate=0.01",
 )
-LAG = ("rollout.lag=2", "optimizer.learning_rate=0.01")
 
 
 def trained(folder, *overrides, resume=False):
@@ -252,7 +253,7 @@ def test_metrics_and_kept_completions_tell_of_turns(whole):
     rows_of(whole(*FULL) / "completions/evaluation_held_out_000000.parquet")
 
 
-@pytest.mark.parametrize("settings", [FULL, LAG, STALE], ids=["full", "lag", "staleness"])
+@pytest.mark.parametrize("settings", [FULL, STALE], ids=["full", "staleness"])
 def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path, settings):
     cut = copy_as_of(whole(*settings), 3, tmp_path / "run")
     trained(cut, *settings, resume=True)
@@ -262,8 +263,8 @@ def test_a_resumed_run_goes_on_to_the_last_bit(whole, tmp_path, settings):
 
 def test_recorded_conversations_train_the_same(tmp_path):
     """A batch of two updates: the first trains on it as it was sampled, the second run reads it."""
-    own = ("trainer.max_steps=2", "optimizer.learning_rate=0.01")
-    one = trained(tmp_path / "one", *own, f"rollout.save_path={tmp_path / 'recorded'}")
+    settings = ("trainer.max_steps=2", "optimizer.learning_rate=0.01")
+    sampled_run = trained(tmp_path / "one", *settings, f"rollout.save_path={tmp_path / 'recorded'}")
     without = [s for s in KEPT if not s.startswith("rollout.")]
     recorded = [
         "rollout=recorded",
@@ -276,19 +277,19 @@ def test_recorded_conversations_train_the_same(tmp_path):
         "accumulation.max_tokens=64",
         "aggregation.divisor=16",
     ]
-    config = config_of(*without, *own, *recorded, "rollout.shuffle=false")
+    config = config_of(*without, *settings, *recorded, "rollout.shuffle=false")
     assert validate(config)[1].problems == []
     train(config, tmp_path / "two")
-    found, expected = (
+    losses, expected = (
         [row["loss"] for row in metrics_of(tmp_path / name)] for name in ("two", "one")
     )
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert losses == pytest.approx(expected, abs=1e-9)
     assert_equal(*(checkpoint_of(tmp_path / name, 2)["model"] for name in ("two", "one")))
     assert (
         len(
             {
                 len(document["tokens"])
-                for document in checkpoint_of(one, 2)["data"]["source"]["documents"]
+                for document in checkpoint_of(sampled_run, 2)["data"]["source"]["documents"]
             }
         )
         > 1
@@ -308,38 +309,37 @@ def test_a_step_is_made_again_with_its_conversations(whole):
 @pytest.mark.parametrize(
     ("settings", "sizes", "more"),
     [
-        (FULL, {"data_parallel": 2}, []),
         (STALE, {"data_parallel": 2}, []),
         (FULL, {"data_parallel": 2}, ["parallelism.shard=true"]),
         (("evaluation.every=3",), {"tensor_parallel": 2}, []),
     ],
-    ids=["ddp", "ddp, staleness", "fsdp", "tensor"],
+    ids=["ddp, staleness", "fsdp", "tensor"],
 )
 def test_ranks_make_the_run_of_one_process(whole, tmp_path, settings, sizes, more):
-    found = run_on_ranks(tmp_path / "run", [*KEPT, *TALK, *settings, *more], **sizes)
+    on_ranks = run_on_ranks(tmp_path / "run", [*KEPT, *TALK, *settings, *more], **sizes)
     expected = whole(*settings)
-    assert_close(found, expected, 1e-6)
+    assert_close(on_ranks, expected, 1e-6)
     for step in (2, 6):
         batches = [
             checkpoint_of(folder, step)["data"]["source"]["documents"]
-            for folder in (found, expected)
+            for folder in (on_ranks, expected)
         ]
         assert_equal(*([document["tokens"] for document in batch] for batch in batches))
         assert_equal(*([document["loss_mask"] for document in batch] for batch in batches))
     for path in (expected / "completions").glob("evaluation_*"):
-        assert read_completions(found / "completions" / path.name) == read_completions(path)
+        assert read_completions(on_ranks / "completions" / path.name) == read_completions(path)
 
 
 @pytest.mark.slow
 def test_a_server_is_asked_for_each_turn_with_its_room(tmp_path):
     """The strict server of the tests: it refuses what vLLM would, and the trainer checks each
     log-prob."""
-    own = (
+    sampler = (
         "sampler=vllm",
         f"sampler.executable={COMMAND} --marks {tmp_path}/marks",
         "trainer.device=cpu",
     )
-    rows = metrics_of(trained(tmp_path / "run", *own, "evaluation.every=3"))
+    rows = metrics_of(trained(tmp_path / "run", *sampler, "evaluation.every=3"))
     assert max(row["turns"] for row in rows) > 1
     for row in rows[::2]:
         assert abs(row["max_ratio_new_old"] - 1) < 1e-4

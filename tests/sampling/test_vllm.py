@@ -137,17 +137,26 @@ def test_a_fault_while_sampling_is_one_sentence(server, tmp_path, monkeypatch, f
         assert len(sampler.complete(REQUESTS)) == 5  # it can be asked again
 
 
-WRONG = ("another_prompt", "ignores_temperature", "nan_log_probs", "unprocessed", "zeros")
-"""Faults whose answers look right one by one."""
+ONE_UPDATE = "training accumulation.docs_per_step=16"
 
 
-@pytest.mark.parametrize("fault", WRONG)
-@pytest.mark.parametrize("old", ["training", "sampling", "training accumulation.docs_per_step=16"])
+@pytest.mark.parametrize(
+    ("fault", "old"),
+    [
+        *(("another_prompt", old) for old in ("training", "sampling", ONE_UPDATE)),
+        ("ignores_temperature", "training"),
+        ("nan_log_probs", "sampling"),
+        ("unprocessed", ONE_UPDATE),
+        ("zeros", "training"),
+    ],
+)
 def test_a_batch_that_the_trainers_weights_would_not_write_is_not_trained(
     server, tmp_path, old, fault
 ):
-    """From the second batch on, of the same weights, so that no proof of a version comes
-    between."""
+    """Faults whose answers look right one by one, from the second batch on.
+
+    It is of the same weights, so that no proof of a version comes between.
+    """
     settings = *f"rollout.old_log_probs={old}".split(), "rollout.temperature=0.5"
     with contextlib.closing(server.source(tmp_path, *settings)) as source:
         documents = [source.document(place) for place in range(source.batch_size)]

@@ -235,7 +235,7 @@ def test_what_is_no_chat_is_refused_with_its_row(tmp_path, prompt, reason):
     assert f"p.jsonl:1:prompt: {reason}" in str(error.value)
 
 
-def test_format_of_datasets(tmp_path):
+def test_folders_that_datasets_has_saved_are_read(tmp_path):
     """What the package itself writes, where it is installed."""
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset(table([*range(7)]))
@@ -278,7 +278,7 @@ def test_numbers_are_answers_as_a_model_writes_them(tmp_path):
     assert [row.answer for row in rows] == ["42", "42", "3.140000104904174"]
 
 
-def test_the_columns_of_verl(tmp_path):
+def test_the_columns_of_verl_are_read(tmp_path):
     """The prompt is a list of messages, the answer a field of `reward_model`."""
     truths = [{"style": "rule", "ground_truth": text} for text in ("42", "7")]
     columns = {

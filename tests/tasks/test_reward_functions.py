@@ -122,7 +122,7 @@ def test_a_list_has_a_score_for_each_completion(task_of):
         scores_of(task_of(MINE + "too_few"), ["", ""])
 
 
-def test_what_is_logged(task_of):
+def test_what_a_reward_function_logs_is_kept_under_its_name(task_of):
     found = scores_of(task_of("exact_match", MINE + "longest_of_the_batch"), ["1", "x"])
     assert [score.measures["verifier/v1/mean_level"] for score in found] == [3.5] * 2
     assert [score.logged for score in found] == [{"v1/level": "3"}, {"v1/level": "4"}]

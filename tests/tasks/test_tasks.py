@@ -28,7 +28,7 @@ def reverse(seed=0, num_digits=6):
     return make_task(ReverseTaskConfig(name="reverse", num_digits=num_digits), seed)
 
 
-def test_reverse_prompts():
+def test_prompts_of_reverse_are_the_same_everywhere():
     task = reverse()
     for index in (0, 1, 10**12):
         prompt = task.prompt(index)
@@ -56,7 +56,7 @@ def test_reverse_prompts():
         ("482913", True, 1, False),
     ],
 )
-def test_reverse_scores(completion, finished, right, exact):
+def test_reverse_scores_the_share_of_right_digits(completion, finished, right, exact):
     score = reverse().score(Prompt("482913=", "319284", 0, "prompt 0"), completion, finished)
     assert score.reward == right / 7
     assert score.exact_match is exact
@@ -116,7 +116,7 @@ def test_bad_prompts_are_listed_together(tmp_path):
         assert part in message
 
 
-def test_missing_prompts(tmp_path):
+def test_a_file_without_prompts_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="at least one prompt"):
         make_task(prompts_config(tmp_path / "empty.jsonl"), 0)
@@ -130,7 +130,7 @@ def gym_config(dataset="chain_sum", **options):
     return ReasoningGymTaskConfig(**values)
 
 
-def test_reasoning_gym():
+def test_reasoning_gym_makes_prompts_and_scores():
     pytest.importorskip("reasoning_gym")
     task = make_task(gym_config(min_terms=2, max_terms=3, size=50), seed=5)
     assert task.num_prompts == 50

@@ -117,11 +117,9 @@ def test_the_first_call_of_a_process_has_the_time_of_a_start(processes, monkeypa
         Failure(TIMEOUT, "gave no answer within task.verifier_seconds=0.5"),
         1.0,  # of another process, which starts cold again
     ]
-    monkeypatch.setattr(process_pool, "START_SECONDS", 10)
+    monkeypatch.setattr(process_pool, "START_SECONDS", 4)
     assert processes(1, 0.5).answers(questions("spin")) == [
-        Failure(
-            TIMEOUT, "gave no answer within the 10 seconds that the first call of a process has"
-        )
+        Failure(TIMEOUT, "gave no answer within the 4 seconds that the first call of a process has")
     ]
 
 

@@ -34,7 +34,7 @@ def names(folder):
     return [path.name for path in list_checkpoints(folder)]
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 10, 999_999, 1_000_000):
         save_state(tmp_path, state(step), keep=2)
     assert names(tmp_path) == ["step-999999", "step-1000000"]

@@ -15,6 +15,7 @@ from builders.runs import (
     built,
     checkpoint_of,
     config_of,
+    copy_as_of,
     metrics_of,
     once,
     run,
@@ -111,7 +112,6 @@ def test_every_value_is_0_at_the_start():
     "late",
     [
         (),
-        ("rollout.lag=3",),
         ("rollout.lag=3", "rollout.old_log_probs=proximal"),
         ("rollout.max_staleness=5",),
     ],
@@ -134,11 +134,13 @@ def test_values_are_the_critics_as_training_on_a_batch_begins(late):
                 rewards = [0.0] * document.num_trained
                 rewards[-1] = document.reward
                 trained = [True] * document.num_trained
-                found = reference_terms.gae(rewards, expected.tolist(), trained, 1.0, 0.95)
-                assert document.returns.tolist() == pytest.approx(
-                    [x[1] for x in found.values()], abs=1e-5
+                advantages_and_returns = reference_terms.gae(
+                    rewards, expected.tolist(), trained, 1.0, 0.95
                 )
-                advantages += [x[0] for x in found.values()]
+                assert document.returns.tolist() == pytest.approx(
+                    [x[1] for x in advantages_and_returns.values()], abs=1e-5
+                )
+                advantages += [x[0] for x in advantages_and_returns.values()]
             numbers = torch.tensor(advantages, dtype=torch.float64)
             white = (numbers - numbers.mean()) / (numbers.var() + 1e-8).sqrt()
             torch.testing.assert_close(
@@ -220,9 +222,9 @@ def test_the_gradient_is_the_specifications_however_the_step_is_cut(aggregation)
         metrics = critic.gradient(step.micro_batches, step.totals, None)
         assert metrics["value_loss"] == pytest.approx(total, rel=1e-9)
         for parameter, gradient in zip(parameters, expected, strict=True):
-            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            wanted = torch.zeros_like(parameter) if gradient is None else gradient
-            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-12)
+            actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            specified = torch.zeros_like(parameter) if gradient is None else gradient
+            torch.testing.assert_close(actual, specified, rtol=1e-8, atol=1e-12)
     every = torch.cat([critics_values(module, document) for document in documents]).detach()
     returns = torch.cat([document.returns for document in documents]).double()
     assert metrics["value"] == pytest.approx(float(every.mean()), rel=1e-9)
@@ -284,37 +286,39 @@ def test_a_step_whose_value_loss_is_not_finite_changes_neither_model():
 def test_the_policys_step_is_that_of_the_same_advantages_without_a_critic():
     module, loader = of_settings()
     step = next(iter(loader))
-    found = module.training_step(step, 0)["metrics"]
-    other, _ = of_settings("advantage=dr_grpo", "critic.learning_rate=0.001")
-    expected = other.training_step(step, 0)["metrics"]
-    assert found["grad_norm"] == expected["grad_norm"]
-    assert_equal(weights_of(module.model), weights_of(other.model))
+    metrics = module.training_step(step, 0)["metrics"]
+    without_critic, _ = of_settings("advantage=dr_grpo", "critic.learning_rate=0.001")
+    expected = without_critic.training_step(step, 0)["metrics"]
+    assert metrics["grad_norm"] == expected["grad_norm"]
+    assert_equal(weights_of(module.model), weights_of(without_critic.model))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [(), ("parallelism.shard=true",)], ids=str)
-def test_over_ranks_it_is_the_same_run(tmp_path, more):
+def test_ranks_train_the_critic_as_one_process_does_and_resume(tmp_path):
     """And a resumed one continues to the same numbers; nothing of the critic is lost where it is
     divided."""
     path = save_with_tokenizer(small_llama(0), tmp_path / "model")
     settings = once(*with_model(path, *GAE, "trainer.max_steps=4", "critic.learning_rate=0.01"))
-    found = run_on_ranks(tmp_path / "ranks", [*settings, *more], data_parallel=2)
-    expected = run_on_ranks(tmp_path / "one", settings)
-    assert_close(found, expected, 2e-5)
-    one, ranks = (checkpoint_of(folder, 4)["critic"] for folder in (expected, found))
-    assert one.keys() == ranks.keys()
-    for name, tensor in one.items():
-        torch.testing.assert_close(ranks[name], tensor, rtol=1e-3, atol=2e-5)
-    longer = once(*settings, *more, "trainer.max_steps=6")
-    whole = run_on_ranks(tmp_path / "whole", longer, data_parallel=2)
-    resumed = run_on_ranks(found, longer, resume=True, data_parallel=2)
-    assert metrics_of(resumed) == metrics_of(whole)
-    assert_equal(checkpoint_of(resumed, 6), checkpoint_of(whole, 6))
+    sharded = [*settings, "parallelism.shard=true"]
+    on_ranks = run_on_ranks(tmp_path / "ranks", sharded, data_parallel=2)
+    in_one_process = run_on_ranks(tmp_path / "one", settings)
+    assert_close(on_ranks, in_one_process, 2e-5)
+    expected = checkpoint_of(in_one_process, 4)["critic"]
+    divided = checkpoint_of(on_ranks, 4)["critic"]
+    assert expected.keys() == divided.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(divided[name], tensor, rtol=1e-3, atol=2e-5)
+    resumed = copy_as_of(on_ranks, 2, tmp_path / "resumed")
+    run_on_ranks(resumed, sharded, resume=True, data_parallel=2)
+    assert metrics_of(resumed) == metrics_of(on_ranks)
+    assert_equal(checkpoint_of(resumed, 4), checkpoint_of(on_ranks, 4))
 
 
 def test_the_critic_of_another_folder(tmp_path):
-    path, other = (save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3))
-    module, _ = built(*with_model(path, *GAE, f"critic.path={other}"))
+    path, critic_path = (
+        save_with_tokenizer(small_llama(seed), tmp_path / str(seed)) for seed in (0, 3)
+    )
+    module, _ = built(*with_model(path, *GAE, f"critic.path={critic_path}"))
     of_critic, of_policy = module.critic.body.model.state_dict(), module.model.state_dict()
     expected = small_llama(3).state_dict()
     body = [name for name in expected if name.startswith("model.")]
@@ -380,6 +384,6 @@ def test_a_run_without_a_critic_has_none_of_it(tmp_path):
         (["advantage=dr_grpo", "advantage.gamma=0.9"], "advantage.gamma=0.9 needs advantage=gae"),
     ],
 )
-def test_what_is_refused(typed, problem):
+def test_what_a_critic_cannot_be_combined_with_is_refused(typed, problem):
     problems = validate(config_of("advantage=gae", "loss=grpo", *typed))[1].problems
     assert any(found.startswith(problem) for found in problems), problems

@@ -197,7 +197,7 @@ def test_prompts_of_conversations_are_data_too(tmp_path):
     assert digests(config_of(*talk)) == {}
 
 
-def test_absolute_paths(tmp_path, monkeypatch):
+def test_paths_are_made_absolute(tmp_path, monkeypatch):
     folder = tmp_path / "a[1]"
     (folder / "model").mkdir(parents=True)
     monkeypatch.chdir(folder)

@@ -199,7 +199,7 @@ def documents(*groups):
         ),
     ],
 )
-def test_which_are_kept(count, expected):
+def test_the_best_and_worst_of_several_prompts_are_kept(count, expected):
     """First of prompts that teach something, of each the best and the worst; the same prompts
     whenever they come."""
     of_step = documents([1.0, 1.0], [0.0, 1.0], [0.75, 0.0, 0.5], [0.0, 0.0])

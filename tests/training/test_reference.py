@@ -37,7 +37,7 @@ def test_the_first_distance_is_exactly_zero(tmp_path):
     assert all(0 < row["entropy"] < 2.5 for row in rows)
 
 
-def test_a_reference_that_moves(tmp_path):
+def test_a_reference_moves_a_share_of_the_way_to_the_policy(tmp_path):
     """After every other update a quarter of the way to the policy, in float32 whatever the model
     computes in."""
     moving = (
@@ -76,7 +76,7 @@ def test_a_reference_that_was_just_replaced_is_no_distance_away(tmp_path):
     [({"data_parallel": 2}, ("parallelism.shard=true",)), ({"tensor_parallel": 2}, ())],
     ids=str,
 )
-def test_a_reference_that_moves_over_ranks(tmp_path, recorded, sizes, more):
+def test_a_reference_moves_over_ranks_as_in_one_process(tmp_path, recorded, sizes, more):
     moving = (
         "kl=k3",
         "kl.coefficient=0.3",
@@ -85,8 +85,8 @@ def test_a_reference_that_moves_over_ranks(tmp_path, recorded, sizes, more):
         "optimizer.learning_rate=0.02",
     )
     settings = with_model(llama(tmp_path / "base"), *moving, of=recorded)
-    found = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
-    assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
+    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -113,24 +113,30 @@ def test_the_first_distance_is_exactly_zero_in_bfloat16(tmp_path, tied):
 
 def test_a_reference_from_a_folder_gives_its_log_probs(tmp_path):
     """Against its own logits, by hand; the temperature is the policy's."""
-    path, other = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
-    overrides = path, "kl=k1", f"kl.reference={other}", "rollout.temperature=0.7", "loss=reinforce"
+    path, reference_path = llama(tmp_path / "model"), llama(tmp_path / "other", seed=3)
+    overrides = (
+        path,
+        "kl=k1",
+        f"kl.reference={reference_path}",
+        "rollout.temperature=0.7",
+        "loss=reinforce",
+    )
     module, loader = built(*with_model(*overrides))
     step = next(iter(loader))
-    found = module.training_step(step, 0)["metrics"]["kl_ref"]
+    distance = module.training_step(step, 0)["metrics"]["kl_ref"]
     expected = 0.0
     for document in step.documents:
         rows = [
-            one.model(document.tokens[None]).logits[0, :-1]
-            for one in (module.policy, module.reference)
+            policy.model(document.tokens[None]).logits[0, :-1]
+            for policy in (module.policy, module.reference)
         ]
         new, ref = ((row / 0.7).log_softmax(-1) for row in rows)
         chosen = document.tokens[1:, None]
         gap = (ref.gather(-1, chosen) - new.gather(-1, chosen))[document.loss_mask[1:]]
         expected += float((gap.exp() - gap - 1).detach().mean()) / len(step.documents)
     # its norms compute in float32, whatever the weights are
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert found > 1e-3
+    assert distance == pytest.approx(expected, rel=1e-4)
+    assert distance > 1e-3
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
@@ -154,8 +160,8 @@ def test_distillation_has_the_kl_of_whole_rows(tmp_path, kind, kernel):
     total, mean, tokens = 0.0, 0.0, 0
     for document in step.documents:
         rows = [
-            one.model(document.tokens[None]).logits[0, :-1].double()
-            for one in (module.policy, module.reference)
+            policy.model(document.tokens[None]).logits[0, :-1].double()
+            for policy in (module.policy, module.reference)
         ]
         p, f = ((row.detach() / 0.7).log_softmax(-1)[document.loss_mask[1:]] for row in rows)
         values = (p.exp() * (p - f) if kind == "full_reverse" else f.exp() * (f - p)).sum(-1)
@@ -188,17 +194,17 @@ def test_a_student_comes_to_write_what_its_teacher_writes(tmp_path, capsys):
 def test_the_full_kl_from_a_model_without_its_adapters(tmp_path):
     """Adapters beside frozen weights: the numbers of a copy of the base model."""
     base = llama(tmp_path / "base")
-    own = (
+    typed = (
         "kl=full_reverse",
         "kl.coefficient=0.3",
         "model.lora_rank=2",
         "optimizer.learning_rate=0.02",
     )
     for name, reference in {"within": "initial", "beside": str(base)}.items():
-        train_on(tmp_path / name, base, *own, f"kl.reference={reference}", "trainer.max_steps=3")
-    found = metrics_of(tmp_path / "within")
-    assert found[0]["kl_ref"] == 0 < found[-1]["kl_ref"]
-    assert found == metrics_of(tmp_path / "beside")
+        train_on(tmp_path / name, base, *typed, f"kl.reference={reference}", "trainer.max_steps=3")
+    within = metrics_of(tmp_path / "within")
+    assert within[0]["kl_ref"] == 0 < within[-1]["kl_ref"]
+    assert within == metrics_of(tmp_path / "beside")
 
 
 @pytest.mark.slow
@@ -211,17 +217,16 @@ def test_the_full_kl_from_a_divided_model_without_its_adapters(tmp_path, recorde
         "optimizer.learning_rate=0.02",
     )
     settings = with_model(llama(tmp_path / "base"), *kl, of=recorded)
-    found = run_on_ranks(tmp_path / "ranks", [*settings, "parallelism.shard=true"], **size)
-    assert metrics_of(found)[-1]["kl_ref"] > 1e-5
-    assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, "parallelism.shard=true"], **size)
+    assert metrics_of(on_ranks)[-1]["kl_ref"] > 1e-5
+    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "more"),
     [
-        ({"tensor_parallel": 2, "sequence_data_parallel": 2}, ("kernel=torch",)),
-        ({"tensor_parallel": 2}, ("parallelism.sequence_parallel=true",)),
+        ({"tensor_parallel": 2}, ("parallelism.sequence_parallel=true", "kernel=torch")),
         ({"data_parallel": 2}, ("parallelism.shard=true",)),
     ],
     ids=str,
@@ -230,8 +235,8 @@ def test_the_full_kl_over_ranks(tmp_path, recorded, sizes, more):
     base, teacher = llama(tmp_path / "base"), llama(tmp_path / "teacher", seed=3)
     kl = "kl=full_forward", "kl.coefficient=0.3", f"kl.reference={teacher}"
     settings = [*with_model(base, *kl, of=recorded)]
-    found = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
-    assert_close(found, run_on_ranks(tmp_path / "one", settings), 2e-5)
+    on_ranks = run_on_ranks(tmp_path / "ranks", [*settings, *more], **sizes)
+    assert_close(on_ranks, run_on_ranks(tmp_path / "one", settings), 2e-5)
 
 
 PROMPTED = (
@@ -261,16 +266,16 @@ def test_a_teacher_reads_another_prompt(tmp_path, kind):
         read = torch.cat([prompt[:3].flip(0), prompt[3:], prompt, written])  # 428= becomes 824=428=
         pairs = (module.policy, document.tokens), (module.reference, read)
         rows = [
-            one.model(x[None]).logits[0, -len(written) - 1 : -1].detach().double() / 0.7
-            for one, x in pairs
+            policy.model(x[None]).logits[0, -len(written) - 1 : -1].detach().double() / 0.7
+            for policy, x in pairs
         ]
         p, f = (row.log_softmax(-1) for row in rows)
         gap = (f - p).gather(-1, written[:, None])
         values = gap.exp() - gap - 1 if kind == "k3" else p.exp() * (p - f)
         total, tokens = total + float(values.sum()), tokens + len(written)
-    found = module.training_step(step, 0)["metrics"]["loss"]
-    assert found == pytest.approx(total / tokens, rel=1e-5)
-    assert found > 0.1
+    loss = module.training_step(step, 0)["metrics"]["loss"]
+    assert loss == pytest.approx(total / tokens, rel=1e-5)
+    assert loss > 0.1
 
 
 def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
@@ -284,7 +289,11 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
         DataError,
         match=r"prompts, or what kl\.reference_prompt makes of them, do not have 1 to 7 tokens",
     ):
-        built(*[one for one in WITHOUT_AGGREGATION if "max_tokens" not in one], *PROMPTED, *short)
+        built(
+            *[setting for setting in WITHOUT_AGGREGATION if "max_tokens" not in setting],
+            *PROMPTED,
+            *short,
+        )
     assert (
         validate(config_of(*SHORT, *PROMPTED, *short))[1]
         .problems[0]
@@ -297,9 +306,9 @@ def test_what_the_teacher_reads_has_room_and_answers(tmp_path):
 
 def test_another_vocabulary_is_refused(tmp_path):
     path = llama(tmp_path / "model")
-    wider, others = llama(tmp_path / "wider", vocab_size=14), ", or kl.reference=initial"
+    wider, alternative = llama(tmp_path / "wider", vocab_size=14), ", or kl.reference=initial"
     refused = r"kl.reference=.*wider needs the vocabulary of the policy, 12 rows .*got 14"
-    with pytest.raises(ConfigError, match=f"{refused}.* the same family{others}.$"):
+    with pytest.raises(ConfigError, match=f"{refused}.* the same family{alternative}.$"):
         built(*with_model(path, "kl=k3", f"kl.reference={wider}"))
     # which may not be the policy itself
     with pytest.raises(ConfigError, match=f"{refused}.* the same family.$"):

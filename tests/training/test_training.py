@@ -9,7 +9,6 @@ import re
 
 import pytest
 import torch
-from builders.losses import EVERY_LOSS
 from builders.models import save_with_tokenizer, small_llama
 from builders.rollout_rows import good_row, write_jsonl
 from builders.runs import (
@@ -208,9 +207,9 @@ def test_a_difference_to_the_sampler_beyond_the_clip_is_noted_once(tmp_path, cap
     for folder, difference, noted in (("a", 0.3, 1), ("b", 0.1, 0)):
         rows = [sampled(number, difference) for number in range(4)]
         train_rows(tmp_path / folder, rows, "loss=grpo", "correction=token_truncate")
-        found = metrics_of(tmp_path / folder)
-        assert len(found) == 2
-        for row in found:
+        metrics = metrics_of(tmp_path / folder)
+        assert len(metrics) == 2
+        for row in metrics:
             assert row["difference_old_sampling"] == pytest.approx(difference, abs=1e-6)
             assert row["correction_factor"] == pytest.approx(math.exp(difference), abs=1e-6)
             assert row["clipped_sampling_fraction"] == noted
@@ -266,8 +265,8 @@ def test_a_batch_of_rollouts_from_before_a_correction_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", EVERY_LOSS)
-def test_it_learns(tmp_path, loss):
+@pytest.mark.parametrize("loss", ["gspo", "cispo", "reinforce"])
+def test_the_reward_rises_from_chance(tmp_path, loss):
     """A smaller main job: the reward of three digits rises from chance to three times that in a few
     seconds."""
     batches = (
