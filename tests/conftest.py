@@ -5,6 +5,7 @@ import copy
 import functools
 import inspect
 import os
+import sys
 from pathlib import Path
 
 # Set before anything imports triton: its language module reads the variable once.
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from pgtoolkit.runs.directory import RunDirectory
+from pgtoolkit.system.plain_files import replacing
+from pgtoolkit.tracking import curves
 
 
 def quicken_interpreter():
@@ -79,18 +82,33 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """Leave the pictures of runs white where no test looks at them.
+class Pictures:
+    """Draws the curves of the first run in a process; later runs get a copy of that picture.
 
-    Drawing its curves is a third of what a short run takes.
+    Drawing them is a third of what a short run takes. Tests of the picture itself draw it all.
     """
-    if item.path.name in ("test_plots.py", "test_study.py", "test_benchmarks.py"):
-        return (yield)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    def __init__(self):
+        self.first = None
+
+    def plot_curves(self, recorded, path_png, title):
+        if self.first is None:
+            curves.plot_curves(recorded, path_png, title)
+            self.first = path_png.read_bytes()
+        else:
+            with replacing(path_png) as file:
+                file.write(self.first)
+
+
+PICTURES = Pictures()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FigureCanvasAgg, "draw", lambda canvas: canvas.get_renderer())
+        if "pgtoolkit.training.train" in sys.modules:
+            train = sys.modules["pgtoolkit.training.train"]
+            patch.setattr(train, "plot_curves", PICTURES.plot_curves)
         return (yield)
 
 
