@@ -1,5 +1,4 @@
-"""Checksums of the rows that a run has recorded: each checkpoint keeps them, and readers
-compare."""
+"""Checksums of a run's rows, which each checkpoint keeps so that readers notice damage."""
 
 from __future__ import annotations
 
@@ -14,23 +13,25 @@ from pgtoolkit.system.report import shell_path
 _BLOCK_BYTES = 2**22
 
 
-def checksum(path: Path, most: int | None = None) -> dict[str, int]:
-    """Return the size and CRC-32 of a file, or of its first `most` bytes."""
+def checksum(path: Path, limit: int | None = None) -> dict[str, int]:
+    """Return the size and CRC-32 of a file, or of its first `limit` bytes."""
     size = 0
     value = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES if most is None else min(_BLOCK_BYTES, most - size)):
+        while True:
+            block_bytes = _BLOCK_BYTES if limit is None else min(_BLOCK_BYTES, limit - size)
+            block = file.read(block_bytes)
+            if not block:
+                return {"bytes": size, "crc32": value}
             value = zlib.crc32(block, value)
             size += len(block)
-    return {"bytes": size, "crc32": value}
 
 
 def check_rows(run_dir: Path, checkpoint: Path | None = None) -> None:
-    """Raise StorageError where rows up to a checkpoint are not those that it was saved with.
+    """Raise StorageError where the rows up to a checkpoint have changed since it was saved.
 
-    checkpoint: the newest one if it is None. Nothing is compared where there is none, where it is
-    older than these checksums, and of a file that has lost its last rows alone, as after a power
-    failure.
+    checkpoint: None for the newest one. Nothing is compared where there is none, where it was saved
+    without checksums, or where a file lacks only its last rows, as after a power failure.
     """
     checkpoint = checkpoint or newest_checkpoint(run_dir)
     if checkpoint is None:
@@ -46,12 +47,12 @@ def check_rows(run_dir: Path, checkpoint: Path | None = None) -> None:
             raise StorageError(
                 f"{path} is damaged: it does not hold the rows that the run had recorded by its "
                 f"checkpoint {checkpoint.name}. Restore it from a backup, or delete "
-                f"{shell_path(path)} to go on without these rows."
+                f"{shell_path(path)} to continue without these rows."
             )
 
 
 def _lacks_rows_between(path: Path) -> bool:
-    """Return whether a file of metrics lacks other rows than its last ones."""
+    """Return whether a file of metrics lacks rows before its last one."""
     if path.name != "metrics.jsonl":
         return False  # evaluations are not made after every step
     steps = read_metrics(path, ())["step"].tolist()

@@ -1,5 +1,4 @@
-"""Completions kept to be looked at: rows in Parquet files of a run directory, each written whole or
-not at all."""
+"""Completions that a run keeps, in Parquet files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,23 +8,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pgtoolkit.runs.records import reading
 from pgtoolkit.system.plain_files import replacing
 from pgtoolkit.system.redaction import redact
 
 FOLDER = "completions"
-"""Where they lie in a run directory."""
+"""Their folder in a run directory."""
 
 TRAINING = "training"
-"""The set of the completions that were trained on; other sets are those of evaluations."""
+"""The set of the completions that were trained on. Other sets are those of evaluations."""
 
-_REWARD_OF = "reward/"
-"""What a column of one verifier's scores begins with, as its metric does."""
+_REWARD_PREFIX = "reward/"
+"""The name of a column with one verifier's scores begins so, as its metric does."""
 
-_LOGGED_OF = "logged/"
-"""What a column that a reward function has logged begins with."""
+_LOGGED_PREFIX = "logged/"
+"""The name of a column that a reward function has logged begins so."""
 
 _NAME = re.compile(
     r"steps_(?P<first>\d+)-(?P<last>\d+)\.parquet|evaluation_(?P<set>.+)_(?P<step>\d+)\.parquet"
@@ -39,12 +38,14 @@ class CompletionRow:
     step: the optimizer step that trained on it; in an evaluation, the steps made before it.
     name: of the prompt, the same whenever it is asked: `Prompt.place`.
     prompt, completion: their tokens as the tokenizer decodes them, special tokens included.
-    reward: after weights and penalties; None where nobody could score it. rewards: score of each
-        verifier by its name; {} where none has a name.
-    advantage: None in an evaluation. tokens: of the completion. finish_reason: "stop" or "length".
-    version: of the weights that wrote it, in updates. answer: the prompt's reference answer, if it
-        has one.
-    logged: what reward functions have logged of it, by name.
+    reward: after weights and penalties; None where it could not be scored.
+    rewards: the score of each verifier by its name; {} where none has a name.
+    advantage: None in an evaluation.
+    tokens: number of tokens of the completion.
+    finish_reason: "stop" or "length".
+    version: of the weights that wrote it, in updates.
+    answer: the prompt's reference answer, if it has one.
+    logged: texts that reward functions have logged about it, by name.
     """
 
     step: int
@@ -66,15 +67,17 @@ COLUMNS = {
     for column in fields(CompletionRow)
     if column.name not in ("rewards", "logged")
 }
-"""The columns of a file but for `rewards` and `logged`: their types as they stand above."""
+"""The columns of a file, but for `rewards` and `logged`, with their types as written above."""
 
-_KINDS = {"int": "int64", "str": "string", "float": "double"}
-"""The same as Arrow names them."""
+_ARROW_TYPES = {"int": "int64", "str": "string", "float": "double"}
+"""Arrow's names of these types."""
 
 
 class CompletionFile(NamedTuple):
-    """One file: its set, its first and its last step, which are one in an evaluation, and where it
-    lies."""
+    """A file of completions: its set, its first and last step, and its path.
+
+    In an evaluation both steps are the same.
+    """
 
     set: str
     first: int
@@ -83,63 +86,66 @@ class CompletionFile(NamedTuple):
 
 
 def write_completions(path: Path, rows: Sequence[CompletionRow]) -> None:
-    """Write the file, or replace it, all of it or nothing; its folder is made. What looks like a
-    secret is hidden.
+    """Write a file of completions, or replace it, whole or not at all.
+
+    Its folder is made. Texts that look like secrets are hidden. The columns are the fields of
+    `CompletionRow`, with columns reward/NAME and logged/NAME in the place of `rewards` and
+    `logged`.
 
     path: RUN/completions/evaluation_SET_STEP.parquet for an evaluation, where no set is called
-        `training`. Training
-    writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred steps
-    (`rollouts/kept_completions.py`). The columns are the fields of `CompletionRow`, but for
-    `rewards` and `logged`: a column reward/NAME or logged/NAME for each of them.
+        `training`. Training writes RUN/completions/steps_FIRST-LAST.parquet, one file for a hundred
+        steps (`rollouts/kept_completions.py`).
     """
     write_redacted(path, redacted(rows))
 
 
 def redacted(rows: Sequence[CompletionRow]) -> list[CompletionRow]:
-    """The rows without what looks like a secret; what is no Unicode becomes a question mark."""
+    """Return the rows with secrets hidden; what is no Unicode becomes a question mark."""
     hidden = functools.cache(lambda text: redact(text).encode(errors="replace").decode())
-    return [
-        replace(
-            row,
-            **{name: hidden(value) for name, value in vars(row).items() if isinstance(value, str)},
-            logged={
-                name: hidden(f"{name}={text}").removeprefix(f"{name}=")
-                for name, text in row.logged.items()
-            },
-        )
-        for row in rows
-    ]
+    result = []
+    for row in rows:
+        texts = {name: hidden(value) for name, value in vars(row).items() if isinstance(value, str)}
+        # With its name, since some texts are secrets by their names only.
+        logged = {
+            name: hidden(f"{name}={text}").removeprefix(f"{name}=")
+            for name, text in row.logged.items()
+        }
+        result.append(replace(row, **texts, logged=logged))
+    return result
 
 
 def write_redacted(path: Path, rows: Sequence[CompletionRow]) -> None:
-    """The same as `write_completions` for rows that `redacted` has given, once where a file is
-    written again."""
+    """Write rows from `redacted`, as `write_completions` does.
+
+    A file that is written again and again does not have to redact its earlier rows each time.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = {name: _KINDS[kind.split()[0]] for name, kind in COLUMNS.items()}
+    arrow_types = {name: _ARROW_TYPES[kind.split()[0]] for name, kind in COLUMNS.items()}
     columns = {
-        name: pa.array([getattr(row, name) for row in rows], kind) for name, kind in kinds.items()
+        name: pa.array([getattr(row, name) for row in rows], arrow_type)
+        for name, arrow_type in arrow_types.items()
     }
     for name in dict.fromkeys(name for row in rows for name in row.rewards):
-        columns[_REWARD_OF + name] = pa.array([row.rewards.get(name) for row in rows], "double")
+        columns[_REWARD_PREFIX + name] = pa.array([row.rewards.get(name) for row in rows], "double")
     for name in dict.fromkeys(name for row in rows for name in row.logged):
-        columns[_LOGGED_OF + name] = pa.array([row.logged.get(name) for row in rows], "string")
+        columns[_LOGGED_PREFIX + name] = pa.array([row.logged.get(name) for row in rows], "string")
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
         pq.write_table(pa.table(columns), file, compression="zstd", write_page_checksum=True)
 
 
 def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[CompletionRow]:
-    """The rows of one file, as they were written; columns: of these fields alone, the others have
-    their defaults.
+    """Return the rows of a file.
 
-    Raises StorageError for a file that is damaged.
+    columns: the fields to read, while others have their defaults; None: all.
+    Raises StorageError for a damaged file.
     """
     import pyarrow.parquet as pq
 
     with path.open("rb") as file, reading(path):
-        # Without threads, which a process that ends at once, such as before `head`, leaves behind.
+        # Without threads: a process that ends at once, as in a pipe to `head`, would leave them.
         table = pq.read_table(
             file,
             columns=columns and list(columns),
@@ -147,77 +153,86 @@ def read_completions(path: Path, columns: Sequence[str] | None = None) -> list[C
             pre_buffer=False,
             page_checksum_verification=True,
         )
-        scores = [name for name in table.column_names if name.startswith(_REWARD_OF)]
-        logged = [name for name in table.column_names if name.startswith(_LOGGED_OF)]
         return [
             CompletionRow(
                 **{name: row[name] for name in columns or COLUMNS},
-                rewards={
-                    name.removeprefix(_REWARD_OF): row[name]
-                    for name in scores
-                    if row[name] is not None
-                },
-                logged={
-                    name.removeprefix(_LOGGED_OF): row[name]
-                    for name in logged
-                    if row[name] is not None
-                },
+                rewards=_values_with_prefix(row, _REWARD_PREFIX),
+                logged=_values_with_prefix(row, _LOGGED_PREFIX),
             )
             for row in table.to_pylist()
         ]
 
 
-def some_prompts(rows: Sequence[CompletionRow], most: int) -> set[str]:
-    """Names of prompts that together have at most so many completions: all of them, or some, spread
-    evenly.
+def _values_with_prefix(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the values of a row's columns that begin with a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in row.items()
+        if name.startswith(prefix) and value is not None
+    }
 
-    The last is among them; where its completions alone are more, it stays.
+
+def some_prompts(rows: Sequence[CompletionRow], limit: int) -> set[str]:
+    """Return names of prompts, evenly spread, that together have at most `limit` completions.
+
+    These are all prompts if they have no more. The last one is always among them, even if its
+    completions alone are more.
     """
     counts = Counter(row.name for row in rows)
-    for apart in range(max(1, -(-len(rows) // most)), len(counts)):
-        chosen = [*counts][::-apart]
-        if sum(counts[name] for name in chosen) <= most:
-            return set(chosen)
+    for stride in range(max(1, -(-len(rows) // limit)), len(counts)):
+        names = [*counts][::-stride]
+        if sum(counts[name] for name in names) <= limit:
+            return set(names)
     return set([*counts][-1:])
 
 
 def some_completions(
-    files: Sequence[CompletionFile], most: int, step: int | None = None
+    files: Sequence[CompletionFile], limit: int, step: int | None = None
 ) -> tuple[list[tuple[str, CompletionRow]], int]:
-    """The completions of these files, each with its set, and their number; of more than `most`,
-    which the sets share alike, those of `some_prompts`.
+    """Return completions of these files, each with its set, and the number that the files have.
 
-    step: of this one alone.
+    Of each set these are the completions of `some_prompts`, for an equal share of `limit`.
+    step: only completions of this step are taken and counted; None: of all.
     """
-    chosen, total = [], 0
-    for name in (sets := dict.fromkeys(file.set for file in files)):
-        paths = [file.path for file in files if file.set == name]
-        keys = [row for path in paths for row in read_completions(path, ("step", "name"))]
-        keys = [row for row in keys if step in (None, row.step)]
-        total, names = total + len(keys), some_prompts(keys, most // len(sets))
-        rows = (row for path in paths for row in read_completions(path))
-        chosen += [(name, row) for row in rows if row.name in names and step in (None, row.step)]
-    return chosen, total
+    sets = dict.fromkeys(file.set for file in files)
+    result = []
+    total = 0
+    for set_name in sets:
+        paths = [file.path for file in files if file.set == set_name]
+        keys = [
+            row
+            for path in paths
+            for row in read_completions(path, ("step", "name"))
+            if step in (None, row.step)
+        ]
+        total += len(keys)
+        prompts = some_prompts(keys, limit // len(sets))
+        result += [
+            (set_name, row)
+            for path in paths
+            for row in read_completions(path)
+            if row.name in prompts and step in (None, row.step)
+        ]
+    return result, total
 
 
 def completion_files(run_dir: Path) -> list[CompletionFile]:
-    """The files of a run directory, by set and step; none where there are none. Other files are
-    passed over."""
+    """Return the files of completions in a run directory, by set and step. Others are ignored."""
     files = []
     for path in (run_dir / FOLDER).glob("*.parquet"):
-        if named := _NAME.fullmatch(path.name):
-            first = int(named["step"] or named["first"])
-            last = int(named["step"] or named["last"])
-            files.append(CompletionFile(named["set"] or TRAINING, first, last, path))
+        match = _NAME.fullmatch(path.name)
+        if match:
+            first = int(match["step"] or match["first"])
+            last = int(match["step"] or match["last"])
+            files.append(CompletionFile(match["set"] or TRAINING, first, last, path))
     return sorted(files)
 
 
 def drop_completions_after(run_dir: Path, step: int) -> None:
-    """Take away the rows of later steps, of every set: a resumed run writes them anew."""
+    """Delete the rows of later steps, which a resumed run writes again, from every set."""
     for file in completion_files(run_dir):
         if file.first > step:
             file.path.unlink()
         elif file.last > step:
-            write_redacted(
-                file.path, [row for row in read_completions(file.path) if row.step <= step]
-            )
+            kept = [row for row in read_completions(file.path) if row.step <= step]
+            write_redacted(file.path, kept)

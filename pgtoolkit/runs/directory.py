@@ -1,5 +1,4 @@
-"""The run directory: configuration, status, metrics and provenance of one run, safe against a kill
-at any moment."""
+"""The run directory, which stays whole when the run is killed at any moment."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import time
 import uuid
 import zlib
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from pgtoolkit.errors import ConfigError, PgtoolkitError, StorageError
 from pgtoolkit.runs import records
@@ -30,43 +29,44 @@ from pgtoolkit.system.yaml_text import to_yaml
 _log = logging.getLogger(__name__)
 
 BELONGS_TO_A_RUN = ("config.yaml", "status.json", "metrics.jsonl", "checkpoints", "completions")
-"""What lies in a directory only once a run has begun there."""
+"""Files and folders that a directory has only once a run has begun there."""
 
 
 def occupied_by(run_dir: Path, more: tuple[str, ...] = ()) -> str | None:
-    """What of a run, or of `more`, lies in this directory already; None where another one may
-    begin."""
-    return next(
-        (name for name in (*BELONGS_TO_A_RUN, *more) if os.path.lexists(run_dir / name)), None
-    )
+    """Return a file of a run, or of `more`, that a directory has; None where a run may begin."""
+    for name in (*BELONGS_TO_A_RUN, *more):
+        if os.path.lexists(run_dir / name):
+            return name
+    return None
 
 
 def occupied(setting: str, run_dir: Path, by: str) -> str:
-    """The refusal of a run in such a directory."""
+    """Return the refusal of a run in a directory that has the file `by` of another one."""
     path = shlex.quote(str(run_dir))
-    begun = (run_dir / "config.yaml").is_file()
-    resume = (
-        f"pgtk resume {path} to continue that run, pgtk continue {path} in a script that is "
-        "repeated, or "
-    )
+    resume = ""
+    if (run_dir / "config.yaml").is_file():
+        resume = (
+            f"pgtk resume {path} to continue that run, pgtk continue {path} in a script that is "
+            "repeated, or "
+        )
     return (
         f"{setting} needs a directory without a run (got one with {by}). A second run would mix "
         "its configuration and metrics with the checkpoints of the first. Use "
-        f"{resume if begun else ''}another directory."
+        f"{resume}another directory."
     )
 
 
 class RunDirectory:
-    """One run's directory, held by one process at a time.
+    """The directory of one run, held by one process at a time.
 
-    Opening it takes an exclusive lock that the operating system drops when the process ends,
+    Opening it takes an exclusive lock, which the operating system releases when the process ends,
     however it ends.
     Files: config.yaml, overrides.yaml, drift.jsonl (after a resume that changed keys),
-        provenance.json, data.json
-    (digests of the data, by `record_data`), status.json, metrics.jsonl, evaluations.jsonl.
+    provenance.json, data.json (digests of the data, by `record_data`), status.json, metrics.jsonl,
+    evaluations.jsonl.
 
-    new: a run begins, and no other has begun there.
-    Raises ConfigError if another process holds the directory, or it is not new; StorageError if it
+    new: a new run begins, so the directory must not have another one.
+    Raises ConfigError if another process holds the directory or it is not new, StorageError if it
     cannot be written.
     """
 
@@ -74,38 +74,38 @@ class RunDirectory:
         self.path = Path(path).resolve()
         self.metrics_path = self.path / "metrics.jsonl"
         self.evaluations_path = self.path / "evaluations.jsonl"
-        # checksums of the files of rows as this process left them
+        # Checksums of the files of rows, as this process has left them.
         self._written: dict[Path, dict[str, int]] = {}
         with records.storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             reason = "Two processes would mix their metrics and checkpoints."
             self._lock_file = lock(self.path, "run directory", reason, "train in another directory")
-        if new and (by := occupied_by(self.path)):
+        name = occupied_by(self.path) if new else None
+        if name is not None:
             self.close()
-            raise ConfigError(occupied(f"the run directory {self.path}", self.path, by))
+            raise ConfigError(occupied(f"the run directory {self.path}", self.path, name))
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of the lock. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._lock_file.closed:
             return
-        # Closing alone would leave the lock with processes forked from this one, such as data
-        # workers.
+        # Closing the file is not enough: processes forked from this one would keep the lock.
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
         self._lock_file.close()
 
     def write_config(self, resolved: dict, overrides: list[str], step: int = 0) -> dict[str, list]:
-        """Write config.yaml and overrides.yaml; on a resume return what changed, {key: [old, new]}.
+        """Write config.yaml and overrides.yaml; return what a resume changed, {key: [old, new]}.
 
-        The changes are also added to drift.jsonl, with the time and the step the run resumes at.
-        Overrides of a resume are added to those of the first start; of two for one key the later
-        stays, and another option of a group takes the place of the group's keys.
+        The changes are also added to drift.jsonl, with the time and the step from which the run is
+        resumed. Overrides of a resume are added to those of the first start. They replace earlier
+        ones of the same key, and an override of a group replaces those of the group's keys.
         """
         config_path = self.path / "config.yaml"
         resolved = records.plain(resolved)
@@ -113,23 +113,26 @@ class RunDirectory:
         if config_path.exists():
             old_config, old_overrides = records.read_config(self.path)
             drift = config_drift(old_config, resolved)
-            given = {key_of(override) for override in overrides}
-            kept = (
-                old
-                for old in old_overrides
-                if not {key_of(old), key_of(old).partition(".")[0]} & given
-            )
+            new_keys = {key_of(override) for override in overrides}
+            kept = []
+            for override in old_overrides:
+                key = key_of(override)
+                group = key.partition(".")[0]
+                if key not in new_keys and group not in new_keys:
+                    kept.append(override)
             overrides = [*kept, *overrides]
         if drift:
             with (self.path / "drift.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"time": _now(), "step": step, "changes": drift}) + "\n")
         write_atomically(self.path / "overrides.yaml", to_yaml(list(overrides)))
-        write_atomically(config_path, to_yaml(resolved))  # last: it says that both are there
+        # Last: where there is a config.yaml, both files are there.
+        write_atomically(config_path, to_yaml(resolved))
         return drift
 
     def write_provenance(self, provenance: dict) -> None:
         """Write provenance.json; that of a resume goes into the list `resumed` of the first."""
-        if first := records.read_provenance(self.path):
+        first = records.read_provenance(self.path)
+        if first:
             first.setdefault("resumed", []).append(provenance)
             provenance = first
         write_atomically(self.path / "provenance.json", json.dumps(provenance, indent=2) + "\n")
@@ -144,14 +147,18 @@ class RunDirectory:
         saved: int | None = None,
         parent: str | None = None,
     ) -> None:
-        """Replace status.json in one piece; metrics appended before are on the disk when it says
-        so.
+        """Replace status.json, whole or not at all, once the metrics of earlier steps are on the
+        disk.
 
-        state: one of STATES. step: optimizer steps done. Kept once given are mlflow:
-            `MlflowTracker.info`; sweep: the
-        name of the sweep that the run belongs to; saved: the step of the newest checkpoint; parent:
-        the run that this one continues, and the step; and `id`, which a run shares with its copies
-        alone.
+        state: one of STATES.
+        step: optimizer steps done.
+        reason: why the run is in this state.
+        The others keep their earlier values where they are None:
+        mlflow: `MlflowTracker.info`.
+        sweep: the name of the sweep that the run belongs to.
+        saved: the step of the newest checkpoint.
+        parent: the run that this one continues, and the step.
+        So does `id`, which a run shares only with its copies.
         """
         before = records.read_status(self.path)
         status = {
@@ -171,34 +178,39 @@ class RunDirectory:
         if self.metrics_path.exists():
             with self.metrics_path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
-        path, content = self.path / "status.json", json.dumps(status, indent=2) + "\n"
+        path = self.path / "status.json"
+        content = json.dumps(status, indent=2) + "\n"
         try:
             write_atomically(path, content)
-        except (
-            OSError
-        ):  # a full disk has no room for a second file; what lies there must not say that it runs
+        except OSError:
+            # A full disk has no room for a second file, but the old status may say `running`.
             with contextlib.suppress(OSError):
                 overwrite(path, content)
             raise
 
     def append_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Add one line to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values;
-        ints stay ints."""
+        """Add a row to metrics.jsonl: `step`, `time` (seconds since 1970) and the finite values.
+
+        Integers stay integers.
+        """
         row: dict[str, float] = {"step": step, "time": round(time.time(), 3)}
         for name, value in metrics.items():
             if math.isfinite(value):
                 row[name] = int(value) if isinstance(value, numbers.Integral) else float(value)
         self._append(self.metrics_path, [row])
 
-    def append_evaluations(self, rows: list[dict[str, Any]]) -> None:
-        """Add the rows of one step to evaluations.jsonl, on the disk once this returns; see
-        runs/records.py."""
+    def append_evaluations(self, rows: list[records.Row]) -> None:
+        """Add the rows of one step to evaluations.jsonl; they are on the disk once this returns.
+
+        rows: see `records.read_evaluations`.
+        """
         self._append(self.evaluations_path, rows, durable=True)
 
-    def _append(self, path: Path, rows: list[dict], durable: bool = False) -> None:
-        """durable: what the file holds is on the disk afterwards.
+    def _append(self, path: Path, rows: list[records.Row], durable: bool = False) -> None:
+        """Add rows to a file.
 
-        Raises StorageError where rows have gone, or came, that this process has not written.
+        durable: the rows are on the disk once this returns.
+        Raises StorageError where another process has removed or added rows.
         """
         data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         with naming(path), path.open("ab") as file:
@@ -207,8 +219,8 @@ class RunDirectory:
             if size != before["bytes"]:
                 raise StorageError(
                     f"{path} needs the {before['bytes']} bytes that this run has written (got "
-                    f"{size}). It was deleted or changed during the run, and what it lacks is "
-                    "lost. Use pgtk resume to continue from the newest checkpoint without it."
+                    f"{size}). It was deleted or changed during the run, and its missing rows are "
+                    "lost. Use pgtk resume to continue from the newest checkpoint without them."
                 )
             file.write(data)
             file.flush()
@@ -220,8 +232,7 @@ class RunDirectory:
                 os.fsync(file.fileno())
 
     def checksums(self) -> dict[str, dict[str, int]]:
-        """Return the checksums of the files of rows, by name; the rows are on the disk
-        afterwards."""
+        """Return the checksums of the files of rows, by name, once the rows are on the disk."""
         checksums = {}
         for path in (self.metrics_path, self.evaluations_path):
             if path.exists():
@@ -230,33 +241,36 @@ class RunDirectory:
                 checksums[path.name] = self._written.get(path) or checksum(path)
         return checksums
 
-    def drop_metrics_after(self, step: int, kept: int | None = None) -> None:
-        """Take away the rows of later steps, and one that a kill has torn: a resumed run writes
-        them anew.
+    def drop_metrics_after(self, step: int, kept_bytes: int | None = None) -> None:
+        """Delete the rows of later steps, which a resumed run writes again, and a torn last row.
 
-        kept: bytes of the metrics' rows up to the step, by `rows_until`, where they have been
-            counted.
+        kept_bytes: size of the metrics' rows up to the step, by `rows_until`, if it is known.
         """
         files = (
-            (self.metrics_path, records.METRICS_ROW, kept),
+            (self.metrics_path, records.METRICS_ROW, kept_bytes),
             (self.evaluations_path, records.EVALUATION_ROW, None),
         )
         for path, shape, size in files:
             self._written.pop(path, None)
             if path.exists():
-                os.truncate(path, rows_until(path, step, shape)[1] if size is None else size)
+                if size is None:
+                    _, size = rows_until(path, step, shape)
+                os.truncate(path, size)
 
 
 def config_drift(old: dict, new: dict) -> dict[str, list]:
-    """The keys whose values differ, dotted: {key: [old value, new value]}, None where a key is
-    missing."""
-    before, after = dict(records.leaves(old)), dict(records.leaves(new))
-    pairs = {key: [before.get(key), after.get(key)] for key in before | after}
+    """Return the dotted keys whose values differ: {key: [old value, new value]}.
+
+    The value of a missing key is None.
+    """
+    old_leaves = dict(records.leaves(old))
+    new_leaves = dict(records.leaves(new))
+    pairs = {key: [old_leaves.get(key), new_leaves.get(key)] for key in old_leaves | new_leaves}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a living process holds this run directory."""
+    """Return whether a living process holds this run directory."""
     try:
         with (run_dir / ".lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -270,12 +284,10 @@ def is_held(run_dir: Path) -> bool:
 def record_end(
     run_dir: Path, state: str, reason: str, after: tuple[str, ...] = ("running",)
 ) -> None:
-    """How a run ended, in its status.json and run.log, where the process that wrote to it could not
-    say so itself.
+    """Record in status.json and run.log how a run ended, if its process could not do so itself.
 
-    after: the states that are replaced. Nothing happens while another process holds the directory,
-        where there is none,
-    or where it cannot be written.
+    after: the states to replace. Nothing happens where another process holds the directory, where
+    there is none, or where it cannot be written.
     """
     with contextlib.suppress(PgtoolkitError, OSError):
         if records.read_status(run_dir).get("state") not in after:
@@ -287,10 +299,11 @@ def record_end(
 
 
 def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
-    """The file `.lock` of a folder, by which it is held until the file is closed, or this process
-    ends in whatever way.
+    """Lock a folder, and return its open file `.lock`.
 
-    Raises ConfigError with the rest of the sentence where another process holds it.
+    The lock is held until the file is closed or this process ends, however it ends.
+    kind: of the folder. reason, use: for the error's message.
+    Raises ConfigError where another process holds the folder.
     """
     file = (folder / ".lock").open("a+", encoding="utf-8")
     try:
@@ -304,10 +317,9 @@ def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
             f"stop it, or {use}."
         ) from None
     except OSError as error:
+        # Some network file systems have no locks.
         _log.warning(
-            "%s cannot be locked (%s); make sure that no other process uses it",
-            folder,
-            error.strerror,
+            f"{folder} cannot be locked ({error.strerror}); make sure that no other process uses it"
         )
         return file
     file.truncate(0)
@@ -316,5 +328,5 @@ def lock(folder: Path, kind: str, reason: str, use: str) -> TextIO:
     return file
 
 
-def _now():
+def _now() -> str:
     return time.strftime(records.TIME)

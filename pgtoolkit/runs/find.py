@@ -1,4 +1,4 @@
-"""Finished, unfinished and broken runs, read from their directories."""
+"""Finds runs below folders, and reads them: finished, unfinished and damaged ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from pgtoolkit.system.plain_files import refuse_links
 from pgtoolkit.system.report import say, shell_path
 
 SWEEPS = Path("outputs/sweeps")
-"""Where the folders of sweeps are, below the directory that they were started from."""
+"""The folder of sweeps, below the directory that they were started from."""
 
 HELD_OUT = "evaluation/"
-"""Beginning of the names of metrics that evaluations.jsonl has: evaluation/SET/pass@1."""
+"""Prefix of the metrics from evaluations.jsonl, as in evaluation/SET/pass@1."""
 
-_OF_AN_EVALUATION = (
+_NOT_METRICS = (
     "step",
     "time",
     "documents",
@@ -39,10 +39,10 @@ _OF_AN_EVALUATION = (
     "completions_per_prompt",
     "seconds",
 )
-"""What a row of evaluations.jsonl says of itself; the rest are its metrics."""
+"""Names in a row of evaluations.jsonl that are no metrics."""
 
-_PASSED_OVER = ("artifacts", "checkpoints")
-"""Folders that hold no runs, though perhaps the copy of a run's configuration that MLflow keeps."""
+_WITHOUT_RUNS = ("artifacts", "checkpoints")
+"""Folders that hold no runs, but perhaps MLflow's copy of a run's configuration."""
 
 _IN_EVERY_RUN = ("seed", "trainer.max_steps")
 """Keys that every saved configuration has."""
@@ -50,18 +50,19 @@ _IN_EVERY_RUN = ("seed", "trainer.max_steps")
 
 @dataclass
 class Run:
-    """One run.
+    """A run as its directory shows it.
 
-    path: where it lies. state: done, running, interrupted, failed, killed (it says `running`, but
-        no process holds
-    it), incomplete (done, and its metrics lack steps), pending (a sweep's job that has not begun),
-    or unreadable.
-    reason: why it is in that state, or None. config:
-    dotted key to value; empty for a run that cannot be read. columns: of metrics.jsonl, by
-    `read_metrics`; `seconds` since the first row, the time of evaluations and between a stop and
-    its resume left out; `tokens_seen`, trained up to then; and the metrics of evaluations, the one
-    before the first step in a row of its own. names: of the metrics
-    that were recorded, also of those that are in no column. code: commits and uncommitted changes.
+    path: its directory.
+    state: done, running, interrupted, failed, killed (it says `running`, but no process holds it),
+        incomplete (done, but its metrics lack steps), pending (a sweep's job that has not begun),
+        or unreadable.
+    reason: why it is in that state, or None.
+    config: dotted keys with their values; empty for a run that cannot be read.
+    columns: of metrics.jsonl, by `read_metrics`. Further columns are `seconds` since the first row,
+        without evaluations and the time between a stop and its resume; `tokens_seen`, trained up to
+        then; and metrics of evaluations, where the one before the first step has its own row.
+    names: of all metrics that were recorded, whether they are in a column or not.
+    code: commits and uncommitted changes, by `code_of`.
     trained_with: see runs/history.py.
     """
 
@@ -78,122 +79,125 @@ class Run:
 
     @property
     def collapsed(self) -> bool:
-        """Whether numbers that were not finite ended it: a result, unlike other failures."""
+        """True if numbers that were not finite ended the run: a result, unlike other failures."""
         return self.state == "failed" and (self.reason or "").startswith("NumericalError")
 
     def values(self, metric: str) -> list[float]:
-        """The metric at every step that has it."""
+        """Return the values of a metric at the steps that have one."""
         return values(self.columns, metric)
 
     def points(self, axis: str, metric: str) -> np.ndarray:
-        """(2, points): a metric and what it is drawn over, at every step that has both."""
+        """Return the (2, points) values of an axis and a metric, at the steps that have both."""
         if axis not in self.columns or metric not in self.columns:
             return np.empty((2, 0))
         both = np.array([self.columns[axis], self.columns[metric]])
         return both[:, ~np.isnan(both).any(0)]
 
     def last(self, name: str) -> float:
-        """What the last row has of a column; 0 where that has none."""
+        """Return the value of a column in the last row; 0 where it has none."""
         column = self.columns.get(name)
         return 0.0 if column is None or not len(column) else float(np.nan_to_num(column[-1]))
 
     def why_not_counted(self, metric: str = "") -> str:
-        """Why the run is excluded from averages, with what it has reached of the metric so far."""
+        """Return why averages exclude the run, with the value of the metric so far."""
         if metric and self.state == "done":
             return f"has no {metric}"
         if self.state == "pending":
             return "has not begun"
         if self.state == "unreadable":
             return f"unreadable: {self.reason}"
-        why = f"{self.state} at step {self.step}"
-        why += f" of {self.config['trainer.max_steps']}" if self.config else ""
-        so_far = self.values(metric)
-        why += f", {metric} {final(so_far):.3f} so far" if so_far else ""
-        return why + (f": {' '.join(self.reason.split())}" if self.reason else "")
+        text = f"{self.state} at step {self.step}"
+        if self.config:
+            text += f" of {self.config['trainer.max_steps']}"
+        values_so_far = self.values(metric)
+        if values_so_far:
+            text += f", {metric} {final(values_so_far):.3f} so far"
+        if self.reason:
+            text += f": {' '.join(self.reason.split())}"
+        return text
 
 
 def find_runs(paths: Sequence[str], metrics: Collection[str] | None = None) -> list[Run]:
-    """The runs that are or lie below the given folders, each once, in the order of their names.
+    """Return the runs in or below these folders, each once, in the order of their names.
 
-    metrics: those that are read, see `read_metrics`. Raises ConfigError for a folder without any.
+    metrics: those to read, see `read_metrics`. Raises ConfigError for a folder without runs.
     """
     directories = run_directories("pgtk compare", paths)
-    # half of the work is Arrow's, which parses beside the other's Python
+    # Two threads, since half of the work is Arrow's, which needs no Python.
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda path: read_run(path, metrics), directories))
-    known = {run.path for run in found}
-    return found + [
-        job
-        for text in paths
-        for job in _jobs_without_run(sweep_folder(text))
-        if job.path not in known
-    ]
+        runs = list(pool.map(lambda path: read_run(path, metrics), directories))
+    known = {run.path for run in runs}
+    for path in paths:
+        runs += [job for job in _jobs_without_run(sweep_folder(path)) if job.path not in known]
+    return runs
 
 
 def sweep_folder(text: str) -> Path:
-    """The folder that a path, or the name of a sweep in outputs/sweeps, stands for."""
-    named = SWEEPS / text
-    return named if not Path(text).exists() and named.is_dir() else Path(text)
+    """Return the folder of a path, or of the name of a sweep in outputs/sweeps."""
+    in_sweeps = SWEEPS / text
+    return in_sweeps if not Path(text).exists() and in_sweeps.is_dir() else Path(text)
 
 
 def run_directories(command: str, paths: Sequence[str]) -> list[Path]:
-    """As `find_runs`, without reading them or jobs of a sweep whose run never began.
+    """Return the directories of the runs in or below these folders, each once.
 
-    Beside folders with runs, files and folders without any are passed over with a word: a shell's
-    SWEEP/* names them.
+    Among folders with runs, files and folders without any are skipped with a note: a shell's
+    SWEEP/* names them, too. command: for the error's message. Raises ConfigError where a path does
+    not exist, or none has a run.
     """
-    found: dict[Path, None] = {}
-    without: list[str] = []
+    directories: dict[Path, None] = {}
+    without_runs = []
     for text in paths:
         below = list(_run_directories(sweep_folder(text)))
-        found |= dict.fromkeys(directory.resolve() for directory in below)
-        without += [] if below else [text]
-    missing = [text for text in without if not Path(text).exists()] or (
-        without if not found else []
-    )
-    if missing:
+        directories |= dict.fromkeys(directory.resolve() for directory in below)
+        if not below:
+            without_runs.append(text)
+    refused = [text for text in without_runs if not Path(text).exists()]
+    if not refused and not directories:
+        refused = without_runs
+    if refused:
         needs = "a run directory, a folder that holds runs, or a sweep's name"
-        raise not_a_run(f"{command} {missing[0]}", sweep_folder(missing[0]), needs)
-    if without:
-        say(f"note: passed over, there is no run: {' '.join(map(shell_path, without))}", error=True)
-    return list(found)
+        raise not_a_run(f"{command} {refused[0]}", sweep_folder(refused[0]), needs)
+    if without_runs:
+        skipped = " ".join(map(shell_path, without_runs))
+        say(f"note: skipped, since there is no run: {skipped}", error=True)
+    return list(directories)
 
 
 def not_a_run(use: str, path: Path, needs: str) -> ConfigError:
-    """The refusal of a path that holds no run. use: the command as typed, needs: what it takes."""
-    got = (
-        "a file"
-        if path.is_file()
-        else "a folder without runs"
-        if path.is_dir()
-        else "no such folder"
-    )
-    instead = "a folder that pgtk has trained in"
-    if near := sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*")):  # the same sweep with overrides
-        instead = " or ".join(folder.name for folder in near[:3])
+    """Return the error for a path without a run. use: the command. needs: what it takes."""
+    if path.is_file():
+        got = "a file"
+    elif path.is_dir():
+        got = "a folder without runs"
+    else:
+        got = "no such folder"
+    use_instead = "a folder that pgtk has trained in"
+    similar = sorted(SWEEPS.glob(f"{glob.escape(path.name)}_*"))  # the same sweep with overrides
+    if similar:
+        use_instead = " or ".join(folder.name for folder in similar[:3])
     reason = "A run writes its config.yaml there when it starts."
-    return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {instead}.")
+    return ConfigError(f"{use} needs {needs} (got {path}: {got}). {reason} Use {use_instead}.")
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run has begun in this folder."""
+    """Return whether a run has begun in this folder."""
     return os.path.lexists(path / "config.yaml")
 
 
 def _run_directories(top: Path) -> Iterator[Path]:
     for folder, names, _ in os.walk(top):
-        begun = is_run(Path(folder))
-        names[:] = (
-            []
-            if begun
-            else sorted(n for n in names if not n.startswith(".") and n not in _PASSED_OVER)
-        )
-        if begun:
+        if is_run(Path(folder)):
+            names.clear()  # so that os.walk does not enter them
             yield Path(folder)
+        else:
+            names[:] = sorted(
+                name for name in names if not name.startswith(".") and name not in _WITHOUT_RUNS
+            )
 
 
-def _jobs_without_run(folder):
-    """The jobs of a sweep that have not begun, or failed before they wrote their configuration."""
+def _jobs_without_run(folder: Path) -> Iterator[Run]:
+    """Yield the jobs of a sweep that have not begun, or failed before they wrote config.yaml."""
     try:
         jobs = records.read_sweep(folder).get("jobs", [])
     except StorageError:
@@ -205,90 +209,119 @@ def _jobs_without_run(folder):
 
 
 def read_run(path: Path, metrics: Collection[str] | None = None) -> Run:
-    """The run of this directory, whatever state it is in; never an exception for what is damaged.
+    """Return the run of this directory, whatever its state; a damaged one is unreadable.
 
-    metrics: those that are read, see `read_metrics`.
+    metrics: those to read, see `read_metrics`.
     """
     try:
-        refuse_links(path)
-        config = records.read_leaves(path)
-        if missing := [key for key in _IN_EVERY_RUN if key not in config]:
-            raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
-        status, provenance = records.read_status(path), records.known_provenance(path)
-        needed = None if metrics is None else {*metrics, "time", "documents_seen", "num_tokens"}
-        columns = read_metrics(path / "metrics.jsonl", needed)
-        names = set() if metrics is None else metric_names(path / "metrics.jsonl")
-        evaluations, steps = records.read_evaluations(path), columns["step"]
-        state, step = (
-            status.get("state", "running"),
-            int(steps[-1]) if steps.size else status.get("step", 0),
-        )
-        reason = status.get("reason")
-        if state == "running" and not is_held(path):
-            state = "killed"
-        if (np.diff(steps) <= 0).any():
-            raise StorageError(f"{path / 'metrics.jsonl'} is damaged (its steps do not rise)")
-        if state == "done" and not np.array_equal(steps, np.arange(1, status["step"] + 1)):
-            state, reason = (
-                "incomplete",
-                f"metrics.jsonl has {steps.size} of its {status['step']} steps",
-            )
-        # others may be before a damaged checkpoint
-        if state not in ("running", "killed", "incomplete"):
-            check_rows(path)
-        _add_seconds(
-            columns, [start["time"] for start in provenance.get("resumed", [])], evaluations
-        )
-        if steps.size and not np.isnan(tokens := columns.get("num_tokens", np.nan)).any():
-            columns["tokens_seen"] = np.cumsum(tokens)
-        names |= _add_evaluations(columns, evaluations, metrics)
-        names |= columns.keys()
-        code, beside = code_of(provenance), trained_with(path, provenance, step)
-        return Run(path, path.name, state, reason, step, config, columns, names, code, beside)
+        return _read_undamaged_run(path, metrics)
     except (PgtoolkitError, OSError) as error:
         return Run(path, path.name, "unreadable", first_line(error).rstrip("."))
 
 
-def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[dict]) -> None:
-    """Add `seconds` since the first row, if each has a time; resumes: when the run was resumed, by
-    provenance.json."""
+def _read_undamaged_run(path: Path, metrics: Collection[str] | None) -> Run:
+    """Return the run of this directory. Raises StorageError or OSError for a damaged one."""
+    refuse_links(path)
+    config = records.read_leaves(path)
+    missing = [key for key in _IN_EVERY_RUN if key not in config]
+    if missing:
+        raise StorageError(f"{path / 'config.yaml'} is damaged (it lacks {', '.join(missing)})")
+    status = records.read_status(path)
+    provenance = records.known_provenance(path)
+    if metrics is None:
+        columns = read_metrics(path / "metrics.jsonl")
+        names = set()
+    else:
+        needed = {*metrics, "time", "documents_seen", "num_tokens"}
+        columns = read_metrics(path / "metrics.jsonl", needed)
+        names = metric_names(path / "metrics.jsonl")
+    evaluations = records.read_evaluations(path)
+    steps = columns["step"]
+    step = int(steps[-1]) if steps.size else status.get("step", 0)
+    state = status.get("state", "running")
+    reason = status.get("reason")
+    if state == "running" and not is_held(path):
+        state = "killed"
+    if (np.diff(steps) <= 0).any():
+        raise StorageError(f"{path / 'metrics.jsonl'} is damaged (its steps do not rise)")
+    if state == "done" and not np.array_equal(steps, np.arange(1, status["step"] + 1)):
+        state = "incomplete"
+        reason = f"metrics.jsonl has {steps.size} of its {status['step']} steps"
+    # A run in the other states may have been set back to before a damaged checkpoint.
+    if state not in ("running", "killed", "incomplete"):
+        check_rows(path)
+    _add_seconds(columns, [start["time"] for start in provenance.get("resumed", [])], evaluations)
+    tokens = columns.get("num_tokens")
+    if steps.size and tokens is not None and not np.isnan(tokens).any():
+        columns["tokens_seen"] = np.cumsum(tokens)
+    names |= _add_evaluations(columns, evaluations, metrics)
+    names |= columns.keys()
+    return Run(
+        path,
+        path.name,
+        state,
+        reason,
+        step,
+        config,
+        columns,
+        names,
+        code_of(provenance),
+        trained_with(path, provenance, step),
+    )
+
+
+def _add_seconds(columns: Columns, resumes: list[str], evaluations: list[records.Row]) -> None:
+    """Add the column `seconds` since the first row, if each row has a time.
+
+    resumes: the times at which the run was resumed, from provenance.json.
+    """
     time = columns.get("time", np.array([np.nan]))
     if np.isnan(time).any() or not time.size:
         return
-    spent: dict[float, float] = defaultdict(float)
+    evaluation_seconds: dict[float, float] = defaultdict(float)
     for row in evaluations:
-        spent[row["step"]] += row.get("seconds", 0.0)  # between this step's row and the next
-    evaluating = [spent.get(step, 0.0) for step in columns["step"][:-1].tolist()]
-    lengths = np.maximum(0.0, np.diff(time) - evaluating)
-    usual = np.median(lengths) if lengths.size else 0.0
-    for start in (datetime.strptime(text, records.TIME).timestamp() for text in resumes):
-        # the start is written in whole seconds
-        resumed = (time[:-1] - 1 <= start) & (start <= time[1:])
-        lengths = np.where(resumed, np.minimum(lengths, usual), lengths)
-    columns["seconds"] = np.concatenate([[0.0], np.cumsum(lengths)])
+        # They were spent between the row of this step and the next one.
+        evaluation_seconds[row["step"]] += row.get("seconds", 0.0)
+    steps = columns["step"][:-1].tolist()
+    seconds = np.maximum(0.0, np.diff(time) - [evaluation_seconds.get(step, 0.0) for step in steps])
+    median = np.median(seconds) if seconds.size else 0.0
+    for text in resumes:
+        start = datetime.strptime(text, records.TIME).timestamp()
+        # One second earlier counts, too, since the start is written in whole seconds.
+        is_pause = (time[:-1] - 1 <= start) & (start <= time[1:])
+        seconds = np.where(is_pause, np.minimum(seconds, median), seconds)
+    columns["seconds"] = np.concatenate([[0.0], np.cumsum(seconds)])
 
 
 def _add_evaluations(
-    columns: Columns, evaluations: list[dict], metrics: Collection[str] | None
+    columns: Columns, evaluations: list[records.Row], metrics: Collection[str] | None
 ) -> set[str]:
-    """Add what evaluations measured to the rows of their steps; returns the names of all their
-    metrics."""
+    """Add metrics of evaluations to the rows of their steps; return the names of all of them.
+
+    metrics: names of those to add, beside every pass@1; None: all.
+    """
     if any(row["step"] == 0 for row in evaluations) and 0 not in columns["step"]:
-        at_start: dict[str, float] = dict.fromkeys(
-            ("step", "documents_seen", "tokens_seen", "seconds"), 0.0
-        )
-        rows = columns["step"].size
-        for name in at_start | columns:
-            first = np.array([at_start.get(name, np.nan)])
-            columns[name] = np.concatenate([first, columns.get(name, np.full(rows, np.nan))])
-    rows = columns["step"].size
-    place = {step: number for number, step in enumerate(columns["step"].tolist())}
+        _add_row_of_start(columns)
+    num_rows = columns["step"].size
+    row_of_step = {step: number for number, step in enumerate(columns["step"].tolist())}
     names = set()
     for row in evaluations:
         for name, value in row.items():
-            if name not in _OF_AN_EVALUATION and row["step"] in place and isfinite(value):
-                name = f"{HELD_OUT}{row['set']}/{name}"
-                names.add(name)
-                if metrics is None or name in metrics or name.endswith("/pass@1"):
-                    columns.setdefault(name, np.full(rows, np.nan))[place[row["step"]]] = value
+            if name in _NOT_METRICS or row["step"] not in row_of_step or not isfinite(value):
+                continue
+            metric = f"{HELD_OUT}{row['set']}/{name}"
+            names.add(metric)
+            if metrics is None or metric in metrics or metric.endswith("/pass@1"):
+                column = columns.setdefault(metric, np.full(num_rows, np.nan))
+                column[row_of_step[row["step"]]] = value
     return names
+
+
+def _add_row_of_start(columns: Columns) -> None:
+    """Add a row of step 0 before the others, in which only counts have values."""
+    counts = ("step", "documents_seen", "tokens_seen", "seconds")
+    num_rows = columns["step"].size
+    for name in dict.fromkeys([*counts, *columns]):
+        value = 0.0 if name in counts else np.nan
+        column = columns.get(name, np.full(num_rows, np.nan))
+        columns[name] = np.concatenate([[value], column])

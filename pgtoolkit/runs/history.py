@@ -1,5 +1,4 @@
-"""What a run was trained with beside its configuration: earlier values, the contents of its data,
-the user's code."""
+"""What a run was trained with besides config.yaml: earlier values, contents of data, user code."""
 
 from __future__ import annotations
 
@@ -8,28 +7,30 @@ import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.runs.records import read_data, read_drift
 from pgtoolkit.system.report import text
 
 CONTENTS = "contents of "
-"""Begins the name of a key whose files are meant: `contents of task.path`."""
+"""Prefix of names for the files that a key names, as in `contents of task.path`."""
 
 CODE = "code of "
-"""Begins the name of a module of the user's own: `code of my_rewards`."""
+"""Prefix of names for modules of the user's own, as in `code of my_rewards`."""
 
 EVALUATION_CODE = "evaluation code of "
-"""The same of modules that nothing but an evaluation imports."""
+"""The same for modules that only evaluations import."""
+
+Changes = list[tuple[int, object]]
+"""Values in the order in which they were set, each with the step after which it was set."""
 
 
-def trained_with(run_dir: Path, provenance: dict, steps: int) -> dict[str, Any]:
-    """Return what a run was trained with, as far as its config.yaml does not say it, by name.
+def trained_with(run_dir: Path, provenance: dict, steps: int) -> dict[str, object]:
+    """Return, by name, what a run was trained with besides the values in its config.yaml.
 
     These are the values of keys that resumes have changed, in words where steps were made with
-    several ("0.1 to step 4, then 0.2"); the contents of the files that each key names; and the
-    code of each module of the user's own. Contents and code are digests in eight digits.
-    steps: that the run has made.
+    several ("0.1 to step 4, then 0.2"), the contents of the files that keys name, and the code of
+    modules of the user's own. Contents and code are digests of eight digits.
+    steps: the number that the run has made.
     """
     histories = {
         **_changed_keys(read_drift(run_dir)),
@@ -39,43 +40,43 @@ def trained_with(run_dir: Path, provenance: dict, steps: int) -> dict[str, Any]:
     return {name: in_words(spans(changes, steps)) for name, changes in histories.items()}
 
 
-def spans(changes: Iterable[tuple[int, Any]], steps: int) -> list[tuple[int, Any]]:
-    """Return the values that steps were made with, each with the step after which it began to hold.
+def spans(changes: Iterable[tuple[int, object]], steps: int) -> Changes:
+    """Return the values that steps were made with, each with the step after which it was used.
 
-    changes: (step, value) in the order in which they were made; the first one is of step 0. One
-    that goes back before an earlier one takes its place, since the steps in between are made again.
-    steps: that were made. A value that came after the last of them is left out.
+    changes: the first one is of step 0. A change at an earlier step than those before it replaces
+        them, since the steps in between were made again.
+    steps: the number that was made. A value that was set after them is left out.
     """
-    found: list[tuple[int, Any]] = []
+    result: Changes = []
     for step, value in changes:
-        found = [span for span in found if span[0] < step]
-        if not found or found[-1][1] != value:
-            found.append((step, value))
-    used = [span for span in found if span[0] < steps]
-    return used or found[-1:]
+        result = [span for span in result if span[0] < step]
+        if not result or result[-1][1] != value:
+            result.append((step, value))
+    used = [span for span in result if span[0] < steps]
+    return used or result[-1:]
 
 
-def in_words(values: list[tuple[int, Any]]) -> Any:
-    """Return the value; of several: `0.1 to step 4, then 0.2`."""
+def in_words(values: Changes) -> object:
+    """Return the single value, or several in words: `0.1 to step 4, then 0.2`."""
     if len(values) == 1:
         return values[0][1]
     parts = [f"{text(value)} to step {end}" for (_, value), (end, _) in pairwise(values)]
     return ", then ".join([*parts, text(values[-1][1])])
 
 
-def _changed_keys(drift: list[dict]) -> dict[str, list[tuple[int, Any]]]:
-    histories: dict[str, list[tuple[int, Any]]] = {}
+def _changed_keys(drift: list[dict]) -> dict[str, Changes]:
+    histories: dict[str, Changes] = {}
     for entry in drift:
         for key, (before, after) in entry["changes"].items():
             histories.setdefault(key, [(0, before)]).append((entry["step"], after))
     return histories
 
 
-def _contents(data: dict) -> dict[str, list[tuple[int, Any]]]:
+def _contents(data: dict) -> dict[str, Changes]:
     accepted = data.get("accepted", [])
     histories = {}
     for key in data.keys() - {"accepted"}:
-        # An entry has the files as they were before its step.
+        # Each entry has the digests of the files before its step.
         changes = [entry for entry in accepted if key in entry["before"]]
         starts = [0, *(entry["step"] for entry in changes)]
         files = [*(entry["before"][key] for entry in changes), data[key]]
@@ -83,15 +84,16 @@ def _contents(data: dict) -> dict[str, list[tuple[int, Any]]]:
     return histories
 
 
-def _code(provenance: dict) -> dict[str, list[tuple[int, Any]]]:
-    histories: dict[str, list[tuple[int, Any]]] = {}
+def _code(provenance: dict) -> dict[str, Changes]:
+    histories: dict[str, Changes] = {}
     for start in [provenance, *provenance.get("resumed", [])]:
+        step = start.get("step", 0)
         for kind, prefix in (("modules", CODE), ("evaluation_modules", EVALUATION_CODE)):
             for module, digest in start.get(kind, {}).items():
-                histories.setdefault(prefix + module, []).append((start.get("step", 0), digest))
+                histories.setdefault(prefix + module, []).append((step, digest))
     return histories
 
 
 def _digest(files: dict[str, dict]) -> str:
-    known = sorted((name, str(file.get("sha256"))) for name, file in files.items())
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:8]
+    digests = sorted((name, str(file.get("sha256"))) for name, file in files.items())
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:8]

@@ -1,5 +1,4 @@
-"""The user's own modules, those that a configuration names with what they import of the user's own:
-digests, copies."""
+"""Digests and copies of the user's own modules that a configuration names, and of their imports."""
 
 from __future__ import annotations
 
@@ -19,7 +18,6 @@ from pgtoolkit.system.redaction import is_named_as_secrets, redact
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PYTHON = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 
-
 MOST_BYTES = 256 * 1024
 """The longest file of a module that is copied."""
 
@@ -31,8 +29,8 @@ MOST_BYTES_IN_ALL = 2 * 1024 * 1024
 class Module:
     """The code of a module.
 
-    digest: in eight digits, of its statements: comments, docstrings and layout do not change it.
-    is_own: whether it is neither Python's nor of an installed package.
+    digest: eight digits for its statements. Comments, docstrings and layout do not change it.
+    is_own: whether the module is the user's: neither Python's nor of an installed package.
     """
 
     file: Path
@@ -47,11 +45,11 @@ def module_digests(names: Iterable[str]) -> dict[str, str]:
 
 
 def keep_copies(folder: Path, names: Iterable[str]) -> list[str]:
-    """Copy the user's own modules of `modules_of` into a folder, and return a sentence for each
-    that is left out.
+    """Copy the user's own modules of `modules_of` into a folder.
 
-    A copy is called MODULE-DIGEST.py, which no import can name, and stays as it is once it is
-    there: a run that is resumed with other code has both. What looks like a secret is hidden in it.
+    Returns a sentence for each module that is left out. A copy is called MODULE-DIGEST.py, which no
+    import can name. It is never replaced, so a run that is resumed with other code has both
+    versions. Texts that look like secrets are hidden in it.
     """
     left_out = []
     size = 0
@@ -61,7 +59,7 @@ def keep_copies(folder: Path, names: Iterable[str]) -> list[str]:
             continue
         reason = None
         if any(map(is_named_as_secrets, (*name.split("."), module.file.name))):
-            reason = "is named as what holds secrets"
+            reason = "has the name of a file of secrets"
         elif len(module.code) > MOST_BYTES:
             reason = f"has {len(module.code)} bytes, more than {MOST_BYTES}"
         elif size + len(module.code) > MOST_BYTES_IN_ALL:
@@ -80,19 +78,18 @@ def keep_copies(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def modules_of(names: Iterable[str]) -> dict[str, Module]:
-    """Return each of these modules, and those that they import.
+    """Return each of these modules, and those of the user's own that they import.
 
-    Imported modules are followed where they are the user's own: neither pgtoolkit's, nor Python's,
-    nor installed packages. Files are read and nothing is imported; what cannot be found or parsed
-    is left out.
+    Modules of pgtoolkit, of Python and of installed packages are not followed. Files are only read:
+    nothing is imported. Modules that cannot be found or parsed are left out.
     """
     modules: dict[str, Module] = {}
-    named = {*names}
-    waiting = [*named]
+    configured = {*names}
+    waiting = [*configured]
     while waiting:
         name = waiting.pop()
-        file = _file_of(name, name in named)
-        if name in modules or file is None or not (name in named or _is_own(file)):
+        file = _file_of(name, name in configured)
+        if name in modules or file is None or not (name in configured or _is_own(file)):
             continue
         try:
             code = file.read_bytes()
@@ -101,32 +98,34 @@ def modules_of(names: Iterable[str]) -> dict[str, Module]:
             continue
         modules[name] = Module(file, code, _digest(tree), _is_own(file))
         if _is_own(file):
-            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            parent = name.rpartition(".")[0]
+            package = name if file.name == "__init__.py" else parent
             waiting += _imported(tree, package)
-            waiting += [name.rpartition(".")[0]] if "." in name else []
+            if parent:
+                waiting.append(parent)
     return dict(sorted(modules.items()))
 
 
-def _file_of(name: str, is_named: bool) -> Path | None:
-    """Return the file of a module in Python's code; None where there is none, or it is pgtoolkit's.
+def _file_of(name: str, is_configured: bool) -> Path | None:
+    """Return the Python file of a module; None where it has none, or is pgtoolkit's.
 
-    is_named: by the configuration, so that the current directory comes first, see
+    is_configured: whether the configuration names it. Then the current directory comes first, as in
         `system.functions`.
     """
-    places: Iterable[str] | None = [*sys.path, os.getcwd()]
-    if is_named and name.partition(".")[0] not in sys.stdlib_module_names:
-        places = [os.getcwd(), *sys.path]
+    folders: Iterable[str] | None = [*sys.path, os.getcwd()]
+    if is_configured and name.partition(".")[0] not in sys.stdlib_module_names:
+        folders = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):
-        if places is None:
-            return None  # what stands before is no package
+        if folders is None:
+            return None  # the part before is no package
         try:
-            spec = importlib.machinery.PathFinder.find_spec(part, [*places])
+            spec = importlib.machinery.PathFinder.find_spec(part, [*folders])
         except (ImportError, ValueError, OSError):
             return None
         if spec is None:
             return None
-        places = spec.submodule_search_locations
+        folders = spec.submodule_search_locations
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     file = Path(spec.origin).resolve()
@@ -141,21 +140,26 @@ def _is_own(file: Path) -> bool:
 
 
 def _imported(tree: ast.AST, package: str) -> Iterator[str]:
-    """Yield the names of all modules that an import in this code may mean."""
+    """Yield the names of all modules that the imports in this code may mean.
+
+    package: the one that the code belongs to, for relative imports.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, *filter(None, [node.module])])
+                parts = package.split(".")
+                ancestors = parts[: len(parts) - node.level + 1]
+                base = ".".join([*ancestors, *filter(None, [node.module])])
             if base:
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def _digest(tree: ast.Module) -> str:
+    """Return eight digits for the code of a module. Removes the docstrings from the tree."""
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)

@@ -1,5 +1,4 @@
-"""Provenance: which code, packages, hardware and command made a run. Never the environment, never a
-secret."""
+"""Provenance: the code, packages, hardware and command of a run, but no environment or secrets."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from pgtoolkit.runs.records import TIME
 from pgtoolkit.system.redaction import SECRET_FILES, redact
 
 DIFF_LIMIT = 256 * 1024
-"""Most characters of uncommitted changes that are kept for each repository."""
+"""Characters of uncommitted changes that are kept of each repository."""
 
 _MAX_UNTRACKED = 100
 
@@ -31,22 +30,24 @@ def collect(
     modules: Iterable[str] = (),
     evaluation_modules: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return everything about this process that is needed to do its run again, as plain JSON
-    values.
+    """Return what is needed of this process to repeat its run, as plain JSON values.
 
-    argv: the command line, usually sys.argv. step: that the run goes on from. modules: the names of
-    the user's own that a step depends on; evaluation_modules: that an evaluation depends on. Of
-    them `modules` and `evaluation_modules` hold digests, by `module_digests`; a module that both
-    import is in the first. `git` lists the repository the package runs from (none for an installed
-    package) and the one of the current directory, where they differ; each with path, commit,
-    branch, diff (against the commit, at most DIFF_LIMIT characters, with secrets hidden),
-    diff_truncated, diff_left_out (changed files that are named as secrets are) and untracked (names
-    only). `gpus` come from nvidia-smi.
+    argv: the command line, usually sys.argv.
+    step: after which the run continues.
+    modules: names of the user's own modules that steps depend on.
+    evaluation_modules: names of those that evaluations depend on.
+
+    `modules` and `evaluation_modules` of the result have digests, by `module_digests`; a module
+    that both import is in the first. `git` lists the repository from which the package runs (none
+    for an installed package) and that of the current directory, if it is another. Each has path,
+    commit, branch, diff (against the commit, at most DIFF_LIMIT characters, with secrets hidden),
+    diff_truncated, diff_left_out (changed files with names of secrets) and untracked (names only).
+    `gpus` come from nvidia-smi.
     """
     import pgtoolkit
 
     digests = module_digests(modules)
-    evaluated = module_digests(evaluation_modules)
+    evaluation_digests = module_digests(evaluation_modules)
     return {
         "time": time.strftime(TIME),
         "command": [redact(argument) for argument in argv],
@@ -63,18 +64,18 @@ def collect(
         "step": step,
         "modules": digests,
         "evaluation_modules": {
-            name: digest for name, digest in evaluated.items() if name not in digests
+            name: digest for name, digest in evaluation_digests.items() if name not in digests
         },
     }
 
 
 def last_start(provenance: dict) -> dict:
-    """What provenance.json says of a run's last start."""
+    """Return the part of provenance.json on a run's last start."""
     return (provenance.get("resumed") or [provenance])[-1]
 
 
-def code_of(provenance: dict) -> tuple:
-    """(commit, uncommitted changes) of each repository behind the last start of a run."""
+def code_of(provenance: dict) -> tuple[tuple[str | None, str], ...]:
+    """Return (commit, uncommitted changes) of each repository at a run's last start."""
     return tuple(
         (repository.get("commit"), repository["diff"])
         for repository in last_start(provenance).get("git", [])
@@ -82,32 +83,32 @@ def code_of(provenance: dict) -> tuple:
 
 
 def commit_text(commit: str | None, changes: str) -> str:
-    """The commit in short, with a digest of what was not committed: equal exactly for equal
-    code."""
+    """Return a short commit with a digest of what was not committed, equal for equal code only."""
     digest = f"+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else ""
     return f"{(commit or 'none')[:12]}{digest}"
 
 
 @functools.cache
-def _packages():
-    # Each access to `metadata` parses the file again.
-    found = [dist.metadata for dist in importlib.metadata.distributions()]
-    versions = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
+def _packages() -> dict[str, str]:
+    """Return the versions of installed packages, by their names in alphabetical order."""
+    # A list, since each access to `metadata` parses the file again.
+    all_metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    versions = {
+        metadata["Name"]: metadata["Version"] for metadata in all_metadata if metadata["Name"]
+    }
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
-def _repositories(package, directory):
-    # A package installed below some repository (in a .venv, say) is not that repository's code: ask
-    # for a tracked file.
-    is_tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    tops = [
-        _line(folder, "rev-parse", "--show-toplevel")
-        for folder in (*[package] * is_tracked, directory)
-    ]
-    return [_repository(top) for top in dict.fromkeys(filter(None, tops))]
+def _repositories(package: Path, directory: Path) -> list[dict[str, Any]]:
+    folders = [directory]
+    # A package that is installed below some repository, as in a .venv, is not tracked by it.
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None:
+        folders.insert(0, package)
+    tops = [_git_line(folder, "rev-parse", "--show-toplevel") for folder in folders]
+    return [_repository(top) for top in dict.fromkeys(tops) if top]
 
 
-def _repository(top):
+def _repository(top: str) -> dict[str, Any]:
     command = (
         "diff",
         "HEAD",
@@ -117,15 +118,15 @@ def _repository(top):
         "--no-color",
         "--no-renames",
     )
-    others = (f":(top,exclude,glob,icase)**/{name}" for name in SECRET_FILES)
-    diff = _git(top, *command, "--", ":/", *others) or ""
-    secret = (f":(top,glob,icase)**/{name}" for name in SECRET_FILES)
-    left_out = _git(top, *command, "--name-only", "--", *secret) or ""
+    without_secrets = (f":(top,exclude,glob,icase)**/{name}" for name in SECRET_FILES)
+    diff = _git(top, *command, "--", ":/", *without_secrets) or ""
+    secrets = (f":(top,glob,icase)**/{name}" for name in SECRET_FILES)
+    left_out = _git(top, *command, "--name-only", "--", *secrets) or ""
     untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
     return {
         "path": top,
-        "commit": _line(top, "rev-parse", "--verify", "HEAD"),
-        "branch": _line(top, "symbolic-ref", "--short", "HEAD"),
+        "commit": _git_line(top, "rev-parse", "--verify", "HEAD"),
+        "branch": _git_line(top, "symbolic-ref", "--short", "HEAD"),
         "diff": redact(diff[:DIFF_LIMIT]),
         "diff_truncated": len(diff) > DIFF_LIMIT,
         "diff_left_out": left_out.splitlines()[:_MAX_UNTRACKED],
@@ -133,14 +134,14 @@ def _repository(top):
     }
 
 
-def _line(directory, *arguments):
+def _git_line(directory: Path | str, *arguments: str) -> str | None:
     return (_git(directory, *arguments) or "").strip() or None
 
 
-def _git(directory, *arguments):
-    """Output of a git command; None if it fails."""
-    # Many jobs may ask at once: no optional locks. No programs that the repository's configuration
-    #   names.
+def _git(directory: Path | str, *arguments: str) -> str | None:
+    """Return the output of a git command; None if it fails."""
+    # Without optional locks, since many jobs may ask at once, and without programs that the
+    # repository's configuration names.
     command = [
         "git",
         "--no-optional-locks",
@@ -159,13 +160,13 @@ def _git(directory, *arguments):
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, memory (such as "143771 MiB") and driver of each of this machine's."""
+    """Return name, memory (such as "143771 MiB") and driver of each GPU of this machine."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(
             query, capture_output=True, text=True, timeout=10, check=True
         ).stdout
-    except (OSError, subprocess.SubprocessError):  # there is none
+    except (OSError, subprocess.SubprocessError):  # without nvidia-smi there is no GPU
         return []
     rows = [map(str.strip, line.split(",")) for line in listing.splitlines()]
     return [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows]
@@ -173,5 +174,5 @@ def gpus() -> list[dict[str, str]]:
 
 @functools.cache
 def gpu_memory() -> float | None:
-    """Bytes of the smallest of them."""
+    """Return the bytes of memory of the smallest GPU; None where there is none."""
     return min((float(gpu["memory"].split()[0]) * 2**20 for gpu in gpus()), default=None)

@@ -1,5 +1,4 @@
-"""metrics.jsonl as columns, one per metric; a metric over the steps of a run in a number, or as a
-smooth curve."""
+"""metrics.jsonl as columns, one for each metric, and the means and smooth curves of a metric."""
 
 from __future__ import annotations
 
@@ -17,91 +16,100 @@ if TYPE_CHECKING:
     import numpy as np
 
 Columns = dict[str, "np.ndarray"]
-"""Of each metric its values over the rows, float64 of one length, NaN in a row without it; `step`
-is always there."""
+"""The values of each metric over the rows: float64 of equal lengths, NaN in a row without a value.
+`step` is always among them."""
 
 _BLOCK_BYTES = 2**24
-"""So much of a file is parsed at a time."""
+"""Bytes of a file that are parsed at a time."""
 
 _READ_BYTES = 2**16
-"""So much is read at a time where lines are looked at; a file's last row begins within as much."""
+"""Bytes that are read at a time where single lines are read; a file's last row is no longer."""
 
 _MOST_POINTS = 10_000
 
 
 def read_metrics(path: Path, names: Collection[str] | None = None) -> Columns:
-    """The columns of a metrics.jsonl, in the order in which its rows name them; a value that is not
-    finite is NaN.
+    """Return the columns of a metrics.jsonl, in the order in which its rows name them.
 
-    names: of those that are read, None for all. A torn last line, left by a kill, is passed over.
-        Raises StorageError
-    for a broken line anywhere else.
+    names: of the columns to read; None for all.
+    Values that are not finite are NaN. A torn last line, left by a kill, is ignored. Raises
+    StorageError for a broken line anywhere else.
     """
     import numpy as np
 
     blocks: list[Columns] = []
-    rows = 0
+    num_rows = 0
     with storage(path):
-        for data in _whole_lines(path):
-            blocks.append(_parsed(data, names) or _parsed_by_line(data, path, rows + 1, names))
-            rows += len(blocks[-1]["step"])
-    known = dict.fromkeys(
+        for data in _blocks_of_lines(path):
+            block = _parse_by_arrow(data, names)
+            if block is None:
+                block = _parse_by_line(data, path, num_rows + 1, names)
+            blocks.append(block)
+            num_rows += len(block["step"])
+    names_with_values = dict.fromkeys(
         name for block in blocks for name, column in block.items() if not np.isnan(column).all()
     )
 
     def joined(name: str) -> np.ndarray:
+        # Popped, so that the memory of a block's column is free once it is copied.
         parts = [block.pop(name, np.broadcast_to(np.nan, len(block["step"]))) for block in blocks]
         return np.concatenate([[], *parts])
 
-    columns = {name: joined(name) for name in known if name != "step"}
+    columns = {name: joined(name) for name in names_with_values if name != "step"}
     return {"step": joined("step")} | columns
 
 
 def metric_names(path: Path) -> set[str]:
-    """What the first and the last row of a metrics.jsonl name."""
+    """Return the names in the first and the last row of a metrics.jsonl."""
     names: set[str] = set()
     if path.exists():
         with storage(path), path.open("rb") as file:
-            rows = [file.readline()]
+            first_row = file.readline()
             file.seek(max(file.tell(), path.stat().st_size - _READ_BYTES))
-            for row in rows + file.read().split(b"\n")[-2:-1]:
-                with contextlib.suppress(ValueError):  # of a row that is torn, or longer than that
+            last_row = file.read().split(b"\n")[-2:-1]
+            for row in [first_row, *last_row]:
+                with contextlib.suppress(ValueError):  # a torn row, or one longer than expected
                     names |= json.loads(row).keys()
     return names
 
 
 def rows_until(path: Path, step: int, shape: dict = METRICS_ROW) -> tuple[int, int]:
-    """(number, bytes) of the rows at the beginning of a file of rows, up to the last one of this
-    step or before.
+    """Return (number, bytes) of the rows of a file up to the last one of this step or before.
 
-    A row that begins as the next step's is not parsed, so that half a million are passed over in a
-    second. Raises StorageError for a broken row among the others, and for steps that do not rise.
+    shape: of a row, see `records.expect`.
+    Rows that begin as the next step's are not parsed, so half a million take a second. Raises
+    StorageError for a broken row among the others, and for steps that do not rise.
     """
-    rows = kept = position = last = 0
     if not path.exists():
         return 0, 0
+    num_rows = 0
+    num_bytes = 0
+    position = 0
+    last_step = 0
     with storage(path), path.open("rb", buffering=_READ_BYTES) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break  # torn by a kill
             position += len(line)
-            before = last
-            if line.startswith(b'{"step": %d, "time": ' % (last + 1)) and line.endswith(b"}\n"):
-                last += 1
+            next_row = b'{"step": %d, "time": ' % (last_step + 1)
+            if line.startswith(next_row) and line.endswith(b"}\n"):
+                last_step += 1
             else:
-                last = parse_row(line, shape, path, number)["step"]
-                is_second_row = last == before and number > 1 and shape is METRICS_ROW
-                if last < before or is_second_row:
+                row_step = parse_row(line, shape, path, number)["step"]
+                is_repeated = row_step == last_step and number > 1 and shape is METRICS_ROW
+                if row_step < last_step or is_repeated:
                     raise StorageError(
-                        f"{path}:{number} is damaged (step {last} follows step {before})"
+                        f"{path}:{number} is damaged (step {row_step} follows step {last_step})"
                     )
-            if last <= step:
-                rows, kept = number, position
-    return rows, kept
+                last_step = row_step
+            if last_step <= step:
+                num_rows = number
+                num_bytes = position
+    return num_rows, num_bytes
 
 
 def values(columns: Columns, name: str) -> list[float]:
-    """The metric at every step that has it."""
+    """Return the values of a metric at the steps that have one."""
     column = columns.get(name)
     return [] if column is None else column[column == column].tolist()
 
@@ -111,37 +119,43 @@ def mean(values: list[float]) -> float:
 
 
 def final(values: list[float]) -> float:
-    """The mean over the last tenth of a run's steps."""
+    """Return the mean over the last tenth of a run's steps."""
     return mean(values[-_tenth(values) :])
 
 
 def first(values: list[float]) -> float:
-    """The mean over the first tenth."""
+    """Return the mean over the first tenth of a run's steps."""
     return mean(values[: _tenth(values)])
 
 
 def best(values: list[float]) -> float:
-    """The highest mean over any tenth of a run's steps in a row: one lucky step is not a peak."""
-    tenth, sums = _tenth(values), [0.0, *accumulate(values)]
-    return max(end - begin for begin, end in zip(sums, sums[tenth:], strict=False)) / tenth
+    """Return the highest mean over any tenth of a run's steps in a row.
+
+    So a single lucky step is not a peak.
+    """
+    length = _tenth(values)
+    sums = [0.0, *accumulate(values)]
+    return max(end - begin for begin, end in zip(sums, sums[length:], strict=False)) / length
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The points of a curve to be smoothed; of more than 10,000 the means of several in a row."""
+    """Return the points of a curve; of more than 10,000 the means of several in a row."""
     import numpy as np
 
-    if (several := -(-len(x) // _MOST_POINTS)) < 2:
+    points_per_mean = -(-len(x) // _MOST_POINTS)
+    if points_per_mean < 2:
         return x, y
-    starts = np.arange(0, len(x), several)
+    starts = np.arange(0, len(x), points_per_mean)
     counts = np.diff(starts, append=len(x))
     return np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
 
 
 def smooth(values: np.ndarray, half: int) -> np.ndarray:
-    """The moving mean over each value and `half` of them on either side, twice; half: less than
-    half of the values.
+    """Return the moving mean over each value and `half` values on either side, taken twice.
 
-    One pass leaves teeth where the metric has a period, such as the steps of one batch of rollouts.
+    half: less than half of the number of values.
+    A single pass leaves teeth where the metric has a period, such as the steps of one batch of
+    rollouts.
     """
     import numpy as np
 
@@ -156,23 +170,26 @@ def _tenth(values: list[float]) -> int:
     return max(1, len(values) // 10)
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The file in blocks that end with a line."""
+def _blocks_of_lines(path: Path) -> Iterator[bytes]:
+    """Yield a file in blocks of whole lines, without a torn last line."""
     if path.exists():
         with path.open("rb") as file:
             while data := file.read(_BLOCK_BYTES) + file.readline():
-                if whole := data[: data.rfind(b"\n") + 1]:
-                    yield whole
+                lines = data[: data.rfind(b"\n") + 1]
+                if lines:
+                    yield lines
 
 
-def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
-    """These columns of the lines, or all; None where Arrow cannot tell that each is a row of
-    numbers with a step."""
+def _parse_by_arrow(data: bytes, names: Collection[str] | None) -> Columns | None:
+    """Return the named columns of lines, or all.
+
+    None where Arrow cannot be sure that each line is a row of numbers with a step.
+    """
     import numpy as np
     import pyarrow as pa
     from pyarrow.json import ParseOptions, ReadOptions, read_json
 
-    # Of a short file threads take longer than they save.
+    # For a short file threads take longer than they save.
     reading = ReadOptions(use_threads=len(data) > 2**20, block_size=2**20)
     parsing = None
     if names is not None:
@@ -184,8 +201,8 @@ def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
     try:
         table = read_json(pa.BufferReader(data), reading, parsing)
         for name, column in zip(table.column_names, table.columns, strict=True):
-            kind = column.type
-            if not (pa.types.is_integer(kind) or (pa.types.is_floating(kind) and name != "step")):
+            is_integer = pa.types.is_integer(column.type)
+            if not is_integer and (name == "step" or not pa.types.is_floating(column.type)):
                 return None
             parts = [
                 part.cast("float64").fill_null(np.nan) if part.null_count else part
@@ -196,26 +213,30 @@ def _parsed(data: bytes, names: Collection[str] | None) -> Columns | None:
             )
     except (pa.ArrowInvalid, UnicodeDecodeError):
         return None
-    if (
-        "step" not in columns
-        or not columns["step"].min() >= 0
-        or any(np.isinf(one).any() for one in columns.values())
-    ):
+    if "step" not in columns or any(np.isinf(column).any() for column in columns.values()):
+        return None
+    if not columns["step"].min() >= 0:  # also false for NaN, in a row without a step
         return None
     return columns
 
 
-def _parsed_by_line(data: bytes, path: Path, number: int, names: Collection[str] | None) -> Columns:
-    """The same by Python alone. Raises StorageError with the number of a broken line; number: that
-    of the first."""
+def _parse_by_line(
+    data: bytes, path: Path, first_number: int, names: Collection[str] | None
+) -> Columns:
+    """Return the named columns of lines, or all, parsed by Python's json.
+
+    first_number: of the first line. Raises StorageError with the number of a broken line.
+    """
     import numpy as np
 
     lines = data.split(b"\n")[:-1]
     rows = [
-        parse_row(line, METRICS_ROW, path, place) for place, line in enumerate(lines, start=number)
+        parse_row(line, METRICS_ROW, path, number)
+        for number, line in enumerate(lines, start=first_number)
     ]
-    wanted = dict.fromkeys(
-        name for row in rows for name in row if names is None or name in ("step", *names)
-    )
-    columns = {name: np.array([row.get(name, np.nan) for row in rows], float) for name in wanted}
-    return {name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()}
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if names is None or name == "step" or name in names:
+            column = np.array([row.get(name, np.nan) for row in rows], float)
+            columns[name] = np.where(np.isfinite(column), column, np.nan)
+    return columns

@@ -103,7 +103,7 @@ def test_what_is_large_or_named_as_secrets_is_left_out_and_said(own, monkeypatch
     assert left_out == [
         f"code/ has no copy of the module large, which has {modules.MOST_BYTES + 10} bytes, "
         f"more than {modules.MOST_BYTES}",
-        "code/ has no copy of the module my_secrets, which is named as what holds secrets",
+        "code/ has no copy of the module my_secrets, which has the name of a file of secrets",
     ]
     monkeypatch.setattr(modules, "MOST_BYTES_IN_ALL", len((own / "shares.py").read_bytes()))
     assert len(keep_copies(own / "other", ["wins"])) == 3

@@ -53,7 +53,7 @@ def test_compare_takes_all_that_a_shell_finds_in_a_sweep(tmp_path, monkeypatch, 
     (job / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     (tmp_path / "sweep" / "sweep.json").write_text("{}")
     assert main(["compare", "sweep/0-seed-1", "sweep/sweep.json"]) == 0
-    assert capsys.readouterr().err == "note: passed over, there is no run: sweep/sweep.json\n"
+    assert capsys.readouterr().err == "note: skipped, since there is no run: sweep/sweep.json\n"
     assert main(["compare", "sweep/sweep.json"]) == 2
     needs = (
         "pgtk compare sweep/sweep.json needs a run directory, a folder that holds runs, or a "
