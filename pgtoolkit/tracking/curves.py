@@ -25,8 +25,10 @@ _SMOOTH_FROM = 40
 
 
 def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
-    """Draw what metrics.jsonl has, by `read_metrics`: a panel for each of its metrics that there is
-    a number of."""
+    """Draw the columns of metrics.jsonl: a panel for each of the metrics that have values.
+
+    recorded: by `read_metrics`. Raises OSError if the picture cannot be written.
+    """
     with without():
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -36,22 +38,26 @@ def plot_curves(recorded: Columns, path_png: Path, title: str) -> None:
     columns = min(4, len(present) or 1)
     rows = max(1, -(-len(present) // columns))
     figure = Figure(figsize=(max(3.5 * columns, 7), 3.2 * rows), dpi=110)
-    # Room for labels; a layout engine would draw the picture three times to measure them.
-    across = 0.16 / columns
-    down = 0.19 / rows
+    # Fixed room for labels: a layout engine would draw the picture three times to measure them.
+    bottom = 0.19 / rows
     figure.subplots_adjust(
-        left=across, right=0.99, bottom=down, top=1 - down - 0.04 / rows, wspace=0.24, hspace=0.42
+        left=0.16 / columns,
+        right=0.99,
+        bottom=bottom,
+        top=1 - bottom - 0.04 / rows,
+        wspace=0.24,
+        hspace=0.42,
     )
     figure.suptitle(title if present else f"{title}: nothing was measured", fontsize=11)
     axis = "step" if np.isnan(recorded.get("documents_seen", np.nan)).any() else "documents_seen"
-    for place, names in enumerate(present, start=1):
-        axes = figure.add_subplot(rows, columns, place)
+    for number, names in enumerate(present, start=1):
+        axes = figure.add_subplot(rows, columns, number)
         axes.grid(alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-        if place > len(present) - columns:
+        if number > len(present) - columns:  # in the lowest row
             axes.set_xlabel(axis.replace("_", " "), fontsize=9)
         _draw(axes, recorded, axis, names)
     with replacing(path_png) as file:
@@ -63,33 +69,41 @@ def _has_numbers(recorded: Columns, name: str) -> bool:
 
 
 def _draw(axes: Axes, recorded: Columns, axis: str, names: list[str]) -> None:
+    """Draw metrics into one panel, and title it with their names."""
     titles = []
     for color, name in zip(_COLORS, names, strict=False):
-        known = ~np.isnan(recorded[name])
-        x, y = recorded[axis][known], recorded[name][known]
+        has_value = ~np.isnan(recorded[name])
+        x = recorded[axis][has_value]
+        y = recorded[name][has_value]
         label = name.replace("_", " ")
         low, high = _limits(y)
-        _line(axes, x, y.clip(low, high), color, label)
-        if low > y.min() or high < y.max():
-            # The dots at the edge of the panel are those beyond it.
-            label += f"\n(spikes to {y.min() if low > y.min() else y.max():.3g} are cut off)"
-            if low > y.min() and high < y.max():
-                label = (
-                    f"{name.replace('_', ' ')}\n(spikes from {y.min():.3g} to {y.max():.3g} "
-                    "are cut off)"
-                )
-        titles.append(label)
-    axes.set_title("; ".join(titles), fontsize=9, y=1.0)  # given a place, it is fixed
+        # Spikes become dots at the edge of the panel.
+        _draw_line(axes, x, y.clip(low, high), color, label)
+        titles.append(label + _note_on_spikes(y, low, high))
+    axes.set_title("; ".join(titles), fontsize=9, y=1.0)  # without y it would be moved
     if len(names) > 1:
         axes.legend(fontsize=8, frameon=False)
 
 
-def _line(axes, x, y, color, label):
+def _note_on_spikes(values: np.ndarray, low: float, high: float) -> str:
+    """Return a line for a panel's title on values beyond its limits; "" for none."""
+    lowest = values.min()
+    highest = values.max()
+    if low > lowest and high < highest:
+        return f"\n(spikes from {lowest:.3g} to {highest:.3g} are cut off)"
+    if low > lowest:
+        return f"\n(spikes to {lowest:.3g} are cut off)"
+    if high < highest:
+        return f"\n(spikes to {highest:.3g} are cut off)"
+    return ""
+
+
+def _draw_line(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, label: str) -> None:
     if len(y) < _SMOOTH_FROM:
         axes.plot(x, y, color=color, label=label, linewidth=1.4, marker=".", markersize=3)
         return
-    # Points alone: lines between the steps of one batch of rollouts, of which the first clips
-    #   nothing, would hatch.
+    # Points without a line: the first step of each batch of rollouts clips nothing, so a line would
+    # go up and down between the steps of a batch.
     axes.plot(
         x,
         y,
@@ -105,12 +119,14 @@ def _line(axes, x, y, color, label):
 
 
 def _limits(values: np.ndarray) -> tuple[float, float]:
-    """What the axis shows: all values but spikes, one in a hundred on each side that lie further
-    from the others than these are apart."""
-    low, high = (
-        np.quantile(values, 0.01, method="higher"),
-        np.quantile(values, 0.99, method="lower"),
-    )
-    if (reach := high - low) > 0:
-        values = values[(values >= low - reach) & (values <= high + reach)]
+    """Return the lowest and the highest value that an axis shows: all but spikes.
+
+    Spikes are up to one in a hundred values on each side, if they are further from the other values
+    than these are from each other.
+    """
+    low = np.quantile(values, 0.01, method="higher")
+    high = np.quantile(values, 0.99, method="lower")
+    spread = high - low
+    if spread > 0:
+        values = values[(values >= low - spread) & (values <= high + spread)]
     return values.min(), values.max()

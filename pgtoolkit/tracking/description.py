@@ -1,32 +1,37 @@
-"""What trackers are told of a run, from its directory alone: its settings, and rows as metrics."""
+"""Describes a run to trackers, from its directory alone: its settings, and its rows as metrics."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pgtoolkit.config.keys import changes_learning
 from pgtoolkit.config.own_code import as_typed
 from pgtoolkit.runs import records
 from pgtoolkit.runs.provenance import code_of, commit_text
-from pgtoolkit.runs.records import leaves
+from pgtoolkit.runs.records import Row, leaves
 from pgtoolkit.tracking.store import flatten, parameter_name, text_of
+
+if TYPE_CHECKING:
+    from mlflow.entities import Metric
+
+Item = TypeVar("Item")
 
 _LONGEST_TAG = 4000
 
 BY_DOCUMENTS = ("reward", "exact_match", "loss", "kl_new_old", "clipped_ratio_fraction", "entropy")
-"""Metrics that are logged a second time as `NAME_by_documents`, with documents_seen in the place of
-the step.
+"""Metrics that are logged a second time as `NAME_by_documents`, over documents_seen instead of the
+step.
 
 The name comes first, since MLflow cuts the titles of its charts after a few letters.
 """
 
 EVALUATION = "evaluation/{}/{}"
-"""Name of a metric of an evaluation: of which set, and which number."""
+"""The name of an evaluation's metric, of its set and its number."""
 
 _NOT_MEASURED = ("step", "time", "documents", "set", "prompts", "completions_per_prompt")
 _METRICS_PER_CALL = 1000  # MLflow's own limit
@@ -34,10 +39,10 @@ _BEGIN = re.compile(rb'{"step": (\d+), "time": (\d+\.\d+),')
 
 
 class Description(NamedTuple):
-    """What trackers are told of one run, without secrets.
+    """The description of a run that trackers get, without secrets.
 
-    settings: the configuration by dotted keys, numbers as numbers. params: the same as MLflow takes
-        it, as texts.
+    settings: the configuration by dotted keys, with numbers as numbers.
+    params: the same as texts, as MLflow takes them.
     """
 
     run_name: str
@@ -47,11 +52,12 @@ class Description(NamedTuple):
 
 
 def description_of(run_dir: Path) -> Description:
-    """The description of a run that has written its configuration."""
+    """Return the description of a run that has written its configuration."""
     config, _ = records.read_config(run_dir)
     status = records.read_status(run_dir)
     provenance = records.known_provenance(run_dir)
-    settings, code = as_typed(dict(leaves(config))), code_of(provenance)
+    settings = as_typed(dict(leaves(config)))
+    code = code_of(provenance)
     tags = {
         "family": settings.get("loss.name"),
         "aggregation": settings.get("aggregation.reducer") or settings.get("aggregation.mode"),
@@ -61,15 +67,16 @@ def description_of(run_dir: Path) -> Description:
         "run_directory": str(run_dir),
         "pgtk.id": status.get("id"),
         "git_commit": " ".join(commit_text(*pair) for pair in code) or None,
-        # the column "Version" of MLflow's table
+        # MLflow's table shows it in the column "Version".
         "mlflow.source.git.commit": code[0][0] if code else None,
         "resumed": " ".join(start["time"] for start in provenance.get("resumed", [])) or None,
     }
-    # In a sweep the folder's name ends with digits that stand for the configuration; here the
-    # parameters say it.
-    folder = re.sub("-[0-9a-f]{8}$", "", run_dir.name) if status.get("sweep") else run_dir.name
+    run_name = settings.get("tracking.run_name") or run_dir.name
+    if status.get("sweep") and not settings.get("tracking.run_name"):
+        # The folders of a sweep end with a digest of the configuration, which the parameters show.
+        run_name = re.sub("-[0-9a-f]{8}$", "", run_dir.name)
     return Description(
-        run_name=settings.get("tracking.run_name") or folder,
+        run_name=run_name,
         settings=_typed_settings(config),
         params=flatten(config),
         tags={
@@ -81,77 +88,86 @@ def description_of(run_dir: Path) -> Description:
 
 
 def _typed_settings(config: dict) -> dict[str, str | float]:
-    """Return what tells runs apart by its keys: numbers and truth values as they are, the rest as
-    texts."""
-    pairs = ((key, value) for key, value in leaves(config) if changes_learning(key, config))
-    return {
-        key: value if isinstance(value, int | float) else text_of(key, value)
-        for key, value in pairs
-    }
+    """Return the keys that change what is learned: numbers and truth values, the rest as texts."""
+    settings = {}
+    for key, value in leaves(config):
+        if changes_learning(key, config):
+            settings[key] = value if isinstance(value, int | float) else text_of(key, value)
+    return settings
 
 
-class RowFile:
-    """A file of rows, each with its step, and how far it has been delivered.
+class RowFile(Generic[Item]):
+    """A file of rows, and how much of it was delivered to a tracker.
 
-    delivered: {set of prompts, None for metrics: the last step that the store has}. metrics_of: a
-        row as what the
-    tracker takes.
+    delivered: for each set of prompts, or None for metrics, the last step that the tracker has.
+    items_of: turns a row into the items that the tracker takes.
     """
 
     def __init__(
-        self, path: Path, delivered: dict[str | None, int], metrics_of: Callable[[dict], list]
+        self,
+        path: Path,
+        delivered: Mapping[str | None, int],
+        items_of: Callable[[Row], list[Item]],
     ):
         self.offset = 0
         self.last_time: int | None = None  # of the last row, in milliseconds
-        self._path, self._delivered, self._metrics_of = path, delivered, metrics_of
+        self._path = path
+        self._delivered = delivered
+        self._items_of = items_of
 
-    def next_batch(self) -> tuple[int, list, int]:
-        """(rows, metrics of the rows from the current offset on, at most one call's worth; offset
-        after them)."""
-        rows, metrics, offset = 0, [], self.offset
+    def next_batch(self) -> tuple[int, list[Item], int]:
+        """Return rows from the current offset on, no more than a tracker takes at once.
+
+        Returns the number of rows with new items, their items, and the offset after them.
+        """
+        num_rows = 0
+        items: list[Item] = []
+        offset = self.offset
         if not self._path.exists():
-            return rows, metrics, offset
+            return num_rows, items, offset
         with self._path.open("rb") as file:
             file.seek(offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # still being written
-                begin = _BEGIN.match(line)
-                if begin and int(begin[1]) <= self._delivered.get(None, -1):
-                    row, new = {"time": float(begin[2])}, []  # of half a million no more is read
-                else:
-                    row = json.loads(line)
-                    new = (
-                        self._metrics_of(row)
-                        if row["step"] > self._delivered.get(row.get("set"), -1)
-                        else []
-                    )
-                if metrics and len(metrics) + len(new) > _METRICS_PER_CALL:
+                time, new_items = self._new_items(line)
+                if items and len(items) + len(new_items) > _METRICS_PER_CALL:
                     break
-                metrics += new
-                rows += bool(new)
+                items += new_items
+                num_rows += bool(new_items)
                 offset += len(line)
-                self.last_time = _milliseconds(row) or None
-        return rows, metrics, offset
+                self.last_time = time or None
+        return num_rows, items, offset
+
+    def _new_items(self, line: bytes) -> tuple[int, list[Item]]:
+        """Return the time of a row, in milliseconds, and its items that are not delivered yet."""
+        begin = _BEGIN.match(line)
+        if begin and int(begin[1]) <= self._delivered.get(None, -1):
+            # Not parsed, since there may be half a million of them.
+            return _milliseconds({"time": float(begin[2])}), []
+        row = json.loads(line)
+        is_new = row["step"] > self._delivered.get(row.get("set"), -1)
+        return _milliseconds(row), self._items_of(row) if is_new else []
 
 
-def metrics_of(row: dict) -> list:
-    """A row of metrics.jsonl: all its metrics, and some of them once more over the documents
-    seen."""
+def metrics_of(row: Row) -> list[Metric]:
+    """Return the metrics of a row of metrics.jsonl, some of them also over the documents seen."""
     metrics = _as_metrics(row, row["step"], values_of(row, row))
     if "documents_seen" in row:
         metrics += _as_metrics(row, row["documents_seen"], by_documents_of(row))
     return metrics
 
 
-def evaluation_metrics_of(row: dict) -> list:
-    """A row of evaluations.jsonl: see `evaluation_values_of`."""
+def evaluation_metrics_of(row: Row) -> list[Metric]:
+    """Return the metrics of a row of evaluations.jsonl, by `evaluation_values_of`."""
     return _as_metrics(row, row["step"], evaluation_values_of(row))
 
 
-def evaluation_values_of(row: dict) -> dict[str, float]:
-    """Return what a row of evaluations.jsonl measured, as evaluation/SET/NAME, in whose names
-    pass@k is pass_at_k."""
+def evaluation_values_of(row: Row) -> dict[str, float]:
+    """Return the values of a row of evaluations.jsonl, named evaluation/SET/NAME.
+
+    In the names pass@k becomes pass_at_k.
+    """
     measured = {
         name.replace("@", "_at_"): value for name, value in row.items() if name not in _NOT_MEASURED
     }
@@ -161,12 +177,12 @@ def evaluation_values_of(row: dict) -> dict[str, float]:
     }
 
 
-def by_documents_of(row: dict) -> dict[str, float]:
+def by_documents_of(row: Row) -> dict[str, float]:
     """Return the values that are logged over the documents seen, under their names there."""
     return {f"{name}_by_documents": value for name, value in values_of(row, BY_DOCUMENTS).items()}
 
 
-def values_of(row: dict, names: Iterable[str]) -> dict[str, float]:
+def values_of(row: Row, names: Iterable[str]) -> dict[str, float]:
     """Return the finite values of these names, as far as the row has them."""
     return {
         name: row[name]
@@ -175,14 +191,13 @@ def values_of(row: dict, names: Iterable[str]) -> dict[str, float]:
     }
 
 
-def _as_metrics(row: dict, step: int, measured: dict[str, float]) -> list:
-    """Return MLflow's metrics at the time of the row: a row that is sent again is the same row to
-    MLflow."""
+def _as_metrics(row: Row, step: int, values: dict[str, float]) -> list[Metric]:
+    """Return MLflow's metrics at the time of the row, so that a row sent twice counts once."""
     from mlflow.entities import Metric
 
     time = _milliseconds(row)
-    return [Metric(parameter_name(name), value, time, step) for name, value in measured.items()]
+    return [Metric(parameter_name(name), value, time, step) for name, value in values.items()]
 
 
-def _milliseconds(row):
+def _milliseconds(row: Row) -> int:
     return round(1000 * row.get("time", 0))

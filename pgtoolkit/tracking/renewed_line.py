@@ -1,5 +1,4 @@
-"""The line at the foot of a terminal that renews itself; what is printed meanwhile stands above
-it."""
+"""The line at the foot of a terminal that renews itself, below all that is printed meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, TextIO
+from typing import ClassVar, TextIO
 from weakref import WeakSet
 
 from tqdm import tqdm
@@ -17,27 +16,24 @@ from tqdm.utils import disp_len
 from pgtoolkit.system.legible import legible
 
 _SECONDS_BETWEEN = 0.1
-"""Least time from one renewal to the next, so that quick steps do not wait for the terminal."""
+"""The shortest time between renewals, so that quick steps do not wait for the terminal."""
 
 _NEVER = 1e9
 """Seconds until tqdm would show its bar by itself."""
 
 _ERASE = "\x1b[K"
-"""Erases what a terminal shows from the cursor to the end of the line, such as the ^C that it has
-echoed."""
+"""Erases the rest of a terminal's line, such as the ^C that it has echoed."""
 
 _RESERVED = 3
-"""Columns left free at the end of the line, for ^C and the cursor: a line that is full would become
-two."""
+"""Columns left free at the end of the line, for ^C and the cursor: a full line would become two."""
 
 _COLUMNS_OF_BAR = 13
 _LEAST_WITH_BAR = 50
-"""Columns of a terminal that has room for a bar beside the first numbers."""
+"""Columns of a terminal that has room for the bar besides the first numbers."""
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether a line of the stream can be renewed: not in a file or a pipe, or where no
-    cursor moves."""
+    """Return whether a line of a stream can be renewed: on a terminal whose cursor can move."""
     try:
         return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
     except ValueError:  # it is closed
@@ -47,16 +43,17 @@ def is_terminal(stream: TextIO) -> bool:
 class RenewedLine:
     """A progress bar with numbers on one line of standard output, which is a terminal.
 
-    While it is shown, whatever else this process prints, by any thread, stands above it. `close`
-    leaves the line as it was last.
+    While it is shown, all that this process prints, by any thread, appears above it.
     """
 
     def __init__(self, total: int, done: int = 0):
-        # a signal handler may print while its thread renews the line
+        # Reentrant, since a signal handler may print while its thread renews the line.
         self._lock = threading.RLock()
         self._stream = sys.stdout
         self._bar = _Bar(total=total, initial=done, file=self._stream, disable=False, delay=_NEVER)
-        self._bar.ncols = self._bar.nrows = None  # of the terminal as it was: it is asked each time
+        # The size of the terminal is looked up at each renewal instead.
+        self._bar.ncols = None
+        self._bar.nrows = None
         self._fields: Sequence[str] = ()
         self._shown_at = 0.0
         self._wrapped = (sys.stdout, sys.stderr)
@@ -64,9 +61,9 @@ class RenewedLine:
         sys.stderr = _AboveLine(sys.stderr, self)
 
     def show(self, done: int, fields: Sequence[str]) -> None:
-        """Show how far it is.
+        """Show the number of steps that are done.
 
-        fields: texts, the most important first; those for which there is no room are left out.
+        fields: texts, the most important first. The last ones are left out if there is no room.
         """
         with self._lock:
             self._bar.n = done
@@ -76,7 +73,7 @@ class RenewedLine:
                 self._shown_at = time.monotonic()
 
     def write_above(self, text: str, stream: TextIO) -> None:
-        """Write whole lines to a stream. Raises OSError as the stream does."""
+        """Write whole lines to a stream, above this one. Raises OSError as the stream does."""
         with self._lock:
             self._bar.clear(nolock=True)
             try:
@@ -86,8 +83,10 @@ class RenewedLine:
                 self._draw()
 
     def close(self, leave: bool = True) -> None:
-        """Leave the line as it is now, or take it away. What is printed from here on stands below
-        it."""
+        """Stop renewing the line; what is printed from here on appears below it.
+
+        leave: whether the line stays as it is now, or is erased.
+        """
         with self._lock:
             for wrapper in (sys.stdout, sys.stderr):
                 if isinstance(wrapper, _AboveLine):
@@ -103,11 +102,14 @@ class RenewedLine:
 
     def _draw(self) -> None:
         columns = self._columns()
-        bar = ["|{bar:10}|"] if columns >= _LEAST_WITH_BAR else []
-        free = columns - _RESERVED - (_COLUMNS_OF_BAR if bar else 0)
+        free_columns = columns - _RESERVED
+        bar = []
+        if columns >= _LEAST_WITH_BAR:
+            bar = ["|{bar:10}|"]
+            free_columns -= _COLUMNS_OF_BAR
         shown: list[str] = []
         for field in map(legible, self._fields):
-            if disp_len(" ".join([*shown, field])) > free:
+            if disp_len(" ".join([*shown, field])) > free_columns:
                 break
             shown.append(field)
         escaped = [field.replace("{", "{{").replace("}", "}}") for field in shown]
@@ -122,8 +124,7 @@ class RenewedLine:
 
 
 class _Bar(tqdm):
-    """tqdm without what is meant for several bars: its threads, its list of bars, and a lock
-    between processes."""
+    """A single tqdm bar, without the thread, the list and the lock that serve several bars."""
 
     monitor_interval = 0
     _instances: ClassVar[WeakSet] = WeakSet()
@@ -139,10 +140,10 @@ class _AboveLine:
         self._rest = ""  # a line that has not ended
 
     def write(self, text: str) -> int:
-        whole, newline, rest = (self._rest + text).rpartition("\n")
-        self._rest = rest.rpartition("\r")[2]  # of a bar of somebody else's, how it was last
+        lines, newline, rest = (self._rest + text).rpartition("\n")
+        self._rest = rest.rpartition("\r")[2]  # only the last state of another progress bar
         if newline:
-            self._line.write_above(whole + newline, self._stream)
+            self._line.write_above(lines + newline, self._stream)
         return len(text)
 
     def write_rest(self) -> None:
@@ -150,5 +151,5 @@ class _AboveLine:
             self._line.write_above(self._rest + "\n", self._stream)
         self._rest = ""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

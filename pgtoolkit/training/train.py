@@ -187,7 +187,7 @@ def _train_steps(
                 if isinstance(tracker, MlflowTracker):
                     lines = mlflow_entries(tracker.info)
                 else:
-                    lines = [entry(tracker.title, tracker.where)]
+                    lines = [entry(tracker.title, tracker.shown_by)]
                 log.info("\n".join(lines))
         if recorder.step < config.trainer.max_steps or module.evaluator is not None:
             fit(module, loader, config, recorder)
@@ -376,7 +376,7 @@ def _finish(
                 command = sync_command(run.path, tracker.uri)
                 log.warning(f"MLflow lacks {missing} of this run. Deliver them with: {command}")
         else:
-            records.append((tracker.title, tracker.where))
+            records.append((tracker.title, tracker.shown_by))
             if missing:
                 log.warning(f"{tracker.title} lacks {missing} of this run, since it took too long.")
     if outcome == "done":

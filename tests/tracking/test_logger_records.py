@@ -151,7 +151,7 @@ def test_a_run_arrives_complete_and_without_secrets(kind, run):
         assert history(kind, run, "loss_by_documents") == [
             (64 * step, step / 8) for step in range(1, 41)
         ]
-        assert record.where == f"tensorboard --logdir {run.path}/tensorboard"
+        assert record.shown_by == f"tensorboard --logdir {run.path}/tensorboard"
         assert hyperparameters_of_tensorboard(run) == FLAT
     else:
         assert history(kind, run, "documents_seen") == [(step, 64 * step) for step in range(1, 41)]
@@ -175,7 +175,7 @@ def test_a_run_arrives_complete_and_without_secrets(kind, run):
         }
         assert [record.exit.exit_code for record in kept if record.HasField("exit")] == [0]
         (folder,) = run.path.glob("wandb/offline-run-*")
-        assert record.where == f"wandb sync {folder}"
+        assert record.shown_by == f"wandb sync {folder}"
 
 
 def hyperparameters_of_tensorboard(run):

@@ -298,7 +298,7 @@ def test_missing_moments_are_refused(trained, tmp_path, capsys, missing, says):
     replace_file(path, "training/optimizer-00001-00001.safetensors", save(left))
     assert main(["resume", str(folder), "trainer.max_steps=3"]) == 6
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{path} is damaged: {says}. Remove it" in line
+    assert f"{path} is damaged: {says}. Delete it" in line
 
 
 def test_a_weight_that_no_step_has_trained_has_no_moments(trained, tmp_path):
