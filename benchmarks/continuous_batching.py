@@ -110,8 +110,9 @@ def _measure(arguments: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if GPU else torch.float32
     model = Qwen2ForCausalLM.from_pretrained(arguments.folder / "model", dtype=dtype)
     model = model.to(DEVICE).eval().requires_grad_(False)
-    run = _ours(model, prompts, arguments.length)
-    if arguments.case != "ours":
+    if arguments.case == "ours":
+        run = _ours(model, prompts, arguments.length)
+    else:
         run = _continuous(model, prompts, arguments.length, arguments.case)
     for call in range(arguments.calls):
         started = _now()
