@@ -1,5 +1,5 @@
-"""Records of Weights & Biases and of TensorBoard, by Lightning's loggers: a thread tells them what
-a run appends."""
+"""Records of a run in Weights & Biases and TensorBoard, by a thread that calls Lightning's
+loggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pgtoolkit.errors import StorageError
-from pgtoolkit.runs.records import read_evaluations
+from pgtoolkit.runs.records import Row, read_evaluations
 from pgtoolkit.runs.series import final, read_metrics, values
 from pgtoolkit.system.redaction import redact
 from pgtoolkit.system.report import shell_path
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 TENSORBOARD_FOLDER = "tensorboard"
-"""Where in a run directory TensorBoard's files lie."""
+"""The folder of TensorBoard's files in a run directory."""
 
 Point = tuple[int, dict[str, float]]
 """A step, and the metrics at it."""
 
 _SECONDS_BETWEEN_DELIVERIES = 1.0
 _SECONDS_TO_FINISH = 30.0
-# 255 is what wandb itself says of Ctrl-C
+# wandb itself uses 255 for Ctrl-C.
 _EXIT_CODES = {"done": 0, "failed": 1, "interrupted": 255}
 _IN_THE_SUMMARY = ("reward", "exact_match", "loss")
 
@@ -46,45 +46,43 @@ _log = logging.getLogger(__name__)
 class LoggerRecord:
     """A record of one run by one of Lightning's loggers, which follows the run directory.
 
-    The directory is the only source, as for `MlflowTracker`: a thread reads what is appended to its
-        metrics.jsonl
-    and evaluations.jsonl, about once a second. A record that lies in the run directory is written
-    anew from the first step when the run is resumed, so that it has each step once, whatever a kill
-    has left of it. What a server has is not sent again. A logger that raises ends its record, never
-    the training; one note says so.
+    The directory is the only source, as for `MlflowTracker`: about once a second a thread reads
+    what is appended to its metrics.jsonl and evaluations.jsonl. When a run is resumed, a record in
+    its directory is written again from the first step: so it has each step once, whatever a kill
+    has left of it. A server does not get its rows again. A logger that raises an error ends its
+    record with a note, but never the training.
     """
 
     title: ClassVar[str]
-    """What the record is called in messages."""
+    """The name of the record in messages."""
 
-    where: str
-    """What to type, or to open, in order to see the record."""
+    shown_by: str
+    """The command to type, or the address to open, to see the record."""
 
     _logger: Logger
 
     def start(self, run_dir: Path, consequence: str = "") -> None:
-        """Open the record of a directory, which has its config.yaml and status.json, and begin to
-        deliver.
+        """Open the record of a directory, which has config.yaml and status.json, and deliver rows.
 
-        On a resume call it after `drop_metrics_after`. Raises StorageError, ending with
-        `consequence`, where the logger cannot be opened.
+        On a resume it is called after `drop_metrics_after`. Raises StorageError, whose message ends
+        with `consequence`, where the logger cannot be opened.
         """
         self._run_dir = Path(run_dir)
         try:
             description = description_of(self._run_dir)
             last_step = self._open(description)
-        except Exception as error:  # the libraries raise their own
+        except Exception as error:  # each library raises errors of its own
             raise StorageError(
                 f"{self.title} failed: {_in_one_line(error)}. {consequence}"
             ) from error
         delivered: dict[str | None, int] = {None: last_step}
-        # The evaluation of a step comes after its metrics: of the last one it is not known whether
-        #   it arrived.
+        # The evaluation of a step comes after its metrics, so that of the last step may not have
+        # arrived.
         sets = {row["set"] for row in read_evaluations(self._run_dir)}
-        evaluated: dict[str | None, int] = dict.fromkeys(sets, last_step - 1)
+        delivered_of_sets = dict.fromkeys(sets, last_step - 1)
         self._files = (
             RowFile(self._run_dir / "metrics.jsonl", delivered, self._points),
-            RowFile(self._run_dir / "evaluations.jsonl", evaluated, _evaluation_points),
+            RowFile(self._run_dir / "evaluations.jsonl", delivered_of_sets, _evaluation_points),
         )
         self._ended = threading.Event()
         self._thread = threading.Thread(
@@ -93,7 +91,7 @@ class LoggerRecord:
         self._thread.start()
 
     def finish(self, state: str) -> list[str]:
-        """Deliver the rest and close the record; return what did not arrive in time, by name.
+        """Deliver the rest and close the record; return the names of parts that came too late.
 
         state: done, failed or interrupted.
         """
@@ -103,11 +101,11 @@ class LoggerRecord:
         return ["the end of the run"] if self._thread.is_alive() else []
 
     def _open(self, description: Description) -> int:
-        """Make `_logger`, and return the last step that its record has."""
+        """Make `_logger`, set `shown_by`, and return the last step that the record has."""
         raise NotImplementedError
 
-    def _points(self, row: dict) -> list[Point]:
-        """Return what the record gets of a row of metrics.jsonl."""
+    def _points(self, row: Row) -> list[Point]:
+        """Return the points for a row of metrics.jsonl."""
         return [(row["step"], values_of(row, row))]
 
     def _log_points(self, points: Iterable[Point]) -> None:
@@ -115,7 +113,7 @@ class LoggerRecord:
             self._logger.log_metrics(metrics, step)
 
     def _flush(self) -> None:
-        """Put what was logged where others can read it."""
+        """Write what was logged so that other processes can read it."""
 
     def _close(self) -> None:
         raise NotImplementedError
@@ -132,14 +130,14 @@ class LoggerRecord:
                     self._close()
                     return
                 self._ended.wait(_SECONDS_BETWEEN_DELIVERIES)
-        except Exception as error:  # whatever the library raises: training goes on
+        except Exception as error:  # whatever the library raises, training continues
             _log.warning(
-                f"note: {self.title} failed and gets nothing more of this run: "
+                f"note: {self.title} failed and gets no more rows of this run: "
                 f"{_in_one_line(error)}. Nothing is lost: metrics are kept in "
                 f"{shell_path(self._run_dir / 'metrics.jsonl')}, and a resumed run delivers them."
             )
 
-    def _deliver(self, file: RowFile) -> None:
+    def _deliver(self, file: RowFile[Point]) -> None:
         while True:
             _, points, offset = file.next_batch()
             self._log_points(points)
@@ -151,12 +149,11 @@ class LoggerRecord:
 class WandbRecord(LoggerRecord):
     """A run of Weights & Biases, with the id of the run directory.
 
-    wandb's own settings count: WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and the rest. What it would
-    gather by itself
-    is left out: the command with what secrets may be in it, code, the terminal; provenance.json has
-        them, redacted.
+    wandb's own settings apply, such as WANDB_MODE, WANDB_ENTITY and WANDB_BASE_URL. It does not
+    collect the command, which may have secrets, the code and the terminal: provenance.json has
+    these, redacted.
 
-    project: where the run belongs. system_metrics: let wandb measure the machine.
+    project: to which the run belongs. system_metrics: whether wandb measures the machine.
     """
 
     title = "wandb"
@@ -188,24 +185,22 @@ class WandbRecord(LoggerRecord):
             dir=str(self._run_dir),
             settings=settings,
         )
-        # The axis of steps by which WandbLogger logs, as it defines it itself for a run that it
-        # opens.
+        # WandbLogger logs over this axis of steps, and defines it so for runs that it opens.
         self._run.define_metric("trainer/global_step")
         self._run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         self._logger = WandbLogger(experiment=self._run)
-        folder_of_run = {"run_directory": description.tags["run_directory"]}
-        self._logger.log_hyperparams(description.settings | folder_of_run)
+        run_directory = {"run_directory": description.tags["run_directory"]}
+        self._logger.log_hyperparams(description.settings | run_directory)
         folder = Path(self._run.dir).parent
-        # A run directory with links is refused, and this one leads to the log of wandb's process,
-        # in the user's cache.
+        # This is a link to a log in the user's cache, and a run directory with links is refused.
         (folder / "logs" / "debug-core.log").unlink(missing_ok=True)
         if self._run.settings.mode != "offline":
-            self.where = self._run.url or ""
+            self.shown_by = self._run.url or ""
             return int(self._run.summary.get("trainer/global_step") or 0)
         for earlier in folder.parent.glob(f"offline-run-*-{self._run.id}"):
             if earlier != folder:
                 shutil.rmtree(earlier)
-        self.where = f"wandb sync {shell_path(folder)}"
+        self.shown_by = f"wandb sync {shell_path(folder)}"
         return 0
 
     def _close(self) -> None:
@@ -222,7 +217,7 @@ class TensorBoardRecord(LoggerRecord):
         from lightning.pytorch.loggers import TensorBoardLogger
 
         folder = self._run_dir / TENSORBOARD_FOLDER
-        # TensorBoard forgets what an earlier process has written from the step `purge_step` on.
+        # TensorBoard drops what earlier processes have written, from the step `purge_step` on.
         self._logger = TensorBoardLogger(
             self._run_dir,
             name=None,
@@ -231,11 +226,11 @@ class TensorBoardRecord(LoggerRecord):
             purge_step=0,
         )
         self._settings = description.settings
-        self.where = f"tensorboard --logdir {shell_path(folder)}"
-        self._flush()  # here an error is still said before training
+        self.shown_by = f"tensorboard --logdir {shell_path(folder)}"
+        self._flush()  # so that an error is raised before training
         return 0
 
-    def _points(self, row: dict) -> list[Point]:
+    def _points(self, row: Row) -> list[Point]:
         points = super()._points(row)
         if "documents_seen" in row:
             points.append((row["documents_seen"], by_documents_of(row)))
@@ -244,8 +239,8 @@ class TensorBoardRecord(LoggerRecord):
     def _log_points(self, points: Iterable[Point]) -> None:
         for step, metrics in points:
             if self._settings:
-                # TensorBoard shows hyperparameters beside the last values of the metrics that they
-                # come with.
+                # TensorBoard shows hyperparameters together with the last values of the metrics
+                # that are logged with them.
                 self._logger.log_hyperparams(self._settings, metrics, step)
                 self._settings = {}
             else:
@@ -258,18 +253,18 @@ class TensorBoardRecord(LoggerRecord):
         self._logger.finalize("success" if self._state == "done" else "failed")
 
 
-def _evaluation_points(row: dict) -> list[Point]:
+def _evaluation_points(row: Row) -> list[Point]:
     return [(row["step"], evaluation_values_of(row))]
 
 
 def _summary(run_dir: Path) -> list[Point]:
     """Return the means over the last tenth of a run's steps, at its last step."""
-    recorded = read_metrics(run_dir / "metrics.jsonl", _IN_THE_SUMMARY)
-    if not len(recorded["step"]):
+    metrics = read_metrics(run_dir / "metrics.jsonl", _IN_THE_SUMMARY)
+    if not len(metrics["step"]):
         return []
-    series = {name: values(recorded, name) for name in _IN_THE_SUMMARY}
+    series = {name: values(metrics, name) for name in _IN_THE_SUMMARY}
     means = {f"final/{name}": final(column) for name, column in series.items() if column}
-    return [(int(recorded["step"][-1]), means)]
+    return [(int(metrics["step"][-1]), means)]
 
 
 def _in_one_line(error: Exception) -> str:
