@@ -34,17 +34,19 @@ from pgtoolkit.errors import ConfigError
 from pgtoolkit.runs.records import read_data
 from pgtoolkit.system.report import key_of, refusal
 
+Evaluated = Literal["run", "model"]
+"""What `pgtk evaluate` measures: the policy of a run, or a model's folder."""
+
 
 @dataclass(frozen=True)
 class Composed:
-    """One run's configuration with the problems of its overrides and values; what is refused is
-    left out of it.
+    """One run's configuration, without the overrides and values that are refused.
 
-    config: None if nothing could be composed. choices: the option of each group; empty for a saved
-        run.
-    overrides: of the run, as they are recorded. name: the run's. is_sweep: whether the
-        configuration itself asks for
-    one. directory: of the run, None if its name does not resolve, for the problems with it.
+    config: None if nothing could be composed. problems: those of overrides and values. choices: the
+    option of each group; empty for a saved run. overrides: those of the run, as its directory
+    records them. name: the run's. is_sweep: whether the configuration itself asks for a sweep.
+    directory: of the run; None if its name does not resolve, for which problems_of_directory says
+    why.
     """
 
     config: Config | None
@@ -59,7 +61,7 @@ class Composed:
 
 @dataclass
 class Node:
-    """What Hydra composes: a configuration with its node `hydra`, on which all overrides are set.
+    """A configuration as Hydra composes it, with its node `hydra`, on which all overrides are set.
 
     config: None if nothing could be composed.
     """
@@ -68,22 +70,34 @@ class Node:
     problems: list[str]
 
 
+@dataclass
+class _Overrides:
+    """Overrides in Hydra's grammar, together and by what they do, and the problems with the others.
+
+    parsed: all that have the right form. choices: those that choose an option. values: those that
+    set keys. of_hydra: those on Hydra's own keys.
+    """
+
+    parsed: list[Override]
+    choices: list[Override] = field(default_factory=list)
+    values: list[Override] = field(default_factory=list)
+    of_hydra: list[Override] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
 def compose(
     overrides: list[str],
     config_dir: Path | None = None,
     sweep_file: Path | None = None,
     run_dir: Path | None = None,
-    evaluate: Literal["run", "model"] | None = None,
+    evaluate: Evaluated | None = None,
 ) -> Composed:
     """Return the configuration of one run.
 
-    config_dir: a folder of the user's with more options. sweep_file: the primary configuration
-        instead of conf/'s.
-    run_dir: a run to be continued or exported, whose saved configuration takes the place of the
-        files. Raises
-    ConfigError if it has none.
-    evaluate: what is evaluated, where nothing is trained: only keys that say so may be typed (see
-        `Key`), and how a run
+    config_dir: a folder of the user's with more options. sweep_file: the primary configuration, in
+    place of the one in conf/. run_dir: a run to be continued or exported, whose saved configuration
+    takes the place of the files; raises ConfigError if it has none. evaluate: what is evaluated,
+    where nothing is trained: only the keys that declare it may be typed (see `Key`), and how a run
     was trained is left out.
     """
     if run_dir is not None:
@@ -95,39 +109,30 @@ def compose_node(
     overrides: list[str],
     config_dir: Path | None = None,
     sweep_file: Path | None = None,
-    evaluate: Literal["run", "model"] | None = None,
+    evaluate: Evaluated | None = None,
 ) -> Node:
     """Return what Hydra composes of the files, see `compose`, with the overrides of single keys set
     on it."""
-    parsed, problems = _parsed(overrides)
     groups = options(config_dir)
-    choices: list[str] = []
-    values: list[Override] = []
-    accepted: list[Override] = []
-    for override in parsed:
-        key = override.key_or_group
-        is_choice = key in groups and not isinstance(override.value(), dict)
-        is_of_hydra = key.split(".")[0].split("/")[0] == "hydra"
-        if wrong := _wrong_here(override, groups, is_choice, evaluate):
-            problems.append(wrong)
-        elif is_choice:
-            choices.append(hydra_form(refusals.as_typed(override)))
-            accepted.append(override)
-        elif not is_of_hydra:
-            values.append(override)
-        elif without_effect := [*hydra_keys.without_effect(override)]:
-            problems += without_effect
-        else:
+    typed = _read(overrides, groups, evaluate)
+    problems = typed.problems
+    choices = [hydra_form(refusals.as_typed(override)) for override in typed.choices]
+    for override in typed.of_hydra:
+        without_effect = [*hydra_keys.without_effect(override)]
+        problems += without_effect
+        if not without_effect:
             choices.append(refusals.as_typed(override))
-    config, of_files = _of_files(choices, config_dir, sweep_file)
-    problems += of_files
+    config, problems_of_files = _of_files(choices, config_dir, sweep_file)
+    problems += problems_of_files
     if config is None:
         return Node(None, problems)
-    problems += _set_all(config, values, groups, accepted)
+    values, problems_of_values = _set_all(config, typed.values, groups)
+    problems += problems_of_values
     # Hydra has seen the choices alone; the names of directories come from everything that was
     # typed.
+    accepted = [*typed.choices, *values]
     config.hydra.overrides.task = [
-        hydra_form(refusals.as_typed(override)) for override in parsed if override in accepted
+        hydra_form(refusals.as_typed(override)) for override in typed.parsed if override in accepted
     ]
     hydra_keys.name_directories(config.hydra, config.hydra.job.config.override_dirname.exclude_keys)
     return Node(config, problems)
@@ -136,14 +141,14 @@ def compose_node(
 def composed_of(node: Node) -> Composed:
     """Return the configuration that Hydra has composed, as an object."""
     if node.config is None:
-        return Composed(None, _once(node.problems))
-    wrong: dict[str, str] = {}
+        return Composed(None, _unique(node.problems))
+    problems_of_keys: dict[str, str] = {}
     choices = choices_of(node.config)
-    config = in_range(resolve(node.config, wrong), wrong, choices)
+    config = in_range(resolve(node.config, problems_of_keys), problems_of_keys, choices)
     directory, problems_of_directory = hydra_keys.folder_in(node.config, "hydra.run.dir")
     return Composed(
         config=config,
-        problems=_once([*node.problems, *wrong.values()]),
+        problems=_unique([*node.problems, *problems_of_keys.values()]),
         choices=choices,
         overrides=hydra_keys.recorded(node.config.hydra),
         name=hydra_keys.name_in(node.config),
@@ -153,74 +158,97 @@ def composed_of(node: Node) -> Composed:
     )
 
 
-def _composed_on_run(
-    overrides: list[str], run_dir: Path, evaluate: Literal["run", "model"] | None
-) -> Composed:
+def _composed_on_run(overrides: list[str], run_dir: Path, evaluate: Evaluated | None) -> Composed:
     """Return the configuration of a saved run with overrides on it."""
-    parsed, problems = _parsed(overrides)
     groups = options()
+    typed = _read(overrides, groups, evaluate, is_saved=True)
     register()
-    before = saved_config(run_dir)
-    choices: list[str] = []
-    values: list[Override] = []
+    saved = saved_config(run_dir)
+    node = composed_again(saved)
+    if evaluate:
+        _use_default_options(node)
+    chosen_groups = []
+    for override in typed.choices:
+        choice = hydra_form(refusals.as_typed(override))
+        group = key_of(choice)
+        node[group] = compose_choices([choice])[group]
+        chosen_groups.append(group)
+    # Hydra's own keys are unknown to a saved configuration, and refused as such.
+    _, problems_of_values = _set_all(node, [*typed.values, *typed.of_hydra], groups)
+    unresolved: dict[str, str] = {}
+    config = absolute_paths(resolve(node, unresolved))
+    values = [(override.key_or_group, override.value()) for override in typed.parsed]
+    problems = [
+        *typed.problems,
+        *problems_of_values,
+        *executed.commands_not_typed(config, values),
+    ]
+    if not evaluate:
+        changed = []
+        movable = set(read_data(run_dir))  # keys whose contents are known
+        for key, problem in cannot_change(saved, config, movable):
+            problems.append(problem)
+            group = key.partition(".")[0]
+            changed.append(group if group in chosen_groups else key)
+        config = with_values(config, {key: value_of(saved, key) for key in changed})
+        unresolved = {
+            name: problem
+            for name, problem in unresolved.items()
+            if not any(is_inside(name, key) for key in changed)
+        }
+    config = in_range(config, unresolved, {})
+    return Composed(config, _unique([*problems, *unresolved.values()]))
+
+
+def _use_default_options(node: DictConfig) -> None:
+    """Replace the groups that say how a run was trained, which evaluating does not need."""
+    defaults = compose_choices([])
+    groups_of_evaluation = {key.group for key in KEYS if key.evaluate}
+    for group in {key.group for key in KEYS} - groups_of_evaluation:
+        node[group] = defaults[group]
+
+
+def _read(
+    overrides: list[str],
+    groups: dict[str, list[str]],
+    evaluate: Evaluated | None,
+    is_saved: bool = False,
+) -> _Overrides:
+    """Return the overrides in Hydra's grammar, by what they do; not such as experiment=null, which
+    change nothing.
+
+    is_saved: whether they are set on a saved run.
+    """
+    parsed, problems = parse(overrides)
+    problems = problems + refusals.given_twice(parsed)
+    parsed = [override for override in parsed if refusals.as_typed(override) not in NO_CHOICE]
+    typed = _Overrides(parsed, problems=problems)
     for override in parsed:
         key = override.key_or_group
         is_choice = key in groups and not isinstance(override.value(), dict)
-        wrong = _wrong_here(override, groups, is_choice, evaluate, is_saved=True)
-        if wrong:
-            problems.append(wrong)
+        problem = _problem_of_key(override, groups, is_choice, evaluate, is_saved)
+        if problem is not None:
+            typed.problems.append(problem)
         elif is_choice:
-            choices.append(hydra_form(refusals.as_typed(override)))
+            typed.choices.append(override)
+        elif key.split(".")[0].split("/")[0] == "hydra":
+            typed.of_hydra.append(override)
         else:
-            values.append(override)
-    node = composed_again(before)
-    if evaluate:
-        usual = compose_choices([])
-        for group in {key.group for key in KEYS} - {key.group for key in KEYS if key.evaluate}:
-            node[group] = usual[group]
-    for choice in choices:
-        node[key_of(choice)] = compose_choices([choice])[key_of(choice)]
-    problems += _set_all(node, values, groups, [])
-    unresolved: dict[str, str] = {}
-    config = absolute_paths(resolve(node, unresolved))
-    problems += executed.commands_not_typed(
-        config, [(one.key_or_group, one.value()) for one in parsed]
-    )
-    if not evaluate:
-        movable = set(read_data(run_dir))  # keys whose contents are known
-        changed = {}
-        for key, problem in cannot_change(before, config, movable):
-            problems.append(problem)
-            group = key.partition(".")[0]
-            key = group if group in map(key_of, choices) else key
-            changed[key] = value_of(before, key)
-            unresolved = {
-                name: said for name, said in unresolved.items() if not is_inside(name, key)
-            }
-        config = with_values(config, changed)
-    config = in_range(config, unresolved, {})
-    return Composed(config, _once([*problems, *unresolved.values()]))
+            typed.values.append(override)
+    return typed
 
 
-def _parsed(overrides: list[str]) -> tuple[list[Override], list[str]]:
-    """Return the overrides in Hydra's grammar, and the problems with what was typed."""
-    parsed, problems = parse(overrides)
-    problems = problems + refusals.given_twice(parsed)
-    return [
-        override for override in parsed if refusals.as_typed(override) not in NO_CHOICE
-    ], problems
-
-
-def _wrong_here(
+def _problem_of_key(
     override: Override,
     groups: dict[str, list[str]],
     is_choice: bool,
-    evaluate: Literal["run", "model"] | None,
-    is_saved: bool = False,
+    evaluate: Evaluated | None,
+    is_saved: bool,
 ) -> str | None:
-    """Return what is wrong with an override before its value is looked at."""
+    """Return what is wrong with an override before its value is looked at; None if nothing is."""
     key = override.key_or_group
-    if problem := refusals.wrong_form(override, groups):
+    problem = refusals.wrong_form(override, groups)
+    if problem is not None:
         return problem
     if evaluate and not any(is_inside(key, name) for name in evaluated_keys(evaluate)):
         return refusal(
@@ -242,88 +270,81 @@ def _wrong_here(
 
 
 def _set_all(
-    config: DictConfig,
-    values: list[Override],
-    groups: dict[str, list[str]],
-    accepted: list[Override],
-) -> list[str]:
-    """Set single keys, and add the overrides that did to `accepted`; returns the problems with the
-    others."""
+    config: DictConfig, values: list[Override], groups: dict[str, list[str]]
+) -> tuple[list[Override], list[str]]:
+    """Set single keys; returns the overrides that were set, and the problems with the others."""
+    accepted = []
     problems = []
     for override in values:
-        if wrong := set_value(config, override.key_or_group, override.value(), groups):
-            problems += wrong
-        else:
+        problems_of_value = set_value(config, override.key_or_group, override.value(), groups)
+        problems += problems_of_value
+        if not problems_of_value:
             accepted.append(override)
-    return problems
+    return accepted, problems
 
 
-def _once(problems: list[str]) -> list[str]:
+def _unique(problems: list[str]) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
 def _of_files(
     choices: list[str], config_dir: Path | None, sweep_file: Path | None
 ) -> tuple[DictConfig | None, list[str]]:
-    """Return the configuration of the chosen options, and the problems with what files of the
-    user's set."""
+    """Return the configuration of the chosen options, and the problems with what the user's files
+    set in it."""
     try:
         config = compose_choices(choices, config_dir, sweep_file)
-        without_files = (
-            compose_choices(_of_hydra(config, choices)).hydra if config_dir or sweep_file else None
-        )
+        node_without_files = None
+        if config_dir or sweep_file:
+            node_without_files = compose_choices(_choices_of_hydra(config, choices)).hydra
     except ConfigError as error:  # a file of the user's that is no YAML
         return None, [str(error)]
-    except (
-        Exception
-    ) as error:  # Hydra refuses odd values of its own keys by many types of exception
-        # To Hydra an option that is not there is an OSError, too.
-        if (
-            isinstance(error, OSError)
-            and not isinstance(error, HydraException)
-            and error.errno != errno.ENAMETOOLONG
-        ):
+    except Exception as error:
+        # Hydra refuses odd values of its own keys by many types of exception. An option that does
+        # not exist is an OSError, too, and so is a name that is too long for a file.
+        is_of_hydra = isinstance(error, HydraException)
+        if isinstance(error, OSError) and not is_of_hydra and error.errno != errno.ENAMETOOLONG:
             raise  # a file that is there and cannot be read
         return None, [refusals.composition_problem(error)]
-    if unusable := refusals.incomplete(config):
-        return None, unusable
-    return config, hydra_keys.set_by_files(config.hydra, without_files)
+    problems = refusals.incomplete(config)
+    if problems:
+        return None, problems
+    return config, hydra_keys.set_by_files(config.hydra, node_without_files)
 
 
-def _of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
-    """Return the choices among Hydra's own, with launcher and sweeper, which files may choose among
-    those in conf/."""
+def _choices_of_hydra(config: DictConfig, choices: list[str]) -> list[str]:
+    """Return the choices among Hydra's own groups, with the launcher and the sweeper that a file
+    chose among those in conf/, as it may."""
     typed = [choice for choice in choices if key_of(choice).startswith("hydra")]
-    known = {"launcher": LAUNCHERS, "sweeper": (SEARCH,)}
-    for kind, names in known.items():
-        if (option := OmegaConf.select(config.hydra, f"{kind}.kind")) in names:
-            typed = [
-                *(choice for choice in typed if key_of(choice) != f"hydra/{kind}"),
-                f"hydra/{kind}={option}",
-            ]
+    for kind, names in {"launcher": LAUNCHERS, "sweeper": (SEARCH,)}.items():
+        option = OmegaConf.select(config.hydra, f"{kind}.kind")
+        if option in names:
+            typed = [choice for choice in typed if key_of(choice) != f"hydra/{kind}"]
+            typed.append(f"hydra/{kind}={option}")
     return typed
 
 
 def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[str]]) -> list[str]:
-    """Set one key, or several given as a dictionary; returns the problems, with which nothing is
-    set."""
+    """Set a key, or several keys if the value is a dictionary of them.
+
+    Returns the problems with the value; a key that has one is not set.
+    """
     name = parameter_key(name, config)
     key = key_named(name, config)
     is_free = key is not None and key.free and (name != key.name or isinstance(value, dict))
     if isinstance(value, dict) and value and not is_free:
-        return [
-            problem
-            for part in value
-            for problem in set_value(config, f"{name}.{part}", value[part], groups)
-        ]
+        problems = []
+        for part in value:
+            problems += set_value(config, f"{name}.{part}", value[part], groups)
+        return problems
     if name in groups:
         return [
             refusal(
-                f"{name}={value}",
-                "its keys one by one",
-                value,
-                "It is a group of keys.",
-                f"{name}.KEY=VALUE",
+                setting=f"{name}={value}",
+                needs="its keys one by one",
+                got=value,
+                reason="It is a group of keys.",
+                use=f"{name}.KEY=VALUE",
             )
         ]
     if key is None:
@@ -345,6 +366,6 @@ def set_value(config: DictConfig, name: str, value: Any, groups: dict[str, list[
         assert isinstance(value, int)
         OmegaConf.update(config, name, math.copysign(math.inf, 1 if value > 0 else -1))
     except OmegaConfBaseException as error:
-        wrong = refusals.unresolvable(name, value, error) if is_free else None
-        return [wrong or refusals.wrong_type(key, value, default_in(config, key.name))]
+        problem = refusals.unresolvable(name, value, error) if is_free else None
+        return [problem or refusals.wrong_type(key, value, default_in(config, key.name))]
     return []

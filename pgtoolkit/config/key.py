@@ -1,5 +1,4 @@
-"""What the schema declares of a key, an option and a group, and the conditions that a declaration
-may name."""
+"""The declarations of keys, options and groups, and the conditions that they may name."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class Key:
     type: str
     """The annotation, such as `int | None`."""
     names: tuple[str, ...] = ()
-    """The values that a key may have that is one of several names."""
+    """The names that the value is one of; empty for a key of another type."""
     default: Any = field(default=None, compare=False)  # lists cannot be hashed
     """Plain, computed from other keys (`defaults.Computed`), or REQUIRED."""
     help: str = ""
@@ -41,7 +40,7 @@ class Key:
     """The least and the largest number, both allowed."""
     learns: bool | str = True
     """Whether runs with different values learn differently, or the condition under which they do.
-    Then the value is part of a job's digest, and a difference in `pgtk compare`."""
+    The value is then part of a job's digest, and a difference in `pgtk compare`."""
     last_counts: bool | str = False
     """Whether a run that was resumed with another value equals, step by step, one that had it from
     the start, or the condition under which it does."""
@@ -50,29 +49,29 @@ class Key:
     fixed_if: str = ""
     """The condition under which `fixed` holds; empty for always."""
     only_if: str = ""
-    """The condition without which the key has no effect. Without it any value but the default is
-    refused."""
+    """The condition without which the key has no effect: any value but the default is refused
+    then."""
     use: str = ""
-    """What to type for `only_if` to hold, where that is not the condition itself. For several
-    conditions as many parts, joined by ` and `."""
+    """What to type for `only_if` to hold, where that is not the condition itself. It has as many
+    parts as the condition, joined by ` and `."""
     why: str = ""
-    """The reason for that refusal, where it is more than that the key has no effect."""
+    """The reason for that refusal, if it is more than that the key has no effect."""
     reads: Literal["data", "model", "reference"] | None = None
-    """What the key names that a run reads from outside of its directory. Its path is made absolute
-    and its contents are digested. A model may be a name on the Hugging Face hub; a reference is a
-    model or one of `NO_FOLDER`."""
+    """The kind of what the key names, if a run reads it from outside of its directory: its path is
+    made absolute, and its contents are digested. A model may be a name on the Hugging Face hub; a
+    reference is a model or one of `NO_FOLDER`."""
     writes: bool = False
     """Whether the key names a folder that a run writes to; the path is made absolute."""
     code: Literal["function", "command"] | None = None
-    """Whether the key may name code: a function by its dotted path, or a command, which a run's
-    file alone may not decide."""
+    """The kind of code that the key may name: a function by its dotted path, or a command, which
+    has to be typed and is not taken from a run's file."""
     free: bool = False
     """Whether the value is a dictionary whose keys are the user's own."""
     option: bool = False
     """Whether the key names the option of its group: `loss=grpo` sets it."""
     evaluate: Literal["run", "model", "kept"] | None = None
     """Whether `pgtk evaluate` takes the key on the command line: for a run and for a model's folder
-    ("run"), or for a model's folder alone ("model"). With "kept" the run's value holds. Other keys
+    ("run"), for a model's folder alone ("model"), or not, with the run's value ("kept"). Other keys
     get their defaults there, since nothing is trained."""
     added: bool = False
     """Whether there are runs from before the key existed. Where their configuration lacks it, its
@@ -83,9 +82,9 @@ class Key:
     example: str = ""
     """What to type for a key that is REQUIRED."""
     stands_for: str = ""
-    """The option of the group that a dotted path in the place of an option stands for, with the
-    path as
-    the value of this key: `loss=my_module.MyFamily`. Empty for a key that no such path sets."""
+    """The option that a dotted path in the place of an option chooses, with the path as the value
+    of this key: `loss=my_module.MyFamily` chooses `custom`. Empty for a key that no such path
+    sets."""
 
     @property
     def group(self) -> str:
@@ -112,29 +111,29 @@ class Option:
 
 @dataclass(frozen=True)
 class Group:
-    """What is true of a group as a whole."""
+    """The declaration of a group as a whole."""
 
     default: str
-    """The option that is chosen where no other is."""
+    """The option that is chosen by default."""
     help: str
-    """What the group decides, as a sentence or the end of one."""
+    """What the group decides, in words."""
 
 
 class Needs(TypedDict, total=False):
-    """The condition of a key, which others share with it; see `Key`."""
+    """A condition that several keys share; see `Key`."""
 
     only_if: str
     use: str
 
 
 class Refusal(Needs, total=False):
-    """The same with the reason why the key is refused without it."""
+    """A condition with the reason why the keys are refused without it."""
 
     why: str
 
 
 class Declared(Refusal, total=False):
-    """Whatever several keys declare alike, see `Key`."""
+    """Declarations that several keys share; see `Key`."""
 
     learns: bool | str
     added: bool
@@ -146,8 +145,8 @@ class Declared(Refusal, total=False):
 def key(*, least: float | None = None, most: float | None = None, **declared: Any) -> Any:
     """Declare the field of a key in a schema.
 
-    least, most: the range of a number, both included: wide enough for all that anybody means, so
-    that beyond it lies a slip. declared: see `Key`.
+    least, most: the range of a number, both included. It is wide enough for everything that anybody
+    may want, so that a number beyond it is a slip. declared: see `Key`.
     """
     if least is not None:
         declared["range"] = (least, most)
@@ -157,7 +156,7 @@ def key(*, least: float | None = None, most: float | None = None, **declared: An
 def group(*, default: str, help: str, **declared: Any) -> Any:
     """Declare the field of a group in `Config`.
 
-    declared: see `Key`; it holds for all keys of the group that do not declare it themselves.
+    declared: see `Key`; it holds for those keys of the group that do not declare it themselves.
     """
     return field(metadata={"group": Group(default, help), **declared})
 
@@ -183,7 +182,7 @@ def parts(condition: str) -> tuple[str, str, str]:
     """Return (key, operator, value) of a condition that names one key."""
     match = re.fullmatch(r"([\w.]+)(!=|=|>)(.*)", condition)
     if match is None:
-        raise ValueError(f"{condition!r} is no condition")
+        raise ValueError(f"{condition!r} is not a condition")
     return match[1], match[2], match[3]
 
 
@@ -200,18 +199,22 @@ def value_of(config: object, name: str) -> Any:
 
 
 def with_values(config: Values, values: Mapping[str, Any]) -> Values:
-    """Return a configuration that is an object, with other values of some keys or whole groups, by
-    their names."""
-    groups: dict[str, dict[str, Any]] = {}
-    top: dict[str, Any] = {}
+    """Return a configuration that is an object, with other values of some keys or groups.
+
+    values: by the name of a key, or of a whole group.
+    """
+    leaves_by_group: dict[str, dict[str, Any]] = {}
+    groups: dict[str, Any] = {}
     for name, value in values.items():
         group_name, _, leaf = name.partition(".")
         if leaf:
-            groups.setdefault(group_name, {})[leaf] = value
+            leaves_by_group.setdefault(group_name, {})[leaf] = value
         else:
-            top[name] = value
-    config = replace(config, **top)
-    changed = {name: replace(getattr(config, name), **leaves) for name, leaves in groups.items()}
+            groups[name] = value
+    config = replace(config, **groups)
+    changed = {
+        name: replace(getattr(config, name), **leaves) for name, leaves in leaves_by_group.items()
+    }
     return replace(config, **changed)
 
 

@@ -1,4 +1,5 @@
-"""The table of all keys: what the schema declares of each, and what follows for a configuration."""
+"""The table of all keys, as the schema declares them, and what follows from it for a
+configuration."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from pgtoolkit.system.report import Report, is_number, is_whole, text
 
 
 def _declared() -> Iterator[Key]:
+    """Yield every key; what a group declares holds for its keys, unless they declare it."""
     for group in fields(Config):
         of_group = {name: value for name, value in group.metadata.items() if name != "group"}
         if group.name not in OPTIONS:
@@ -39,7 +41,7 @@ def _declared() -> Iterator[Key]:
                 )
 
 
-def _names_of(annotation: Any) -> tuple[str, ...]:
+def _names_of(annotation: object) -> tuple[str, ...]:
     """Return the values of the enumeration in an annotation; empty where there is none."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, EnumMeta) and issubclass(kind, StrEnum):
@@ -48,7 +50,7 @@ def _names_of(annotation: Any) -> tuple[str, ...]:
 
 
 KEYS = tuple(_declared())
-"""Every key of every option, with all that it declares."""
+"""Every key of every option, with its declaration."""
 
 OPTION_KEYS = {key.group: key.name for key in KEYS if key.option}
 """Group -> the key that names its option, of those groups that have one."""
@@ -61,10 +63,10 @@ _NAMED = {name: [key for key in KEYS if key.name == name] for name in {key.name 
 
 def keys_of(config: object) -> Iterator[Key]:
     """Return the keys of the options that a configuration, see `value_of`, has chosen."""
-    return _of_chosen(KEYS, config)
+    return _of_chosen_options(KEYS, config)
 
 
-def _of_chosen(keys: Sequence[Key], config: object) -> Iterator[Key]:
+def _of_chosen_options(keys: Sequence[Key], config: object) -> Iterator[Key]:
     groups = {key.group for key in keys if "/" in key.schema}
     chosen = {
         f"{group}/{option_called(group, value_of(config, OPTION_KEYS[group]))}" for group in groups
@@ -73,12 +75,14 @@ def _of_chosen(keys: Sequence[Key], config: object) -> Iterator[Key]:
 
 
 def is_own_code(group: str, name: object) -> bool:
-    """Return whether a name in the place of a group's option is the dotted path of own code."""
+    """Return whether a name in the place of a group's option is the dotted path of the user's own
+    code."""
     return group in OWN_CODE and isinstance(name, str) and is_dotted_path(name)
 
 
 def option_called(group: str, name: object) -> object:
-    """Return the option that a name stands for: itself, but for the dotted path of own code."""
+    """Return the option that a name stands for: the name itself, or for the dotted path of own code
+    the option that takes it."""
     return OWN_CODE[group].stands_for if is_own_code(group, name) else name
 
 
@@ -91,7 +95,7 @@ def key_named(name: str, config: object) -> Key | None:
     name = OPTION_KEYS.get(name, name)
     if name not in _NAMED:
         name = next((key.name for key in KEYS if key.free and is_inside(name, key.name)), "")
-    return next(_of_chosen(_NAMED.get(name, ()), config), None)
+    return next(_of_chosen_options(_NAMED.get(name, ()), config), None)
 
 
 def existing_key(name: str, config: object) -> Key:
@@ -124,8 +128,8 @@ def changes_learning(name: str, config: object) -> bool:
 
 
 def evaluated_keys(source: str) -> list[str]:
-    """Return the keys that `pgtk evaluate` takes on the command line; a group where it takes all of
-    its keys.
+    """Return the keys that `pgtk evaluate` takes on the command line, as a group if it takes all
+    keys of the group.
 
     source: "run" or "model", what is evaluated.
     """
@@ -149,10 +153,10 @@ _TYPES = {
     "list[str]": ("a list of texts", lambda value: _is_list_of(str, value)),
     "list[int]": ("a list of whole numbers", lambda value: _is_list_of(int, value)),
 }
-"""Annotation of a key -> the type in words, and whether a value is of it."""
+"""Annotation of a key -> the type in words, and a function that tells whether a value has it."""
 
 
-def _is_list_of(kind: type, value: Any) -> bool:
+def _is_list_of(kind: type, value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, kind) for entry in value)
 
 
@@ -160,8 +164,9 @@ def values_in_words(key: Key) -> str:
     """Return which values a key takes, in words."""
     kind, _, optional = key.type.partition(" | ")
     words = f"one of {', '.join(key.names)}" if key.names else _TYPES[kind][0]
-    limits = " from {} to {}".format(*map(text, key.range)) if key.range else ""
-    return words + limits + (" or null" if optional else "")
+    if key.range:
+        words += f" from {text(key.range[0])} to {text(key.range[1])}"
+    return f"{words} or null" if optional else words
 
 
 def has_type(key: Key, value: Any) -> bool:
@@ -180,14 +185,13 @@ def fits(key: Key, value: Any) -> bool:
 
 
 def shown(name: str) -> str:
-    """Return a key as one types it: the group in the place of the key that names its option."""
+    """Return a key as it is typed: the group, for the key that names its option."""
     group = name.rpartition(".")[0]
     return group if OPTION_KEYS.get(group) == name else name
 
 
 def in_words(condition: str) -> str:
-    """Return a condition in words: `model=huggingface`, `evaluation.every > 0`, `kl other than
-    none`."""
+    """Return a condition in words, such as `evaluation.every > 0` and `kl other than none`."""
     forms = {"=": "{}={}", ">": "{} > {}", "!=": "{} other than {}"}
     for single in singles(condition):
         name, operator, value = parts(single)
@@ -196,9 +200,10 @@ def in_words(condition: str) -> str:
 
 
 def default(config: object, key: str, choices: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """Return the value that the chosen option gives a key in this configuration; None without one.
+    """Return the default of a key in this configuration; None for a key without one.
 
-    choices: the option of each group that was chosen by name, which not all values tell.
+    choices: the option of each group that was chosen by name, since the values do not always show
+    it.
     """
     group, _, leaf = key.rpartition(".")
     declared = option_values(group, _chosen(config, group, choices)).get(leaf)
@@ -208,7 +213,7 @@ def default(config: object, key: str, choices: Mapping[str, str] = MappingProxyT
 
 
 def help_of(config: object, key: str, choices: Mapping[str, str]) -> str:
-    """Return what a key of the chosen option means; empty without one."""
+    """Return what a key of the chosen option means; empty if there is no such key."""
     group = key.rpartition(".")[0]
     option = _chosen(config, group, choices)
     return next((known.help for known in _NAMED.get(key, ()) if _belongs(known, option)), "")
@@ -220,13 +225,13 @@ def _belongs(key: Key, option: str | None) -> bool:
 
 @functools.cache
 def option_values(group: str, option: str | None) -> dict[str, Any]:
-    """Return the default of each key of an option, as declared; group "": of no group.
+    """Return the default of each key of an option, as declared; empty for an option of the user's.
 
-    Empty for an option that is not ours.
+    group: "" for the keys of no group.
     """
     if not group:
         return {key.name: key.default for key in KEYS if not key.schema}
-    # an option of the user, or the entries of a free-form key
+    # The option may be the user's, and the group a free-form key.
     if option not in OPTIONS.get(group, {}):
         return {}
     chosen = OPTIONS[group][option]
@@ -245,7 +250,7 @@ def group_help(group: str) -> str:
 
 
 def option_help(group: str, name: str) -> str:
-    """Return what an option is, in sentences; of an experiment, what stands at the top of its
+    """Return what an option is, in sentences; for an experiment the comment at the top of its
     file."""
     if group in OPTIONS:
         return OPTIONS[group][name].help
@@ -253,8 +258,8 @@ def option_help(group: str, name: str) -> str:
 
 
 def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | None:
-    """Return the chosen option of a group. For an option of the user, the one that its values name,
-    or the default."""
+    """Return the chosen option of a group; for an option of the user's the one that its values
+    name, or the default. Returns None for a group that is not in the schema."""
     if group not in OPTIONS:
         return None
     names = [choices.get(group)]
@@ -265,40 +270,40 @@ def _chosen(config: object, group: str, choices: Mapping[str, str]) -> str | Non
 
 
 def ignored(c: Config, report: Report, group: str = "") -> None:
-    """Refuse values that have no effect in this configuration, unless they are the default or null.
+    """Refuse values that have no effect in this configuration and are neither the default nor null.
 
-    group: the only group that is looked at; empty for all.
+    group: the only group to be checked; empty for all.
     """
     refused_options = set()  # groups; the keys of a refused option need no refusal of their own
     for key in keys_of(c):
-        is_asked = group in ("", key.group) and key.group not in refused_options
-        if not is_asked or not key.only_if or holds(key.only_if, c):
+        is_checked = group in ("", key.group) and key.group not in refused_options
+        if not is_checked or not key.only_if or holds(key.only_if, c):
             continue
-        usual = default_options()[key.group] if key.option else report.usual(key.name)
-        if value_of(c, key.name) in (usual, None):
+        default_value = default_options()[key.group] if key.option else report.usual(key.name)
+        if value_of(c, key.name) in (default_value, None):
             continue
         if key.option:
             refused_options.add(key.group)
-        _refuse_ignored(c, report, key, usual)
+        _refuse_ignored(c, report, key, default_value)
 
 
-def _refuse_ignored(c: Config, report: Report, key: Key, usual: Any) -> None:
-    """Refuse a value whose condition does not hold, by the first part of the condition that
+def _refuse_ignored(c: Config, report: Report, key: Key, default_value: Any) -> None:
+    """Refuse a value whose condition does not hold, and name the first part of the condition that
     fails."""
     conditions = singles(key.only_if)
     number = next(i for i, single in enumerate(conditions) if not holds(single, c))
-    lacking = conditions[number]
-    decisive = parts(lacking)[0]
+    failing = conditions[number]
+    decisive = parts(failing)[0]
     got = text(value_of(c, decisive))
-    ways_out = key.use.split(" and ") if key.use else []
-    use = ways_out[number] if number < len(ways_out) else in_words(lacking)
+    remedies = key.use.split(" and ") if key.use else []
+    use = remedies[number] if number < len(remedies) else in_words(failing)
     if key.stands_for:
         use = f"{key.group}={value_of(c, key.name)}"
     name = shown(key.name)
     report.refuse(
         setting=f"{name}={text(value_of(c, key.name))}",
-        needs=in_words(key.only_if if " or " in key.only_if else lacking),
+        needs=in_words(key.only_if if " or " in key.only_if else failing),
         got=got,
         reason=key.why or f"It has no effect while {shown(decisive)}={got}.",
-        use=f"{use} or {name}={text(usual)}",
+        use=f"{use} or {name}={text(default_value)}",
     )

@@ -1,5 +1,5 @@
-"""What is wrong with an override, or with a file of options: the reason, and the nearest valid key,
-option or value."""
+"""Refusals of overrides and of files of options: what is wrong with them, why, and the nearest
+valid key, option or value."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _LISTS = {key.name for key in KEYS if key.type == "list[str]"}
 """Keys whose value is a list of texts."""
 
 SEARCH_PATH = refusal(
-    *("hydra.searchpath", "to be left out", "a search path"),
-    *("Options of your own lie in one folder, laid out as conf/ is.", "--config-dir=FOLDER"),
+    setting="hydra.searchpath",
+    needs="to be left out",
+    got="a search path",
+    reason="Options of your own lie in one folder, laid out as conf/ is.",
+    use="--config-dir=FOLDER",
 )
-"""Hydra imports the packages in a search path, before anything can be seen."""
+"""Refuses a search path: Hydra would import the packages in it before they can be checked."""
 
 _NAMES_OF_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 ALSO_CALLED = {"ppo": "loss=grpo"}
-"""What the field calls an option, where that name is none of ours."""
-
+"""Name that the field has for an option -> our name of it."""
 
 _TAKES_VALUE = {
     "model": ("huggingface", "model.path", "{}"),
@@ -48,7 +50,7 @@ _TAKES_VALUE = {
 
 
 def unreadable(override: str, error: Exception) -> str:
-    """Not in Hydra's grammar."""
+    """Refuse an override that is not in Hydra's grammar."""
     key, equals, value = override.partition("=")
     reason = _first_line(error)
     use = "quotes around special characters: \"key='a, b'\""
@@ -59,7 +61,7 @@ def unreadable(override: str, error: Exception) -> str:
         use = override.rstrip(",")
     elif "range(" in value:
         use = f"{key}=range(FIRST,END), or single values: {key}=A,B"
-    elif value.startswith("~/"):  # which a shell does not replace within a word
+    elif value.startswith("~/"):  # a shell replaces it at the beginning of a word alone
         use = override.replace("~/", "$HOME/", 1)
     elif key in _LISTS:
         use = _as_list(key, value)
@@ -70,7 +72,7 @@ def unreadable(override: str, error: Exception) -> str:
 
 def as_typed(override: Override) -> str:
     """Return an override as it was typed."""
-    assert override.input_line is not None  # Hydra's parser keeps it with each that it reads
+    assert override.input_line is not None  # Hydra's parser keeps it
     return override.input_line
 
 
@@ -90,27 +92,35 @@ def pattern(override: Override, groups: dict[str, list[str]]) -> str:
 
 
 def _as_list(key: str, value: str) -> str:
-    """The override, for a shell, that makes a list of what was typed."""
+    """Return the override, quoted for a shell, that makes a list of what was typed."""
     inside = value.strip().strip("'[]\"")
     return f"'{key}=[\"{inside}\"]'"
 
 
 def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
-    """A secret, a removal, several values or a moved group: nothing that one run can take."""
+    """Refuse what no single run can take: a secret, a removal, several values, a search path, or a
+    group that is moved. Returns None for other overrides."""
     typed = as_typed(override)
     key = override.key_or_group
-    if (hidden := redact(typed)) != typed:
-        return holds_secret(hidden)
+    without_secret = redact(typed)
+    if without_secret != typed:
+        return holds_secret(without_secret)
     if override.is_delete():
         use = f"{key}=none" if "none" in groups.get(key, ()) else "key=value to change it"
-        return (
-            f"{typed} needs to keep the key (got a removal). The configuration is always "
-            f"complete. Use {use}."
+        return refusal(
+            setting=typed,
+            needs="to keep the key",
+            got="a removal",
+            reason="The configuration is always complete.",
+            use=use,
         )
     if override.is_sweep_override():
-        use = _one_value(key, typed)
-        return (
-            f"{typed} needs -m (got several values). One run has one value of each key. Use {use}."
+        return refusal(
+            setting=typed,
+            needs="-m",
+            got="several values",
+            reason="A run has one value of each key.",
+            use=_several_values_or_text(key, typed),
         )
     if key == "hydra.searchpath":
         return SEARCH_PATH
@@ -123,16 +133,18 @@ def wrong_form(override: Override, groups: dict[str, list[str]]) -> str | None:
             use=f"{key}=VALUE",
         )
     if override.package is not None:
-        return (
-            f"{typed} needs its group's own place (got @{override.package}). Groups do not "
-            f"move. Use {key}=OPTION."
+        return refusal(
+            setting=typed,
+            needs="its group's own place",
+            got=f"@{override.package}",
+            reason="Groups do not move.",
+            use=f"{key}=OPTION",
         )
     return None
 
 
-def _one_value(key: str, typed: str) -> str:
-    """Return how to type several values, or one value with a comma in it where the key may have
-    one."""
+def _several_values_or_text(key: str, typed: str) -> str:
+    """Return how to type several values, and one value with a comma in it if the key is a text."""
     value = typed.partition("=")[2]
     is_text = any(
         known.name == key and known.type.startswith("str") and not known.names for known in KEYS
@@ -146,7 +158,7 @@ def _one_value(key: str, typed: str) -> str:
 
 
 def holds_secret(setting: str) -> str:
-    """A value that would be written to the run directory and to MLflow; setting: without it."""
+    """Refuse a secret. setting: the override without it."""
     return refusal(
         setting=setting,
         needs="to hold no secret",
@@ -157,14 +169,14 @@ def holds_secret(setting: str) -> str:
 
 
 def given_twice(parsed: list[Override]) -> list[str]:
-    """A key with two values in one command, also inside of dictionaries: all but one would be
-    ignored."""
+    """Refuse keys with two values in one command, dictionaries included: one would be ignored."""
     problems: list[str] = []
     seen: dict[str, str] = {}
     for override in parsed:
         typed = as_typed(override)
         for key in _keys(override):
-            if first := seen.get(key):
+            first = seen.get(key)
+            if first is not None:
                 problems.append(
                     refusal(
                         setting=typed,
@@ -179,37 +191,42 @@ def given_twice(parsed: list[Override]) -> list[str]:
 
 
 def _keys(override: Override) -> list[str]:
-    """The keys that an override gives values to; a sweep's, in all of its values together."""
-    key, value = override.key_or_group, override.value()
+    """Return the keys that an override gives values to; of several values, the keys of all."""
+    key = override.key_or_group
+    value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
     return list(dict.fromkeys(name for single in values for name in keys_set(key, single)))
 
 
 def unknown_option(override: Override, groups: dict[str, list[str]]) -> str | None:
-    """An option that its group does not have; the way out may be an option of another one."""
-    key, value = override.key_or_group, override.value()
-    names, several = (
-        groups[key],
-        value if value and isinstance(value, list) and key in OPTIONAL else [value],
-    )
-    word = next(
-        (text(name) for name in several if name not in names and not is_own_code(key, name)), None
-    )
-    if word is None:
+    """Refuse an option that its group does not have. Returns None for one that it has."""
+    key = override.key_or_group
+    value = override.value()
+    names = groups[key]
+    options = value if value and isinstance(value, list) and key in OPTIONAL else [value]
+    unknown = [
+        text(option) for option in options if option not in names and not is_own_code(key, option)
+    ]
+    if not unknown:
         return None
-    use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
-    others = [group for group in groups if word != "none" and word in groups[group]]
-    elsewhere = f"{others[0]}={word}" if others else None
-    use = ALSO_CALLED.get(word) or elsewhere or _as_value(key, word, names) or use
-    reason = f"The options of {key} are the files in conf/{key}."
+    word = unknown[0]
+    use = ALSO_CALLED.get(word)
+    if use is None and word != "none":
+        groups_with_option = [group for group in groups if word in groups[group]]
+        use = f"{groups_with_option[0]}={word}" if groups_with_option else None
+    if use is None:
+        use = _as_value_of_key(key, word, names)
+    if use is None:
+        use = f"{key}={nearest(word, names) or default_options().get(key, names[0])}"
     needs = f"one of {', '.join(names)}"
     if key in OWN_CODE:
         needs += f", or the dotted path of a {kind_of(key)} of your own"
+    reason = f"The options of {key} are the files in conf/{key}."
     return f"{override.input_line} needs {needs} (got {word!r}). {reason} Use {use}."
 
 
-def _as_value(group: str, word: str, names: list[str]) -> str | None:
-    """Return the option that takes the word as the value of a key, if it is a path or a model."""
+def _as_value_of_key(group: str, word: str, names: list[str]) -> str | None:
+    """Return the option and key that take the word as a value, if it is a path or a model."""
     if group not in _TAKES_VALUE or word in ("", "null"):
         return None
     option, key, form = _TAKES_VALUE[group]
@@ -223,18 +240,13 @@ def _as_value(group: str, word: str, names: list[str]) -> str | None:
 
 
 def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
-    """The problem with a file on the whole configuration that sets groups where it has to choose
-    their options."""
-    chosen = (
-        {group: values[group] for group in groups if group in values}
-        if isinstance(values, dict)
-        else {}
-    )
-    lines = [
-        f"{group}: {text(value)}"
-        for group, value in chosen.items()
-        if not isinstance(value, dict | list)
-    ]
+    """Refuse a file on the whole configuration that sets groups as keys, and does not choose their
+    options. Returns None for other files."""
+    lines = []
+    if isinstance(values, dict):
+        for group in groups:
+            if group in values and not isinstance(values[group], dict | list):
+                lines.append(f"{group}: {text(values[group])}")
     if not lines:
         return None
     return refusal(
@@ -247,14 +259,15 @@ def options_as_keys(values: Any, groups: Iterable[str]) -> str | None:
 
 
 def incomplete(config: DictConfig) -> list[str]:
-    """The problem with files of the user's that leave out a group, or make it something else than
-    an option of it."""
-    places = {changeable(schema): name for name, schema in SCHEMAS.items()}
+    """Refuse files of the user's that leave out a group, or put something else than an option of it
+    in its place. Returns at most one problem."""
+    names_of_schemas = {changeable(schema): name for name, schema in SCHEMAS.items()}
     wrong = []
     for group in dict.fromkeys(name.partition("/")[0] for name in SCHEMAS):
         kind = OmegaConf.get_type(config, group) if group in config else None
-        of, _, option = ("" if kind is None else places.get(kind, "")).partition("/")
-        if of != group or (option and _name_in(config, group) != option):
+        name_of_schema = "" if kind is None else names_of_schemas.get(kind, "")
+        group_of_schema, _, option = name_of_schema.partition("/")
+        if group_of_schema != group or (option and _name_in(config, group) != option):
             wrong.append(group)
     if not wrong:
         return []
@@ -289,43 +302,58 @@ def unknown_key(config: DictConfig, key: str, value: Any, groups: Iterable[str])
             use="KEY=VALUE",
         )
     group, _, leaf = key.partition(".")
-    having = [known for known in KEYS if known.name == key and "/" in known.schema]
-    if having:
-        options = [known.schema.replace("/", "=") for known in having]
-        got = f"{group}={config[group].name}"
-        use = f"{options[0]} {_fitting(having[0], value)}"
-        if having[0].stands_for and is_own_code(group, value):
-            use = f"{group}={value}"
-        choices = having[0].names
-        same = [
-            known
-            for known in KEYS
-            if known.leaf == leaf and known.group != group and known.names == choices
-        ]
-        if choices and same:
-            use = f"{_fitting(same[0], value)}, or {use}"
-        reason = f"{got} does not have the key."
-        return f"{key}={text(value)} needs {' or '.join(options)} (got {got}). {reason} Use {use}."
-    use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
-    keys = [
+    keys_of_other_options = [known for known in KEYS if known.name == key and "/" in known.schema]
+    if keys_of_other_options:
+        return _key_of_other_option(config, keys_of_other_options, value)
+    similar = _nearest_key(config, key, groups)
+    keys_for_theirs = [
         name for name in keys_called(key) if group not in groups or name.startswith(f"{group}.")
     ]
-    if not keys and leaf and group in groups:
-        keys = keys_mentioned(leaf, group)
-    near = _nearest_key(config, key, groups)
-    elsewhere = [] if group in groups and leaf else known_as(key)
-    if elsewhere and not keys:
-        name, row = elsewhere[0]
-        return f"Unknown key {key!r}. {row.sentence(name)} Use pgtk explain {leaf or key}."
-    if keys:
-        use = " ".join(f"{name}={text(value)}" for name in keys)
-        if near and near not in keys and near.rpartition(".")[2] == key:
-            use = f"{use}, or {near}={text(value)}"
-    elif near:
-        use = f"{near}={text(value)}"
+    if not keys_for_theirs and leaf and group in groups:
+        keys_for_theirs = keys_mentioned(leaf, group)
+    is_in_group = bool(leaf) and group in groups
+    if not keys_for_theirs and not is_in_group:
+        rows = known_as(key)
+        if rows:
+            name, row = rows[0]
+            return f"Unknown key {key!r}. {row.sentence(name)} Use pgtk explain {leaf or key}."
+    use = "`pgtk --help` for the groups and `pgtk --cfg job` for the keys"
+    if keys_for_theirs:
+        use = " ".join(f"{name}={text(value)}" for name in keys_for_theirs)
+        if similar and similar not in keys_for_theirs and similar.rpartition(".")[2] == key:
+            use = f"{use}, or {similar}={text(value)}"
+    elif similar:
+        use = f"{similar}={text(value)}"
     elif leaf and isinstance(config.get(group), DictConfig):
         use = "one of " + ", ".join(f"{group}.{name}" for name in config[group] if name != "name")
     return f"Unknown key {key!r}. Use {use}."
+
+
+def _key_of_other_option(config: DictConfig, keys: list[Key], value: Any) -> str:
+    """Refuse a key that other options of its group have. keys: theirs, all of one name."""
+    key = keys[0]
+    group = key.group
+    options = [known.schema.replace("/", "=") for known in keys]
+    got = f"{group}={config[group].name}"
+    use = f"{options[0]} {_fitting(key, value)}"
+    if key.stands_for and is_own_code(group, value):
+        use = f"{group}={value}"
+    if key.names:
+        # A key of another group may be what is meant, such as rollout.too_long for task.too_long.
+        alike = [
+            known
+            for known in KEYS
+            if known.leaf == key.leaf and known.group != group and known.names == key.names
+        ]
+        if alike:
+            use = f"{_fitting(alike[0], value)}, or {use}"
+    return refusal(
+        setting=f"{key.name}={text(value)}",
+        needs=" or ".join(options),
+        got=got,
+        reason=f"{got} does not have the key.",
+        use=use,
+    )
 
 
 def _fitting(key: Key, value: Any) -> str:
@@ -336,36 +364,34 @@ def _fitting(key: Key, value: Any) -> str:
 
 
 def unresolvable(key: str, value: Any, error: Exception) -> str:
-    """A value that refers to something that is not there."""
+    """Refuse a value that refers to something that does not exist."""
     return (
         f"{key}={value} needs a value that resolves (got {value}). {_first_line(error)}. Use "
         f"{key}=VALUE."
     )
 
 
-def wrong_type(key: Key, value: Any, usual: Any) -> str:
-    """Refuse a value that the type of its key does not allow; usual: the key's default."""
-    use = nearest(text(value), key.names) or usual
-    # as 1e3, which is 1000.0
+def wrong_type(key: Key, value: Any, default: Any) -> str:
+    """Refuse a value that the type of its key does not allow. default: the key's."""
+    better = nearest(text(value), key.names) or default
     if isinstance(value, float) and value.is_integer() and fits(key, int(value)):
-        use = int(value)
-    use = (
-        _as_list(key.name, value)
-        if key.name in _LISTS and isinstance(value, str)
-        else f"{key.name}={text(use)}"
-    )
+        better = int(value)  # for 1e3, which is 1000.0
+    use = f"{key.name}={text(better)}"
+    if key.name in _LISTS and isinstance(value, str):
+        use = _as_list(key.name, value)
     reason = key.help or "Every key has a type."
     got = value if isinstance(value, float) else text(value)
     return f"{key.name}={got} needs {values_in_words(key)} (got {got!r}). {reason} Use {use}."
 
 
 def composition_problem(error: Exception) -> str:
-    """Hydra's refusal of one of its own keys or of a file of the user's, on one line."""
+    """Return Hydra's refusal of one of its own keys, or of a file of the user's, on one line."""
     details = ("To append", "full_key", "reference_type", "object_type")
     message = f"{error}\n{error.__cause__ or ''}".partition("Config search path")[0]
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line and not line.startswith(details)]
-    if option := re.match(r"In '(\w+)/(\w+)'.*raised", lines[0]):
+    option = re.match(r"In '(\w+)/(\w+)'.*raised", lines[0])
+    if option is not None:
         chosen = "=".join(option.groups())
         return refusal(
             setting=chosen,
@@ -378,16 +404,18 @@ def composition_problem(error: Exception) -> str:
 
 
 def _nearest_key(config: DictConfig, key: str, groups: Iterable[str]) -> str | None:
-    """In the same group first, then among the groups, and the keys of this name in whatever
-    group."""
-    head, _, leaf = key.rpartition(".")
-    known = [known for known in keys_of(config) if not known.option]
-    if inside := nearest(leaf, [other.leaf for other in known if other.group == head], 0.6):
-        return f"{head}.{inside}".lstrip(".")
-    if not head and (group := nearest(key, groups, 0.7)):
-        return group
-    last = nearest(leaf, [other.leaf for other in known], 0.75)
-    return next((other.name for other in known if other.leaf == last), None)
+    """Return the most similar key of the same group, else a similar group, else a key of another
+    group with a similar name; None if nothing is similar."""
+    group, _, leaf = key.rpartition(".")
+    keys = [known for known in keys_of(config) if not known.option]
+    leaf_in_group = nearest(leaf, [known.leaf for known in keys if known.group == group], 0.6)
+    if leaf_in_group is not None:
+        return f"{group}.{leaf_in_group}".lstrip(".")
+    nearest_group = None if group else nearest(key, groups, 0.7)
+    if nearest_group is not None:
+        return nearest_group
+    nearest_leaf = nearest(leaf, [known.leaf for known in keys], 0.75)
+    return next((known.name for known in keys if known.leaf == nearest_leaf), None)
 
 
 def _first_line(error: Exception) -> str:

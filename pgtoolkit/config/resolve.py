@@ -28,11 +28,9 @@ def resolve(
 ) -> Config:
     """Return the configuration as an object.
 
-    problems: takes one for each key that is unset or does not resolve; the key gets its default,
-        for the sake of the
-    rules that follow. before, names: what an earlier call returned, and the keys that may have
-        other values now, by
-    which alone the two configurations differ; what they share is one object.
+    problems: gets a problem for each key that is unset or does not resolve; the key gets its
+    default, so that the rules can still be checked. before, names: what an earlier call returned,
+    and the only keys whose values may be others now; groups without such a key are shared.
     """
     with _without_environment():
         if before is not None:
@@ -48,34 +46,35 @@ def resolve(
             if group != "hydra":
                 value = _resolve_node(config, group, group, problems)
                 if isinstance(value, dict):
-                    value = (SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"])(**value)
+                    schema = SCHEMAS.get(group) or SCHEMAS[f"{group}/{value['name']}"]
+                    value = schema(**value)
                 groups[group] = value
         return Config(**groups)
 
 
 def in_range(config: Config, problems: dict[str, str], choices: Mapping[str, str]) -> Config:
-    """Return the configuration with the default of each key whose value is none that it takes.
+    """Return the configuration with defaults in place of values that their keys do not take.
 
-    problems: takes one for each of these keys, unless it has one. choices: see `keys.default`.
+    problems: gets a problem for each of these keys that has none yet. choices: see `keys.default`.
     """
     values = {}
     for key in keys_of(config):
         value = value_of(config, key.name)
         if fits(key, value):
             continue
-        usual = default(config, key.name, choices)
-        if key.range and not fits(key, usual):
-            usual = key.range[0]
+        better = default(config, key.name, choices)
+        if key.range and not fits(key, better):
+            better = key.range[0]
         if value is not None:  # else `resolve` has said why
             problem = refusal(
                 setting=f"{key.name}={text(value)}",
                 needs=values_in_words(key),
                 got=value,
                 reason=key.help or "Every key has a type.",
-                use=f"{key.name}={text(usual)}",
+                use=f"{key.name}={text(better)}",
             )
             problems.setdefault(key.name, problem)
-        values[key.name] = usual
+        values[key.name] = better
     return with_values(config, values) if values else config
 
 
@@ -100,7 +99,7 @@ def default_in(config: DictConfig, name: str) -> Any:
 
 
 def choices_of(config: DictConfig) -> dict[str, str]:
-    """Return the option of each group; none of a saved run, whose values name them."""
+    """Return the option of each group; empty for a saved run, whose values name them."""
     chosen = OmegaConf.select(config, "hydra.runtime.choices")
     if chosen is None:
         return {}
@@ -110,7 +109,10 @@ def choices_of(config: DictConfig) -> dict[str, str]:
 
 
 def interpolated(config: DictConfig, values: Config) -> list[str]:
-    """Return the keys whose values are computed of others'; values: the same, resolved."""
+    """Return the keys whose values are computed from others.
+
+    values: the same configuration, resolved.
+    """
     nodes = {
         key.name: (config[key.group] if key.group else config)._get_node(key.leaf)
         for key in keys_of(values)
@@ -126,7 +128,7 @@ def _unresolved(node: Any) -> str:
 
 @contextlib.contextmanager
 def _without_environment() -> Iterator[None]:
-    """Inside the block no interpolation reads an environment variable, however it spells the
+    """Inside the block, no interpolation reads an environment variable, however it spells the
     resolver's name."""
 
     def refuse(*_: Any) -> None:
@@ -141,37 +143,27 @@ def _without_environment() -> Iterator[None]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, str]) -> Any:
-    if key == "_target_":
-        problems[path] = refusal(path, "to be left out", parent._get_node(key), *_NO_CODE)
+def _resolve_node(parent: DictConfig, name: Any, path: str, problems: dict[str, str]) -> Any:
+    """Return the value of a node in plain types, with everything below it.
+
+    name: the node's, in its parent. path: its dotted name. problems: see `resolve`.
+    """
+    node = parent._get_node(name)
+    if name == "_target_":
+        problems[path] = refusal(path, "to be left out", node, *_NO_CODE)
         return None
-    raw = parent._get_node(key)
-    assert isinstance(raw, Node)
-    if (
-        isinstance(raw, DictConfig)
-        and not raw._is_none()
-        and not raw._is_missing()
-        and not raw._is_interpolation()
-    ):
-        return {str(name): _resolve_node(raw, name, f"{path}.{name}", problems) for name in raw}
+    assert isinstance(node, Node)
+    if isinstance(node, DictConfig) and _has_values(node):
+        return {str(part): _resolve_node(node, part, f"{path}.{part}", problems) for part in node}
     root = parent._get_root()
     assert isinstance(root, DictConfig)
-    hidden = _unresolved(raw)
     try:
-        if OmegaConf.is_missing(parent, key):
-            example = getattr(key_named(path, root), "example", "") or text(default_in(root, path))
-            problems[path] = refusal(
-                setting=path,
-                needs="a value",
-                got="none",
-                reason=help_of(root, path, choices_of(root))
-                or "??? stands for a value that is still to be given.",
-                use=f"{path}={example}",
-            )
-        elif "_target_" in hidden:
+        if OmegaConf.is_missing(parent, name):
+            problems[path] = _missing(root, path)
+        elif "_target_" in _unresolved(node):
             problems[path] = refusal(path, "plain values", "_target_", *_NO_CODE)
         else:
-            value = parent[key]
+            value = parent[name]
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(
                     value, resolve=True, throw_on_missing=True, enum_to_str=True
@@ -181,8 +173,25 @@ def _resolve_node(parent: DictConfig, key: Any, path: str, problems: dict[str, s
                 return value
             problems[path] = holds_secret(path)
     except (OmegaConfBaseException, RecursionError) as error:
-        problems[path] = unresolvable(path, raw._value(), error)
+        problems[path] = unresolvable(path, node._value(), error)
     return default_in(root, path)
+
+
+def _has_values(node: DictConfig) -> bool:
+    return not (node._is_none() or node._is_missing() or node._is_interpolation())
+
+
+def _missing(root: DictConfig, path: str) -> str:
+    """Refuse a configuration without a value for a key that has no default."""
+    meaning = help_of(root, path, choices_of(root))
+    example = getattr(key_named(path, root), "example", "") or text(default_in(root, path))
+    return refusal(
+        setting=path,
+        needs="a value",
+        got="none",
+        reason=meaning or "??? stands for a value that is still to be set.",
+        use=f"{path}={example}",
+    )
 
 
 _NO_CODE = ("A configuration never names code to be run.", "the options of the groups")

@@ -1,4 +1,4 @@
-"""A configuration that was saved before: with its types again, and what of it a resumed run cannot
+"""A saved configuration: read back with its types, and the keys of it that a resumed run cannot
 change."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pgtoolkit.config.key import Key, holds, parts, value_of, with_values
+from pgtoolkit.config.key import Key, holds, parts, singles, value_of, with_values
 from pgtoolkit.config.keys import (
     default,
     existing_key,
@@ -36,7 +36,7 @@ def saved_config(run_dir: Path) -> Config:
 
         raise not_a_run(f"pgtk resume {run_dir}", run_dir, "a run directory")
     config = typed(read_resolved(run_dir), f"{run_dir}/config.yaml")
-    # With absolute paths a path means the same file as one that is typed now.
+    # Paths are made absolute, so that they compare with paths that are typed now.
     return with_values(absolute_paths(config), {"trainer.accept_changed_data": False})
 
 
@@ -44,7 +44,7 @@ def typed(values: dict, file: str) -> Config:
     """Return the configuration whose values were saved in a file, as `plain_config` made them.
 
     Keys that were added after the file was written get their defaults, with a note. Raises
-    ConfigError for values that the schema does not have.
+    ConfigError for keys and values that do not fit the schema.
     """
     try:
         values = _completed(values, file)
@@ -68,14 +68,18 @@ def typed(values: dict, file: str) -> Config:
 
 
 def _schema_of(group: str, values: dict) -> type:
-    """Return the class of a group's keys. Raises KeyError for an unknown option, or a group that is
-    not there."""
+    """Return the class of a group's keys.
+
+    Raises KeyError for an unknown option, and for a group that is missing.
+    """
     return SCHEMAS[group] if group in SCHEMAS else SCHEMAS[f"{group}/{values[group]['name']}"]
 
 
 def _completed(values: dict, file: str) -> dict:
-    """Return the values with the defaults of keys that were added since; raises KeyError for
-    another that lacks."""
+    """Return the values with the defaults of keys that were added since.
+
+    Raises KeyError for any other key that is missing.
+    """
     groups = dict.fromkeys(schema.partition("/")[0] for schema in SCHEMAS)
     complete = values | {group: dict(values.get(group, {})) for group in groups}
     lacking = []
@@ -102,7 +106,8 @@ def _leaves_of_group(group: str, values: dict) -> dict[str, Any]:
     """Return the values of a group by their keys; raises ValueError for a key that its schema does
     not have."""
     known = {field.name for field in fields(_schema_of(group, values))}
-    if unknown := [leaf for leaf in values[group] if leaf not in known]:
+    unknown = [leaf for leaf in values[group] if leaf not in known]
+    if unknown:
         raise ValueError(f"it has the unknown key '{group}.{unknown[0]}'")
     names = {leaf: existing_key(f"{group}.{leaf}", values) for leaf in known}
     return {leaf: _with_type(names[leaf], value) for leaf, value in values[group].items()}
@@ -123,56 +128,52 @@ def _with_type(key: Key, value: Any) -> Any:
 
 
 def fixed_keys(config: object) -> Iterator[Key]:
-    """The keys that a run of this configuration cannot be continued without."""
-    return (
-        key
-        for key in keys_of(config)
-        if key.fixed and (not key.fixed_if or holds(key.fixed_if, config))
-    )
+    """Yield the keys that must keep their values when a run of this configuration is continued."""
+    for key in keys_of(config):
+        if key.fixed and (not key.fixed_if or holds(key.fixed_if, config)):
+            yield key
 
 
 def record_of(config: object) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration: the values of the fixed keys, and of those that
-    make them fixed."""
+    """Return what a checkpoint keeps of its configuration: the values of the fixed keys, and of the
+    keys in their conditions."""
     names = set()
     for key in fixed_keys(config):
-        names |= {
-            key.name,
-            *(parts(condition)[0] for condition in key.fixed_if.split(" or ") if condition),
-        }
+        names.add(key.name)
+        if key.fixed_if:
+            names |= {parts(condition)[0] for condition in singles(key.fixed_if)}
     return {name: plain(value_of(config, name)) for name in sorted(names)}
 
 
 def cannot_change(before: object, now: object, movable: set[str]) -> Iterator[tuple[str, str]]:
-    """(key, problem) of each value that differs, where a run of the configuration `before` is
-    continued as `now`.
+    """Yield (key, problem) of each fixed key whose value differs when a run of the configuration
+    `before` is continued as `now`.
 
     before, now: see `value_of`. movable: keys whose files may lie elsewhere now, since their
-        contents are known. Where
-    another option is chosen, the group is named alone.
+    contents are known. Of a group of which another option is chosen, only the group is named.
     """
-    groups = set()
+    changed_groups = set()
     for key in fixed_keys(before):
-        old, new = (dict(_leaves(config, key)) for config in (before, now))
-        differing = [
-            name
-            for name in {**old, **new}
-            if old.get(name) != new.get(name) and name not in movable
-        ]
-        if key.group not in groups:
-            for name in differing:
-                value, was = text(new.get(name)), text(old.get(name))
-                yield (
-                    key.group if key.option else key.name,
-                    f"{shown(name)}={value} needs to stay as the run began (got {value}, was "
-                    f"{was}). A run is continued as it was: {key.fixed}. Use a new run.",
-                )
-        if key.option and differing:
-            groups.add(key.group)
+        if key.group in changed_groups:
+            continue
+        old = dict(_leaves(before, key))
+        new = dict(_leaves(now, key))
+        for name in old | new:
+            if old.get(name) == new.get(name) or name in movable:
+                continue
+            value = text(new.get(name))
+            yield (
+                key.group if key.option else key.name,
+                f"{shown(name)}={value} needs to stay as the run began (got {value}, was "
+                f"{text(old.get(name))}). A run is continued as it was: {key.fixed}. Use a new "
+                "run.",
+            )
+            if key.option:
+                changed_groups.add(key.group)
 
 
 def _leaves(config: object, key: Key) -> list[tuple[str, Any]]:
-    """The key with its value, or the entries of a free-form one with theirs."""
+    """Return the key with its value; of a free-form key, its entries with theirs."""
     value = plain_value(config, key.name)
     if key.free:
         return leaves({key.name: value}) if value else []
