@@ -91,6 +91,13 @@ def steps_ahead(rollout: PolicyRolloutConfig, accumulation: AccumulationConfig) 
     return min(rollout.max_staleness - (steps_per_batch - 1), steps_per_batch)
 
 
+def samples_ahead(rollout: RolloutConfig) -> bool:
+    """Return whether completions are sampled before earlier updates are made."""
+    if not isinstance(rollout, PolicyRolloutConfig):
+        return False
+    return rollout.lag > 0 or rollout.max_staleness is not None
+
+
 def samples_async(config: Config) -> bool:
     """Return whether the process that makes the updates samples completions during them."""
     is_ahead = getattr(config.rollout, "max_staleness", None) is not None

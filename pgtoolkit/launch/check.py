@@ -14,7 +14,7 @@ from pgtoolkit.config.key import with_values
 from pgtoolkit.config.paths import absolute_paths, occupied_by_rollouts, problems_of_folder
 from pgtoolkit.config.plan import plan_sections
 from pgtoolkit.config.rules.executed import announce
-from pgtoolkit.config.rules.run import launcher
+from pgtoolkit.config.rules.launcher import launcher
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.sweeps import SweepConfig, compose_sweep
 from pgtoolkit.config.validate import validated

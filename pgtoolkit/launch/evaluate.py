@@ -17,7 +17,7 @@ from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import ignored, plain_value
 from pgtoolkit.config.names import name_from, plain_config
 from pgtoolkit.config.paths import absolute_paths
-from pgtoolkit.config.rules import run
+from pgtoolkit.config.rules import run, sampler
 from pgtoolkit.config.rules.executed import announce
 from pgtoolkit.config.rules.task import evaluated
 from pgtoolkit.config.saved import saved_config
@@ -277,7 +277,7 @@ def _asked_in_training(command: str, trained: Config, chosen: Config) -> list[st
 
 def _check(config: Config) -> list[str]:
     """Return the notes on a configuration; raises ConfigError or DataError with all problems."""
-    _, report = validate(config, rules=(ignored, run.model, evaluated, run.sampler))
+    _, report = validate(config, rules=(ignored, run.model, evaluated, sampler.sampler))
     # The rules of training must not look at the prompts of the task, and nothing is tracked.
     untrained = with_values(config, {"rollout.name": "none", "tracking.name": "none"})
     if not report.problems:

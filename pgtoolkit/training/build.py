@@ -18,8 +18,8 @@ from pgtoolkit.config.evaluation_sets import is_on
 from pgtoolkit.config.memory import refuse_overflow
 from pgtoolkit.config.models import MODEL_TYPES
 from pgtoolkit.config.paths import NO_FOLDER
+from pgtoolkit.config.rules.loss_terms import other_vocabulary
 from pgtoolkit.config.rules.run import unknown_parts
-from pgtoolkit.config.rules.step import other_vocabulary
 from pgtoolkit.config.schema import Config
 from pgtoolkit.config.schema_loss import AdvantageEstimator
 from pgtoolkit.config.schema_run import HuggingFaceModelConfig, NumberType

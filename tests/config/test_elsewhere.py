@@ -272,7 +272,7 @@ def test_what_trl_means_by_a_value(tmp_path, capsys, values, overrides):
 
 
 def test_a_configuration_of_verl_becomes_a_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: True)
     overrides, page = translated(tmp_path, capsys, VERL)
     config = settings(overrides)
     expected = {

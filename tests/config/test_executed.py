@@ -118,7 +118,7 @@ def test_files_beside_a_sweep_stand_for_nothing_of_ours(evil, capsys):
 
 
 def test_places_numbers_of_jobs_and_launchers_of_ours_may_stand_in_a_file(evil, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda plugin: True)
     file = evil / "mine.yaml"
     file.write_text(
         "defaults: [config, override hydra/launcher: slurm, _self_]\n"

@@ -356,7 +356,7 @@ def test_a_file_without_the_main_configuration_is_refused(tmp_path, capsys):
 )
 def test_other_launchers_and_the_search_say_what_installs_them(capsys, monkeypatch, choice, extra):
     assert compose([choice]).problems == []
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: False)
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: False)
     said = refused(capsys, "check", "-m", choice, "seed=1,2")
     assert f"{choice} needs the package" in said
     assert f'Use pip install "pgtk[{extra}]".' in said

@@ -42,7 +42,7 @@ SIZES |= {"study_anchor": 128, "pretrained_rates": 24, "pretrained_loss": 32}
 @pytest.mark.parametrize("name", [name for name in sweep_files() if name != "real_model"])
 def test_every_sweep_is_valid(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda plugin: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda plugin: True)
     for start in range(1, 11) if name.startswith("study_") else ():
         save_with_tokenizer(
             small_llama(max_position_embeddings=1024), Path("outputs/study") / f"small-{start}"

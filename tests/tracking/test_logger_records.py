@@ -282,13 +282,13 @@ def test_a_tracker_that_breaks_ends_with_one_note_and_training_goes_on(run):
     ],
 )
 def test_a_tracker_that_cannot_record_is_refused_before_the_run(overrides, problem, monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: False)
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: False)
     _, report = validated(compose(overrides))
     assert any(re.search(problem, text) for text in report.problems), report.problems
 
 
 def test_a_tracker_is_named_once(monkeypatch):
-    monkeypatch.setattr("pgtoolkit.config.rules.run._is_installed", lambda package: True)
+    monkeypatch.setattr("pgtoolkit.config.rules.named._is_installed", lambda package: True)
     for overrides in (["tracking=wandb", "tracking.also=[wandb]"], ["tracking.also=[wandb,wandb]"]):
         (problem,) = validated(compose(overrides))[1].problems
         assert "needs each tracker once" in problem

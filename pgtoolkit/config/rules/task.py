@@ -20,7 +20,8 @@ from pgtoolkit.config.evaluation_sets import (
 )
 from pgtoolkit.config.key import with_values
 from pgtoolkit.config.keys import KEYS, existing_key, fits, ignored, option_values, values_in_words
-from pgtoolkit.config.rules.run import existing, importable, installed, room_for, room_for_answer
+from pgtoolkit.config.rules.named import existing, importable, installed
+from pgtoolkit.config.rules.run import room_for, room_for_answer
 from pgtoolkit.config.schema import SCHEMAS, Config
 from pgtoolkit.runs.completion_files import TRAINING
 from pgtoolkit.system.report import Report, is_number, text

@@ -1,0 +1,57 @@
+"""Checks of what a value names: files and folders, functions, packages."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+from typing import Any
+
+from pgtoolkit.system.functions import is_dotted_path, kind_of
+from pgtoolkit.system.report import Report
+
+
+def existing(report: Report, path: str, value: Any, hub: bool = False) -> None:
+    """Refuse the value of the key `path` where there is no such file, folder or glob.
+
+    hub: a name on the hub is allowed too, and is not looked up.
+    """
+    if value is None or (hub and value and not value.startswith((".", "/", "~"))):
+        return
+    place = os.path.expanduser(value)  # as the functions of os.path, at home with any text
+    if value == "" or (not os.path.exists(place) and not glob.glob(place, recursive=True)):
+        report.refuse_value(
+            key=path,
+            value=value,
+            needs="an existing file, folder or glob",
+            reason="There is nothing at that path, seen from the current directory.",
+            better="PATH",
+        )
+
+
+def importable(report: Report, key: str, path: str, reason: str, alternatives: str = "") -> None:
+    """Refuse a text that is not a dotted path; importing it is tried before the start."""
+    if not is_dotted_path(path):
+        report.refuse(
+            setting=f"{key}={path}",
+            needs=f"{alternatives}a dotted path to a {kind_of(key)}",
+            got=path,
+            reason=reason,
+            use=f"{key}=package.module.{kind_of(key)}",
+        )
+
+
+def installed(report: Report, setting: str, module: str, extra: str) -> None:
+    """Refuse a setting whose package, an extra of pgtk, is missing."""
+    if not _is_installed(module):
+        report.refuse(
+            setting=setting,
+            needs=f"the package {module.rpartition('.')[2]}",
+            got="not installed",
+            reason="The package is an extra, not installed by default.",
+            use=f'pip install "pgtk[{extra}]"',
+        )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

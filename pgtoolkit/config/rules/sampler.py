@@ -1,0 +1,216 @@
+"""The rules on who writes completions: the processes and GPUs that sample, and servers."""
+
+from __future__ import annotations
+
+import shlex
+from urllib.parse import urlsplit
+
+from pgtoolkit.config.counts import copies_of
+from pgtoolkit.config.evaluation_sets import needs_sampler
+from pgtoolkit.config.schema import Config
+from pgtoolkit.config.schema_samplers import TransformersSamplerConfig, VllmSamplerConfig
+from pgtoolkit.ranks.environment import world_size
+from pgtoolkit.system.redaction import redact
+from pgtoolkit.system.report import Report, is_whole, text
+
+
+def sampler(c: Config, report: Report) -> None:
+    if not needs_sampler(c):
+        return
+    world = world_size(c.parallelism)
+    if isinstance(c.sampler, TransformersSamplerConfig):
+        _copies(c, c.sampler, world, report)
+    else:
+        _servers(c, c.sampler, world, report)
+
+
+def _copies(c: Config, sampler: TransformersSamplerConfig, world: int, report: Report) -> None:
+    """Check the processes that sample from copies of the weights and are divided among the
+    ranks."""
+    setting = f"sampler.processes={sampler.processes}"
+    use = f"sampler.processes={world}"
+    if sampler.gpus is not None:
+        setting = f"sampler.gpus={text(sampler.gpus)}"
+        use = f"sampler.gpus={text(_first_free(c, world, world))}"
+        if not _are_gpus_for_copies(c, sampler, sampler.gpus, world, report):
+            return
+    count = len(copies_of(c))
+    if count % world:
+        report.refuse(
+            setting=setting,
+            needs=f"a multiple of the {world} processes that train",
+            got=count,
+            reason="Each of these has others complete its prompts.",
+            use=use,
+        )
+    elif count and c.rollout.name == "policy" and c.rollout.max_staleness is None:
+        report.note(
+            f"{setting} without rollout.max_staleness: training waits while a batch is sampled. "
+            "rollout.max_staleness=1 rollout.old_log_probs=sampling lets both go on, where a batch "
+            "is one step."
+        )
+
+
+def _are_gpus_for_copies(
+    c: Config,
+    sampler: TransformersSamplerConfig,
+    gpus: list[int],
+    world: int,
+    report: Report,
+) -> bool:
+    """Return whether copies can sample on these GPUs, and refuse what does not go with them."""
+    if sampler.processes:
+        report.refuse(
+            setting=f"sampler.processes={sampler.processes}",
+            needs="sampler.gpus=null",
+            got=text(gpus),
+            reason="On each GPU one process samples.",
+            use="sampler.processes=0",
+        )
+    if c.trainer.device == "cpu":
+        report.refuse(
+            setting=f"sampler.gpus={text(gpus)}",
+            needs="trainer.device other than cpu",
+            got="cpu",
+            reason="Copies of the weights compute on the same kind of device as training.",
+            use=f"sampler.processes={world}",
+        )
+        return False
+    use = f"sampler.gpus={text(_first_free(c, world, world))}"
+    return _are_free(c, gpus, world, "A process samples on each of them.", use, report)
+
+
+def _servers(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:
+    urls = sampler.urls
+    addresses = [url.rstrip("/") for url in urls]
+    if not urls:
+        _started(c, sampler, world, report)
+    elif not all(map(_is_address, addresses)) or len(set(addresses)) < len(addresses):
+        report.refuse(
+            setting=f"sampler.urls={redact(text(urls))}",
+            needs="http(s)://HOST:PORT of each server, once",
+            got=redact(text(urls)),
+            reason="Each server of vLLM gets its share of the requests.",
+            use="sampler.urls=[http://127.0.0.1:8000]",
+        )
+    seconds = sampler.answer_seconds
+    timeout = c.parallelism.timeout_seconds
+    if world > 1 and seconds > timeout:
+        report.refuse(
+            setting=f"sampler.answer_seconds={seconds}",
+            needs=f"at most parallelism.timeout_seconds={timeout}",
+            got=seconds,
+            reason="The other ranks do not wait longer.",
+            use=f"parallelism.timeout_seconds={seconds}",
+        )
+
+
+_SET_BY_PGTK = (
+    "--dtype",
+    "--generation-config",
+    "--gpu-memory-utilization",
+    "--host",
+    "--logprobs-mode",
+    "--max-model-len",
+    "--max-num-seqs",
+    "--port",
+    "--seed",
+    "--tensor-parallel-size",
+)
+"""Options of vLLM that pgtk sets itself."""
+
+
+def _started(c: Config, sampler: VllmSamplerConfig, world: int, report: Report) -> None:
+    try:
+        command = shlex.split(sampler.executable)
+    except ValueError:  # a quotation mark that is not closed
+        command = []
+    if not command:
+        report.refuse_value(
+            key="sampler.executable",
+            value=sampler.executable,
+            needs="a command",
+            reason="It starts vLLM.",
+            better="vllm",
+        )
+    for argument in sampler.arguments:
+        option = argument.partition("=")[0]
+        if option in _SET_BY_PGTK:
+            report.refuse(
+                setting=f"sampler.arguments={text(sampler.arguments)}",
+                needs=f"no {option}",
+                got=argument,
+                reason="pgtk sets this option, and relies on it.",
+                use="the keys of pgtk that stand for it",
+            )
+    if sampler.gpus is None:
+        return
+    size = sampler.tensor_parallel
+    use = f"sampler.gpus={text(_first_free(c, world, size))}"
+    reason = "Servers run on them, on each as many as sampler.servers_per_gpu."
+    if _are_free(c, sampler.gpus, world, reason, use, report) and len(sampler.gpus) % size:
+        report.refuse(
+            setting=f"sampler.gpus={text(sampler.gpus)}",
+            needs=f"a multiple of sampler.tensor_parallel={size} GPUs",
+            got=len(sampler.gpus),
+            reason="Each server takes that many.",
+            use=use,
+        )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        is_http = parts.scheme in ("http", "https")
+        is_server_only = not (parts.query or parts.fragment)
+        is_for_openai = parts.path.endswith("/v1")  # the address that clients of OpenAI's take
+        has_secret = redact(url) != url
+        return bool(
+            is_http
+            and parts.hostname
+            and parts.port != 0
+            and is_server_only
+            and not is_for_openai
+            and not has_secret
+        )
+    except ValueError:  # such as a bracket that is not closed, or a port above 65535
+        return False
+
+
+def _first_free(c: Config, world: int, count: int) -> list[int]:
+    """Return this many GPUs, the first ones that training leaves free."""
+    first = 0 if c.trainer.device == "cpu" else world
+    return list(range(first, first + count))
+
+
+def _are_free(
+    c: Config,
+    gpus: list[int],
+    world: int,
+    reason: str,
+    use: str,
+    report: Report,
+) -> bool:
+    """Return whether these are numbers of GPUs that training leaves free; refuse others."""
+    setting = f"sampler.gpus={text(gpus)}"
+    first = _first_free(c, world, 1)[0]
+    are_numbers = all(is_whole(gpu) and gpu >= 0 for gpu in gpus)
+    if not gpus or len(set(gpus)) < len(gpus) or not are_numbers:
+        report.refuse(
+            setting=setting,
+            needs="numbers of GPUs from 0 on, each once",
+            got=text(gpus),
+            reason=reason,
+            use=use,
+        )
+        return False
+    if min(gpus) < first:
+        report.refuse(
+            setting=setting,
+            needs=f"numbers from {first} on",
+            got=min(gpus),
+            reason=f"Training takes GPU 0{f' to {first - 1}' if first > 1 else ''}.",
+            use=f"{use}, or sampler.gpus=null to share it",
+        )
+        return False
+    return True
