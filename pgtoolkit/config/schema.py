@@ -1,8 +1,8 @@
 """The whole configuration: every group with its default option, and the seed.
 
-Its keys stand in schema_loss.py, schema_step.py, schema_run.py, schema_tasks.py,
-schema_rollouts.py and schema_samplers.py, each with its type, default, meaning, range and all else
-that is true of it. `python -m pgtoolkit.config.pages` writes conf/ and docs/keys.md from them.
+Its keys are declared in schema_loss.py, schema_step.py, schema_run.py, schema_tasks.py,
+schema_rollouts.py and schema_samplers.py, each with its type, default, meaning, range and whatever
+else holds for it. `python -m pgtoolkit.config.pages` writes conf/ and docs/keys.md from them.
 """
 
 from __future__ import annotations
@@ -81,14 +81,18 @@ if TYPE_CHECKING:
         | PromptsTaskConfig
         | ConversationTaskConfig
     )
-else:  # OmegaConf, which checks types while a configuration is composed, takes no union of classes
-    Model, Rollout, Sampler, Task = ModelConfig, RolloutConfig, SamplerConfig, TaskConfig
+else:
+    # OmegaConf, which checks types while a configuration is composed, takes no unions of classes.
+    Model = ModelConfig
+    Rollout = RolloutConfig
+    Sampler = SamplerConfig
+    Task = TaskConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    """The whole experiment. What a group declares holds for all of its keys that do not declare it
-    themselves.
+    """The whole experiment. The declaration of a group holds for those of its keys that do not
+    declare it themselves.
 
     Where the options of a group have different keys, its value is an object of the class of the
     option that was chosen, which inherits from the one named here.
@@ -97,7 +101,7 @@ class Config:
     seed: int = key(
         default=0,
         help="Seed of the prompts, the weights and the sampling (integer from 0). The same seed on "
-        "the same machine repeats the run bit for bit, on a GPU by trainer.deterministic.",
+        "the same machine repeats the run bit for bit, on a GPU with trainer.deterministic.",
         least=0,
         most=2**32 - 1,
         fixed="prompts and the order of the data come from this seed",
@@ -108,7 +112,7 @@ class Config:
         default="sample_mean", help="How token losses become one number."
     )
     correction: CorrectionConfig = group(
-        default="none", help="A factor for the gap between sampler and trainer."
+        default="none", help="A factor that corrects for the gap between sampler and trainer."
     )
     kl: KLConfig = group(default="none", help="A penalty on the distance from a frozen reference.")
     entropy: EntropyConfig = group(
@@ -151,7 +155,7 @@ class Config:
         default="default", help="Length of the run, device, checkpoints.", evaluate="kept"
     )
     tracking: TrackingConfig = group(
-        default="mlflow", help="Where metrics go besides the run directory.", learns=False
+        default="mlflow", help="Where metrics are sent besides the run directory.", learns=False
     )
 
 
@@ -166,7 +170,7 @@ _OPTIONS = (
 OPTIONS: dict[str, dict[str, Option]] = {
     field.name: _OPTIONS[field.name] for field in fields(Config) if field.name in _OPTIONS
 }
-"""Group -> option -> its keys, what it is, and the values that it changes; in the order of
+"""Group -> option -> its keys, its meaning, and the values that it changes; in the order of
 `Config`."""
 
 

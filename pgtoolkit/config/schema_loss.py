@@ -1,4 +1,4 @@
-"""The keys of the loss: which family, with which weights, corrections, penalties and advantages."""
+"""The keys of the loss: its family, weights, corrections, penalties and advantages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NEEDS_REFERENCE_MODEL: Refusal = {
         "kl=k3 and kl.reference=initial and rollout=policy and parallelism.sequence_data_parallel=1"
     ),
     "why": (
-        "A reference reads it before completions that are sampled, on the ranks of the policy's "
-        "tokens."
+        "A second model reads it in front of sampled completions, on ranks that hold whole "
+        "documents."
     ),
 }
 
@@ -76,14 +76,13 @@ class LossConfig:
     name: str = key(option=True)
     num_splits: int = key(
         default=1,
-        help="Pieces the tokens of a micro-batch are split into when logits are materialised (not "
-        "kernel=fused_linear); 1: whole, as it has to be where a ratio belongs to the whole "
-        "document.",
+        help="Pieces into which the tokens of a micro-batch are split when logits are materialised "
+        "(not with kernel=fused_linear); 1: no split, which losses with a ratio by document need.",
         least=1,
         most=65536,
         only_if="kernel.implementation!=fused_linear",
         use="kernel=torch",
-        why="The fused head cuts its own.",
+        why="The fused head makes its own pieces.",
     )
 
 
@@ -91,15 +90,15 @@ class LossConfig:
 class CustomLossConfig(LossConfig):
     path: str = key(
         default=REQUIRED,
-        help="Dotted path `package.module.Class` of a family, which the current directory may "
-        "hold; loss=package.module.Class sets it.",
+        help="Dotted path `package.module.Class` of a family, in the current directory or "
+        "installed; loss=package.module.Class sets it.",
         code="function",
         example="my_module.MyFamily",
         stands_for="custom",
     )
     options: dict[str, Any] = key(
         default={},
-        help="Values of its fields, by name: loss.NAME=VALUE sets one.",
+        help="Values of its fields by their names: loss.NAME=VALUE sets one.",
         free=True,
     )
 
@@ -112,16 +111,16 @@ class AggregationConfig:
     mode: AggregationMode = key(option=True)
     divisor: float | None = key(
         default=None,
-        help="L, in tokens, only for aggregation=constant: a finite number > 0 that stays the same "
-        "over the run, such as the longest possible completion; else null.",
+        help="L in tokens, only for aggregation=constant: a number > 0 that stays the same during "
+        "the run, such as the longest possible completion; else null.",
         least=1e-6,
         most=1e12,
         only_if="aggregation.mode=constant",
     )
     reducer: str | None = key(
         default=None,
-        help="Dotted path `package.module.function` of your own weights, which then take the place "
-        "of the mode; null: none. aggregation=package.module.function sets it.",
+        help="Dotted path `package.module.function` of a function that computes your own weights "
+        "in place of the mode's; null: none. aggregation=package.module.function sets it.",
         code="function",
         stands_for="sample_mean",
     )
@@ -137,31 +136,31 @@ class KLConfig:
     kind: KLKind = key(option=True)
     coefficient: float | None = key(
         default=None,
-        help="Factor of the penalty, which has the weights of the aggregation (0.000001 to 1000; "
-        "0.04 is GRPO's); null: no penalty.",
+        help="Factor of the penalty, whose tokens have the weights of the aggregation (0.000001 to "
+        "1000; GRPO has 0.04); null: no penalty.",
         least=1e-6,
         most=1000,
         **_NEEDS_KL,
     )
     reference: str | None = key(
         default=None,
-        help="Frozen weights whose log-probs are f: initial (those that the run starts from), "
-        "recorded (the column ref_log_probs of recorded rollouts, no model), or a teacher, a "
-        "model folder or a name on the Hugging Face hub; null: no penalty.",
+        help="The reference, whose log-probs are f: initial (the weights that the run starts "
+        "from), recorded (the column ref_log_probs of recorded rollouts, without a model), or a "
+        "teacher, as a model folder or a name on the Hugging Face hub; null: no penalty.",
         reads="reference",
         **_NEEDS_KL,
     )
     reference_prompt: str | None = key(
         default=None,
-        help="What the reference reads in the place of the prompt: a template of the fields "
-        "{prompt} and {answer}, the task's reference answer, such as \"{prompt} (The answer is "
+        help="What the reference reads in place of the prompt: a template with the fields {prompt} "
+        "and {answer}, the task's reference answer, such as \"{prompt} (The answer is "
         '{answer}.)" (self-distillation); null: the prompt itself.',
         **_NEEDS_REFERENCE_MODEL,
     )
     update_every: int | None = key(
         default=None,
-        help="Updates of the policy after which the reference moves towards it, again and again; "
-        "null: it stays as it is.",
+        help="Updates of the policy between moves of the reference towards it; null: the reference "
+        "does not move.",
         least=1,
         most=10**9,
         learns="kl.update_every>0",
@@ -172,8 +171,8 @@ class KLConfig:
     )
     update_rate: float = key(
         default=1.0,
-        help="How far it moves: its weights become update_rate times the policy's and 1 - "
-        "update_rate times its own (0 to 1); 1: the policy's.",
+        help="How far the reference moves (0 to 1): its weights become update_rate times the "
+        "policy's plus 1 - update_rate times its own; 1: the policy's.",
         least=1e-6,
         most=1,
         learns="kl.update_every>0",
@@ -184,9 +183,9 @@ class KLConfig:
 
     place: KLPlace = key(
         default=KLPlace.loss,
-        help="Where the penalty acts: loss (a term of each token's loss) or reward (what its "
-        "tokens add up to is taken off each completion's reward before advantages are made, from "
-        "the old log-probs and without a gradient; k1, k2 and k3).",
+        help="Where the penalty acts: loss (a term of each token's loss) or reward (each "
+        "completion's reward is reduced by the sum over its tokens before advantages are made, by "
+        "the old log-probs and without a gradient; for k1, k2 and k3).",
         learns="kl.place=reward",
         added=True,
         only_if="kl.kind!=none and rollout.name=policy",
@@ -196,7 +195,7 @@ class KLConfig:
 
     @property
     def needs_model(self) -> bool:
-        """Whether a second model computes the reference's log-probs."""
+        """True if a second model computes the reference's log-probs."""
         return self.kind != "none" and self.reference != "recorded"
 
 
@@ -204,8 +203,8 @@ class KLConfig:
 class EntropyConfig:
     coefficient: float = key(
         default=0.0,
-        help="Factor of the bonus, which has the weights of the aggregation (0 to 1000); 0: none, "
-        "and nothing is computed for it.",
+        help="Factor of the bonus, whose tokens have the weights of the aggregation (0 to 1000); "
+        "0: no bonus, and no cost.",
         least=0,
         most=1000,
     )
@@ -216,9 +215,10 @@ class AdvantageConfig:
     estimator: AdvantageEstimator = key(option=True)
     path: str | None = key(
         default=None,
-        help="Dotted path `package.module.function` of your own advantages, which "
-        "advantage=package.module.function sets: my_advantages(rewards, *, lengths, measures) -> "
-        "advantages, each a list with a list of every group's completions.",
+        help="Dotted path `package.module.function` of a function that computes your own "
+        "advantages: my_advantages(rewards, *, lengths, measures) -> advantages, each a list with "
+        "a list for every group, in which each completion has a number. "
+        "advantage=package.module.function sets it.",
         code="function",
         only_if="advantage.estimator=custom",
         example="my_module.my_advantages",
@@ -226,22 +226,22 @@ class AdvantageConfig:
     )
     gamma: float = key(
         default=1.0,
-        help="Discount of what later tokens earn (0 to 1), by token.",
+        help="Discount of later rewards (0 to 1), for each token between.",
         least=0,
         most=1,
         **_ONLY_GAE,
     )
     gae_lambda: float = key(
         default=0.95,
-        help="How far an advantage looks beyond the critic (0 to 1): 0: to the next token's value, "
-        "1: to the end of the completion, with the value as a baseline.",
+        help="How far an advantage looks ahead (0 to 1); 0: to the next token's value, 1: to the "
+        "end of the completion, with the value as a baseline.",
         least=0,
         most=1,
         **_ONLY_GAE,
     )
     whiten: bool = key(
         default=True,
-        help="Whether the advantages of a batch's trained tokens get mean 0 and standard "
+        help="Whether the advantages of a batch's trained tokens are scaled to mean 0 and standard "
         "deviation 1.",
         **_ONLY_GAE,
     )
@@ -251,24 +251,24 @@ class AdvantageConfig:
 class CriticConfig:
     path: str | None = key(
         default=None,
-        help="The model whose body the critic starts from, a folder or a name on the Hugging Face "
-        "hub, of the policy's vocabulary; null: the weights that the policy starts from. Its head "
-        "starts at 0.",
+        help="The model with whose body the critic starts: a folder or a name on the Hugging Face "
+        "hub, with the policy's vocabulary; null: the weights that the policy starts from. The "
+        "critic's head starts at 0.",
         reads="reference",
         **_CRITIC_START,
     )
     learning_rate: float = key(
         default=ByWeights(random=1e-3, trained=1e-5),
-        help="Learning rate of the critic after the warm-up (> 0); all else of its optimizer is as "
-        "optimizer says.",
+        help="Learning rate of the critic after the warm-up (> 0); the rest of its optimizer is as "
+        "in the group optimizer.",
         least=1e-12,
         most=1e5,
         **_ONLY_GAE,
     )
     clip: float | None = key(
         default=0.5,
-        help="How far a value may move from what it was when training on the batch began before "
-        "its loss gives no further gradient (> 0); null: any distance.",
+        help="Once a value has moved this far from where it was when training on the batch began, "
+        "its loss gives no further gradient (> 0); null: there is no limit.",
         least=1e-9,
         most=1e12,
         **_ONLY_GAE,
@@ -283,8 +283,8 @@ class CriticConfig:
 
 
 def _schema_of(kind: type, base: type) -> type:
-    """Return the class of the keys of a family or correction: its parameters after the keys of
-    `base`."""
+    """Return the class of the keys of a family or correction: the keys of `base`, then its
+    parameters."""
     parameters = [
         (parameter.name, parameter.type, field(metadata=_declared_by(parameter)))
         for parameter in fields(kind)
@@ -308,8 +308,8 @@ def _declared_by(parameter: Field) -> dict[str, Any]:
 
 
 def _option_of(kind: type, base: type) -> Option:
-    """Return the option of a family or correction; the first paragraph of its docstring says what
-    it is."""
+    """Return the option of a family or correction, with the first paragraph of its docstring as
+    its meaning."""
     paragraph = (kind.__doc__ or "").partition("\n\n")[0]
     return Option(_schema_of(kind, base), help=" ".join(paragraph.split()))
 
@@ -319,8 +319,8 @@ OPTIONS = {
         **{name: _option_of(family, LossConfig) for name, family in FAMILIES.items()},
         "custom": Option(
             CustomLossConfig,
-            help="What loss=my_module.MyFamily stands for, a loss family of your own "
-            "(docs/losses.md shows one).",
+            help="A loss family of your own, which loss=my_module.MyFamily chooses (docs/losses.md "
+            "shows one).",
         ),
     },
     "aggregation": {
@@ -351,8 +351,8 @@ OPTIONS = {
     "correction": {
         "none": Option(
             CorrectionConfig,
-            help="No correction: the loss takes the old log-probs for those that the completions "
-            "were sampled with.",
+            help="No correction: the loss treats the old log-probs as those with which the "
+            "completions were sampled.",
         ),
         **{name: _option_of(kind, CorrectionConfig) for name, kind in CORRECTIONS.items()},
     },
@@ -364,8 +364,8 @@ OPTIONS = {
         "k1": Option(
             KLConfig,
             help="A penalty on p - f at each token, the plain log-ratio to a frozen reference. "
-            "The mean of its gradient over the policy's own samples is 0, so that alone "
-            "it pulls nowhere: it is here to be compared with.",
+            "The mean of its gradient over the policy's own samples is 0, so by itself it "
+            "pulls nowhere: it is here for comparison.",
             base="k3",
         ),
         "k2": Option(
@@ -390,25 +390,25 @@ OPTIONS = {
         ),
         "full_reverse": Option(
             KLConfig,
-            help="KL(policy || reference) over the whole vocabulary at each token, which is "
-            "the sum of exp(p_v) (p_v - f_v) over all tokens v of the vocabulary. "
-            "Distillation where the reference is a teacher (arXiv 2306.13649): it needs a "
-            "model, since rollouts record the log-prob of one token.",
+            help="KL(policy || reference) over the whole vocabulary at each token: the sum of "
+            "exp(p_v) (p_v - f_v) over all tokens v of the vocabulary. It is distillation if "
+            "the reference is a teacher (arXiv 2306.13649). The reference must be a model, "
+            "since rollouts record the log-prob of one token.",
             base="k3",
         ),
         "full_forward": Option(
             KLConfig,
-            help="KL(reference || policy) over the whole vocabulary at each token, which is "
-            "the sum of exp(f_v) (f_v - p_v) over all tokens v of the vocabulary. It "
-            "has the policy cover whatever a teacher might write (arXiv 2306.13649).",
+            help="KL(reference || policy) over the whole vocabulary at each token: the sum of "
+            "exp(f_v) (f_v - p_v) over all tokens v of the vocabulary. It makes the policy "
+            "cover everything that a teacher might write (arXiv 2306.13649).",
             base="k3",
         ),
     },
     "entropy": {
         "bonus": Option(
             EntropyConfig,
-            help="A bonus on the entropy of the policy at each trained token. The loss has minus "
-            "its weighted sum.",
+            help="A bonus on the entropy of the policy at each trained token: its weighted sum is "
+            "subtracted from the loss.",
         ),
     },
     "critic": {
@@ -444,21 +444,21 @@ OPTIONS = {
             AdvantageConfig,
             help="(reward - mean of the group) / standard deviation of all rewards of the "
             "batch (Lite PPO, arXiv 2508.08221). Recorded rollouts are one batch, however "
-            "many files they are.",
+            "many files there are.",
             base="dr_grpo",
         ),
         "pass_at_k": Option(
             AdvantageConfig,
-            help="For the single best completion of a group, by how much it is better than the "
-            "second best; for others 0: leave one out, of the largest reward in the group "
+            help="By how much the single best completion of a group is better than the second "
+            "best, and 0 for the others: the largest reward of the group, leave one out "
             "(arXiv 2503.19595).",
             base="dr_grpo",
         ),
         "opo": Option(
             AdvantageConfig,
-            help="reward - mean of the group in which each completion weighs as much as it has "
-            "tokens: the baseline of least variance under simplifying assumptions (OPO, "
-            "arXiv 2505.23585).",
+            help="reward - mean of the group in which each completion has the weight of its "
+            "number of tokens: the baseline of least variance under simplifying assumptions "
+            "(OPO, arXiv 2505.23585).",
             base="dr_grpo",
         ),
         "gdpo": Option(
@@ -482,13 +482,13 @@ OPTIONS = {
         ),
         "gae": Option(
             AdvantageConfig,
-            help="For each token by the values of a critic: generalised advantage estimation "
-            "(arXiv 1506.02438), PPO's. The group critic has the keys of the critic.",
+            help="An advantage of each token by the values of a critic: PPO's generalised "
+            "advantage estimation (arXiv 1506.02438). The group critic has the critic's keys.",
             base="dr_grpo",
         ),
         "none": Option(
             AdvantageConfig,
-            help="0 everywhere: a penalty trains alone, such as kl=k3_ratio against a teacher "
+            help="0 everywhere: only a penalty trains, such as kl=k3_ratio against a teacher "
             "(distillation).",
             base="dr_grpo",
         ),
@@ -499,10 +499,10 @@ OPTIONS = {
         ),
         "custom": Option(
             AdvantageConfig,
-            help="What advantage=my_module.my_advantages stands for: a function of your own makes "
+            help="A function of your own, which advantage=my_module.my_advantages chooses, makes "
             "advantages of rewards.",
             base="dr_grpo",
         ),
     },
 }
-"""Group -> option -> its keys, what it is, and the values that it changes."""
+"""Group -> option -> its keys, its meaning, and the values that it changes."""

@@ -33,7 +33,7 @@ _WEIGHTS_ARE_GONE = (
     "A batch is sampled while the one before is trained: then the weights that wrote it are gone."
 )
 _NOT_REPEATABLE = (
-    "Further rounds would be sampled by weights that depend on when checkpoints are made."
+    "The weights that sample further rounds would depend on when checkpoints are written."
 )
 _NOT_MAX_RL: Refusal = {
     "only_if": "advantage.estimator!=max_rl",
@@ -44,7 +44,7 @@ _NEEDS_TOKENIZER: Refusal = {
     "only_if": "model.name=huggingface",
     "why": "The tiny model has no chat template.",
 }
-_INCOMPLETE_GROUP = "A group without one of its completions has other advantages."
+_INCOMPLETE_GROUP = "The advantages of a group change if one of its completions is left out."
 
 
 class OldLogProbs(StrEnum):
@@ -100,23 +100,23 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     max_completion_length: int = key(
         default=ByWeights(random=7, trained=256),
-        help="Most tokens of a completion, its end included (>= 1). Six digits need 7.",
+        help="Most tokens of a completion, its end included (>= 1). Six digits take 7.",
         least=1,
         most=10**6,
         evaluate="model",
     )
     temperature: float = key(
         default=1.0,
-        help="Sampling temperature (> 0); log-probs are those of the same temperature.",
+        help="Sampling temperature (> 0); log-probs are taken at the same temperature.",
         least=0.01,
         most=100,
         evaluate="model",
     )
     truncated: Truncated = key(
         default="train",
-        help="What is learned from completions that were cut off at the length limit: train, or "
-        "mask: nothing, though their rewards stay in the baseline, and they and their tokens in "
-        "every count of the aggregation (DAPO's overlong filtering).",
+        help="Whether completions that were cut off at the length limit are trained: train, or "
+        "mask (they are not, but their rewards stay in the baseline, and they and their tokens in "
+        "every count of the aggregation: DAPO's overlong filtering).",
     )
     top_p: float | None = key(
         default=None,
@@ -129,29 +129,28 @@ class PolicyRolloutConfig(RolloutConfig):
     stop: list[str] = key(
         default=[],
         help='Texts that end a completion, such as ["</answer>"]; [] for none. They are trained, '
-        "and cut off where it is scored.",
+        "but cut off before the completion is scored.",
         evaluate="model",
     )
     old_log_probs: OldLogProbs = key(
         default="training",
-        help="Whose old log-probs anchor the ratios: training (the weights that sampled, by the "
-        "forward pass that training uses: the first ratio is 1), sampling (the same, as the "
-        "sampler said) or proximal (the weights with which training on a batch begins, which "
-        "under a lag are newer; corrections act on what they differ by from the sampler's).",
+        help="Which old log-probs anchor the ratios: training (of the weights that sampled, by "
+        "the forward pass of training, so that the first ratio is 1), sampling (of the same "
+        "weights, as the sampler computed them) or proximal (of the weights with which training "
+        "on a batch begins, which are newer under a lag; a correction acts on their difference "
+        "from the sampler's).",
     )
     overlong_buffer: int | None = key(
         default=None,
-        help="Last tokens of max_completion_length in which a completion is punished for its "
-        "length, more with each of them (DAPO's overlong buffer, arXiv 2503.14476, eq. 13); "
-        "null: none is.",
+        help="Number of tokens before max_completion_length in which the reward is reduced, "
+        "further with each token (DAPO's overlong buffer, arXiv 2503.14476, eq. 13); null: none.",
         least=1,
         most=10**6,
         **_NOT_MAX_RL,
     )
     overlong_penalty: float = key(
         default=1.0,
-        help="The most that is taken off the reward for the length (>= 0), from a completion of "
-        "max_completion_length.",
+        help="How much the reward of a completion of max_completion_length is reduced (>= 0).",
         least=0,
         most=1e6,
         only_if="rollout.overlong_buffer>0",
@@ -159,9 +158,9 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     max_sampling_rounds: int = key(
         default=1,
-        help="Rounds of sampling at most for one batch (>= 1). With more than one, prompts whose "
-        "completions all score the same are dropped and others sampled in their place (DAPO's "
-        "dynamic sampling); 1: every prompt is taken.",
+        help="Most rounds of sampling for a batch (>= 1). With more than one, prompts whose "
+        "completions all score the same are dropped, and others are sampled in their place (DAPO's "
+        "dynamic sampling); 1: every prompt is kept.",
         least=1,
         most=1000,
         only_if="rollout.max_staleness=null",
@@ -169,17 +168,17 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     mixed: Mixed = key(
         default="reward",
-        help="Which prompts are kept then: those whose rewards differ, before overlong_penalty "
-        "(reward), or of whose completions some are right and some wrong (exact_match): of a "
-        "shaped reward the first keeps prompts that nobody answered.",
+        help="Which prompts are kept then: reward (those whose rewards differ, before "
+        "overlong_penalty) or exact_match (those with right and wrong completions). With a shaped "
+        "reward, the first also keeps prompts that no completion answers.",
         only_if="rollout.max_sampling_rounds>1",
         use="rollout.max_sampling_rounds=4",
     )
     uninformative: Uninformative = key(
         default="train",
-        help="What becomes of prompts whose completions all score the same, before "
-        "overlong_penalty: train, or drop: no step has them, and no count of the aggregation; a "
-        "batch is then shorter.",
+        help="What happens to prompts whose completions all score the same, before "
+        "overlong_penalty: train, or drop (they are in no step and in no count of the aggregation, "
+        "so that a batch is shorter).",
         learns="rollout.uninformative=drop",
         added=True,
         only_if="rollout.lag=0 and rollout.max_staleness=null and rollout.max_sampling_rounds=1 "
@@ -191,9 +190,9 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     retire_at: float | None = key(
         default=None,
-        help="Share of right completions of a prompt, of those of one batch, from which on it is "
-        "solved and never asked again (0 < retire_at <= 1; 0.9 is ScaleRL's, arXiv 2510.13786); "
-        "null: prompts always come back.",
+        help="A prompt counts as solved, and is not asked again, once this share of its "
+        "completions in a batch is right (0 < retire_at <= 1; ScaleRL has 0.9, arXiv 2510.13786); "
+        "null: all prompts come back.",
         least=1e-6,
         most=1,
         learns="rollout.retire_at!=null",
@@ -204,8 +203,8 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     lag: int = key(
         default=0,
-        help="Updates from the weights that write a batch of rollouts to those that begin to train "
-        "on it (>= 0).",
+        help="Updates between the weights that sample a batch of rollouts and those that begin to "
+        "train on it (>= 0).",
         least=0,
         most=10**6,
         fixed=AHEAD,
@@ -213,8 +212,9 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     max_staleness: int | None = key(
         default=None,
-        help="Sample while training, which then sees no document older than this many updates (>= "
-        "the steps of a batch); null: in turn.",
+        help="Asynchronous sampling: completions are sampled while training goes on, which sees no "
+        "document older than this many updates (>= the steps of a batch); null: sampling and "
+        "training take turns.",
         least=1,
         most=10**6,
         fixed=AHEAD,
@@ -223,16 +223,16 @@ class PolicyRolloutConfig(RolloutConfig):
     )
     keep_completions: int = key(
         default=8,
-        help="Completions of every step kept in the run directory, to be read with `pgtk samples` "
-        "(>= 0): of prompts whose completions score differently, as far as there are any.",
+        help="Completions of every step that are kept in the run directory, for `pgtk samples` (>= "
+        "0), first those of prompts whose completions score differently.",
         least=0,
         most=10**6,
         learns=False,
     )
     save_path: str | None = key(
         default=None,
-        help="New folder to record every rollout in, for rollout=recorded, as Parquet files; null: "
-        "none.",
+        help="New folder in which every rollout is recorded as Parquet files, for "
+        "rollout=recorded; null: none.",
         writes=True,
         learns=False,
     )
@@ -245,7 +245,7 @@ class PolicyRolloutConfig(RolloutConfig):
 class RecordedRolloutConfig(RolloutConfig):
     path: str = key(
         default=REQUIRED,
-        help="JSONL or Parquet file, a folder of them, or a glob.",
+        help="A JSONL or Parquet file, a folder of such files, or a glob.",
         reads="data",
         fixed=POSITION,
         example="rollouts.parquet",
@@ -263,15 +263,15 @@ class RecordedRolloutConfig(RolloutConfig):
     )
     group_size: int | None = key(
         default=None,
-        help="Completions of every prompt, where the files do not say which group a document "
-        "belongs to; null: they do.",
+        help="Completions of every prompt, if the files do not say to which group a document "
+        "belongs; null: they do.",
         least=1,
         most=10**6,
         fixed=_BATCH,
     )
     max_completion_length: int | None = key(
         default=None,
-        help="Tokens of the longest completion, for aggregation=constant; null: not known.",
+        help="Tokens of the longest completion, for aggregation=constant; null: unknown.",
         least=1,
         most=10**6,
     )
@@ -284,9 +284,9 @@ class RecordedRolloutConfig(RolloutConfig):
     )
     truncated: Truncated = key(
         default="train",
-        help="What is learned from completions that were cut off, as the files say of each: train, "
-        "or mask: nothing, though their rewards stay in the baseline, and they and their tokens in "
-        "every count of the aggregation (DAPO's overlong filtering).",
+        help="Whether completions that the files mark as cut off are trained: train, or mask (they "
+        "are not, but their rewards stay in the baseline, and they and their tokens in every count "
+        "of the aggregation: DAPO's overlong filtering).",
     )
     chat: Chat = key(
         default="auto",
@@ -297,14 +297,14 @@ class RecordedRolloutConfig(RolloutConfig):
     )
     trained_turns: TrainedTurns = key(
         default="all",
-        help="Which turns of the assistant in such a row are trained: all, or the last alone.",
+        help="Which turns of the assistant in a row of texts are trained: all, or the last alone.",
         fixed=POSITION,
         **_NEEDS_TOKENIZER,
     )
     too_long: TooLong = key(
         default="refuse",
-        help="What happens to rows with more tokens than fit: refuse (the run) or skip (them, with "
-        "a note that counts them).",
+        help="What happens to rows with more tokens than fit: refuse (the run) or skip (these "
+        "rows, which a note counts).",
         fixed=POSITION,
         only_if="advantage.estimator=given",
         why=_INCOMPLETE_GROUP,
@@ -318,8 +318,8 @@ OPTIONS = {
     "rollout": {
         "policy": Option(
             PolicyRolloutConfig,
-            help="The policy in training writes the completions, one batch of rollouts after the "
-            "other.",
+            help="The policy in training writes the completions, one batch of rollouts after "
+            "another.",
         ),
         "recorded": Option(
             RecordedRolloutConfig,
@@ -327,4 +327,4 @@ OPTIONS = {
         ),
     },
 }
-"""Group -> option -> its keys and what it is."""
+"""Group -> option -> its keys and its meaning."""

@@ -1,5 +1,5 @@
 """The keys of a run: the model, its optimizer, how long and where it trains, and where its metrics
-go."""
+are sent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEEDS_PROJECT: Needs = {
     "only_if": "tracking.name=mlflow or tracking.name=wandb or tracking.also!=[]",
 }
 _CUT: Declared = {"learns": False}
-"""Rounding does not change which experiment a run is."""
+"""Runs that differ only in rounding are the same experiment."""
 
 
 class NumberType(StrEnum):
@@ -52,7 +52,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-AutoOrBool = Any  # in YAML, true and false are no texts
+AutoOrBool = Any  # "auto", true or false: in YAML, the last two are no texts
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class ModelConfig:
 class TinyModelConfig(ModelConfig):
     fp32_lm_head: bool = key(
         default=False,
-        help="Must stay false: the whole of this model computes in float32.",
+        help="Must stay false: all of this model computes in float32.",
         only_if="model.name=huggingface",
     )
     compile: AutoOrBool = key(
         default="auto",
-        help="Whether norms and activations are compiled (torch.compile); auto: no, since a model "
-        "as small as this gains nothing by it.",
+        help="Whether norms and activations are compiled (torch.compile); auto: no, since such a "
+        "small model gains nothing by it.",
         **_CUT,
     )
     num_layers: int = key(
@@ -104,8 +104,11 @@ class TinyModelConfig(ModelConfig):
         most=10**6,
         fixed=_WEIGHTS,
     )
-    # What other models choose; none of these is a key.
-    dtype, lora_rank, gradient_checkpointing, random_weights = "float32", None, False, True
+    # Keys of other models, which are fixed here.
+    dtype = "float32"
+    lora_rank = None
+    gradient_checkpointing = False
+    random_weights = True
 
     if TYPE_CHECKING:
         name: Literal["tiny"] = "tiny"
@@ -121,8 +124,8 @@ class HuggingFaceModelConfig(ModelConfig):
     compile: AutoOrBool = key(
         default="auto",
         help="Whether norms, gates and rotary positions are compiled (torch.compile), in training "
-        "and in sampling: faster steps, after some 10 seconds at the start; auto: on a GPU where "
-        "the run is long enough to pay for it, as pgtk check says.",
+        "and in sampling: steps are faster, after some 10 seconds at the start. auto: on a GPU, if "
+        "the run is long enough to pay for it, as pgtk check tells.",
         **_CUT,
     )
     path: str = key(
@@ -134,13 +137,13 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     random_weights: bool = key(
         default=False,
-        help="Whether to take only the shape of the model and start from random weights.",
+        help="Whether to take only the shape of the model, and to start from random weights.",
         fixed=_WEIGHTS,
     )
     dtype: NumberType = key(
         default="auto",
         help="Number type of the forward pass: auto (bfloat16 on a GPU, else float32), float32, "
-        "bfloat16, or float16, where the loss is scaled so that gradients keep their small numbers "
+        "bfloat16, or float16, with which the loss is scaled so that small gradients are not lost "
         "(arXiv 2510.26788).",
     )
     gradient_checkpointing: bool = key(
@@ -149,9 +152,8 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     lora_rank: int | None = key(
         default=None,
-        help="Rank of LoRA's adapters, which are then all that is trained (>= 1); null: all "
-        "weights "
-        'are trained. LoRA needs the package peft: pip install "pgtk[lora]".',
+        help="Rank of LoRA's adapters (>= 1), which alone are trained then; null: all weights are "
+        'trained. LoRA needs the package peft: pip install "pgtk[lora]".',
         least=1,
         most=65536,
         fixed=_WEIGHTS,
@@ -160,15 +162,15 @@ class HuggingFaceModelConfig(ModelConfig):
     )
     lora_alpha: float = key(
         default=32,
-        help="What LoRA's products are multiplied by, before they are divided by the rank (> 0).",
+        help="Factor of LoRA's products, which are then divided by the rank (> 0).",
         least=1e-6,
         most=1e9,
         **_NEEDS_LORA,
     )
     lora_targets: list[str] = key(
         default=["all-linear"],
-        help="The layers that get adapters: [all-linear], which is all linear layers but the head, "
-        "or ends of names: [q_proj,v_proj].",
+        help="The layers that get adapters: [all-linear], all linear layers except the head, or "
+        "layers by the ends of their names: [q_proj,v_proj].",
         **_NEEDS_LORA,
     )
 
@@ -210,7 +212,7 @@ class OptimizerConfig:
     )
     max_grad_norm: float | None = key(
         default=1.0,
-        help="Gradients with a larger norm are scaled down to it (> 0); null: never.",
+        help="Norm to which larger gradients are scaled down (> 0); null: they are not.",
         least=1e-6,
         most=1e9,
     )
@@ -231,7 +233,7 @@ class OptimizerConfig:
 class TrainerConfig:
     max_steps: int = key(
         default=300,
-        help="Optimizer steps of the run (>= 1); fewer if the data ends earlier.",
+        help="Optimizer steps of the run (>= 1); it has fewer if the data ends earlier.",
         least=1,
         most=10**9,
         last_counts="optimizer.schedule=constant",
@@ -245,7 +247,7 @@ class TrainerConfig:
     num_threads: int | None = key(
         default=1,
         help="CPU threads of torch (>= 1); null: as many as torch chooses. One is the fastest for "
-        "the tiny model and repeatable.",
+        "the tiny model, and repeatable.",
         least=1,
         most=1024,
         evaluate="run",
@@ -253,9 +255,9 @@ class TrainerConfig:
     )
     deterministic: AutoOrBool = key(
         default="auto",
-        help="Whether a GPU adds up in the same order each time, and thus repeats a run bit for "
-        "bit; auto: as far as it can. Attention's backward pass takes 7 % longer for it, for "
-        "documents of 4096 tokens 16 %, and twice as long for a single one of 32768.",
+        help="Whether a GPU adds up in the same order each time, and so repeats a run bit for bit; "
+        "auto: as far as it can. The backward pass of attention takes 7 % longer for it, 16 % with "
+        "documents of 4096 tokens, and twice as long with a single one of 32768.",
         **_CUT,
     )
     checkpoint_every: int = key(
@@ -276,20 +278,20 @@ class TrainerConfig:
     max_bad_steps: int = key(
         default=3,
         help="Consecutive steps with a non-finite loss or gradient after which the run fails (>= "
-        "1); such steps change no weight.",
+        "1). Such steps change no weights.",
         least=1,
         most=10**6,
     )
     accept_changed_data: bool = key(
         default=False,
-        help="Whether a resume continues although prompts, recorded rollouts or a model folder "
-        "have changed; to be given at each resume.",
+        help="Whether a resumed run continues although prompts, recorded rollouts or a model "
+        "folder have changed. It is to be typed at each resume.",
         learns=False,
     )
     stop_at: float | None = key(
         default=None,
-        help="Ends the run once an evaluation's evaluation.best reaches this value (>= 0); "
-        "null: it goes on to max_steps.",
+        help="The run ends once the number of evaluation.best reaches this value (>= 0); null: it "
+        "goes on to max_steps.",
         least=0,
         most=1e9,
         only_if=_HAS_BEST,
@@ -303,7 +305,7 @@ class TrackingConfig:
     name: str = key(option=True)
     also: list[str] = key(
         default=[],
-        help="Further trackers beside it, of wandb and tensorboard: tracking.also=[tensorboard].",
+        help="Further trackers, of wandb and tensorboard: tracking.also=[tensorboard].",
         added=True,
         only_if="tracking.name!=none",
         use="tracking=tensorboard",
@@ -311,23 +313,23 @@ class TrackingConfig:
     uri: str | None = key(
         default=None,
         help="Address of the MLflow store: sqlite:///FILE, http://HOST:PORT or a database; null: "
-        "sqlite, outputs/mlflow.db.",
+        "SQLite in outputs/mlflow.db.",
         **_NEEDS_MLFLOW,
     )
     experiment: str | None = key(
         default="pgtoolkit",
-        help="MLflow experiment, or project of Weights & Biases, that collects the runs.",
+        help="The MLflow experiment, or project of Weights & Biases, that collects the runs.",
         **_NEEDS_PROJECT,
     )
     run_name: str | None = key(
         default=None,
-        help="Name of the run (letters, digits, '.', '_', '-'; at most 80); null: loss, "
-        "aggregation, and what else was typed.",
+        help="Name of the run (at most 80 letters, digits, '.', '_', '-'); null: made of loss, "
+        "aggregation and everything else that was typed.",
     )
     system_metrics: bool = key(
         default=False,
-        help="Measure CPU, memory, disk, network and GPUs every ten seconds (needs nvidia-ml-py "
-        "for GPUs).",
+        help="Whether CPU, memory, disk, network and GPUs are measured every ten seconds (GPUs "
+        "need the package nvidia-ml-py).",
         **_NEEDS_PROJECT,
     )
 
@@ -378,10 +380,10 @@ OPTIONS = {
         ),
         "none": Option(
             TrackingConfig,
-            help="Only the run directory: metrics.jsonl and curves.png.",
+            help="Metrics go to the run directory alone: metrics.jsonl and curves.png.",
             base="mlflow",
             changes={"experiment": None},
         ),
     },
 }
-"""Group -> option -> its keys, what it is, and the values that it changes."""
+"""Group -> option -> its keys, its meaning, and the values that it changes."""

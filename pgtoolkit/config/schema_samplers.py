@@ -1,4 +1,4 @@
-"""The keys of samplers and of evaluation: who writes completions, and how a policy is measured."""
+"""The keys of samplers and of evaluation: who writes completions, and how a policy is evaluated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEASURE: Declared = {
     "fixed_if": "evaluation.every>0",
     "evaluate": "run",
 }
-"""What is true of every key that decides which number an evaluation gives."""
+"""The declaration of every key that decides which number an evaluation gives."""
 _NEEDS_TEMPERATURE: Needs = {
     "only_if": "evaluation.every>0 and evaluation.temperature!=0",
     "use": "evaluation.every=20 and evaluation.temperature=1",
@@ -41,27 +41,27 @@ class SamplerConfig:
 class TransformersSamplerConfig(SamplerConfig):
     max_sequences: int | None = key(
         default=None,
-        help="Most completions that are sampled at once, for memory's sake (>= 1); null: all of a "
-        "batch of rollouts.",
+        help="Most completions that are sampled at once, which limits memory (>= 1); null: all of "
+        "a batch of rollouts.",
         least=1,
         most=10**6,
     )
     dtype: NumberType = key(
         default="auto",
-        help="Number type that completions are sampled in, from a copy of the weights in it: auto "
-        "(that of training), float32, bfloat16 or float16.",
+        help="Number type in which completions are sampled, from a copy of the weights: auto (that "
+        "of training), float32, bfloat16 or float16.",
         **_SAMPLER_TYPE,
     )
     static_cache: bool | None = key(
         default=None,
-        help="Whether keys and values get their room at the start and, on a GPU, each token is one "
-        "CUDA graph: several times as fast; null: on a GPU, for models of type gpt2, llama, "
-        "mistral, qwen2 and qwen3.",
+        help="Whether memory for keys and values is reserved at the start and, on a GPU, each "
+        "token is one CUDA graph, which is several times as fast; null: on a GPU, for models of "
+        "type gpt2, llama, mistral, qwen2 and qwen3.",
     )
     gpus: list[int] | None = key(
         default=None,
-        help="GPUs, by number, from those that training leaves, on each of which a process of its "
-        "own samples from a copy of the weights; null: training samples itself. See "
+        help="Numbers of GPUs, beyond those of training, on each of which a process samples from a "
+        "copy of the weights; null: the processes that train sample themselves. See "
         "docs/rollouts.md.",
         learns=False,
         added=True,
@@ -69,7 +69,7 @@ class TransformersSamplerConfig(SamplerConfig):
     processes: int = key(
         default=0,
         help="Processes on the CPU, each of which samples from a copy of the weights (>= 0), where "
-        "there is no GPU; 0: training samples itself.",
+        "there is no GPU; 0: the processes that train sample themselves.",
         least=0,
         most=1024,
         learns=False,
@@ -91,8 +91,8 @@ class VllmSamplerConfig(SamplerConfig):
     )
     dtype: NumberType = key(
         default="auto",
-        help="Number type of the servers' model, and of the weights that they are given: auto "
-        "(that of training), float32, bfloat16 or float16.",
+        help="Number type of the servers' model, and of the weights that they get: auto (that of "
+        "training), float32, bfloat16 or float16.",
         **_SERVERS_TYPE,
     )
     urls: list[str] = key(
@@ -103,28 +103,28 @@ class VllmSamplerConfig(SamplerConfig):
     )
     executable: str = key(
         default="vllm",
-        help="How vLLM is called: a name, the path of vllm in another environment, or a command "
-        "with arguments.",
+        help="The command that starts vLLM: a name, the path of vllm in another environment, or a "
+        "command with arguments.",
         code="command",
         learns=False,
         **_STARTS_SERVERS,
     )
     arguments: list[str] = key(
         default=[],
-        help='More arguments of vllm serve, such as ["--kv-cache-dtype=fp8"].',
+        help='Further arguments of vllm serve, such as ["--kv-cache-dtype=fp8"].',
         code="command",
         **_STARTS_SERVERS,
     )
     gpus: list[int] | None = key(
         default=None,
-        help="GPUs of the server's own, by number, from those that training leaves; null: it "
-        "shares the training GPU, and gives most of its memory back while training goes on.",
+        help="Numbers of GPUs for the servers, beyond those of training; null: the server shares "
+        "the training GPU, and gives most of its memory back during updates.",
         learns=False,
         **_STARTS_SERVERS,
     )
     tensor_parallel: int = key(
         default=1,
-        help="GPUs that each server spreads the model over (>= 1); of more sampler.gpus than that, "
+        help="GPUs over which each server spreads the model (>= 1); with more sampler.gpus, "
         "several servers are started.",
         least=1,
         most=1024,
@@ -132,9 +132,9 @@ class VllmSamplerConfig(SamplerConfig):
     )
     servers_per_gpu: int = key(
         default=1,
-        help="Servers on each GPU, or on each group of tensor_parallel (>= 1), which share the "
-        "prompts and gpu_memory_share: two are faster with a small model, with which a "
-        "server's own work is the limit.",
+        help="Servers on each GPU, or on each group of tensor_parallel GPUs (>= 1), which share "
+        "the prompts and gpu_memory_share. Two are faster for a small model, for which a server's "
+        "own work is the limit.",
         least=1,
         most=64,
         learns=False,
@@ -142,8 +142,8 @@ class VllmSamplerConfig(SamplerConfig):
     )
     gpu_memory_share: float = key(
         default=0.4,
-        help="Share of a GPU's memory that its servers take (0.01 to 1); on a GPU of its own 0.9 "
-        "leaves more room for completions.",
+        help="Share of a GPU's memory that its servers take (0.01 to 1). On a GPU without "
+        "training, 0.9 leaves more room for completions.",
         least=0.01,
         most=1,
         learns=False,
@@ -151,35 +151,36 @@ class VllmSamplerConfig(SamplerConfig):
     )
     seeded: bool = key(
         default=True,
-        help="Whether each prompt has a seed of its own; without, no two runs sample alike.",
+        help="Whether each prompt has its own seed; without seeds, no two runs sample the same.",
     )
     weights_folder: str | None = key(
         default=None,
-        help="Folder in which the weights are handed over, seen by all servers; null: shared "
-        "memory, or the run directory.",
+        help="Folder through which the weights are handed over, which all servers must see; null: "
+        "shared memory, or the run directory.",
         writes=True,
         learns=False,
     )
     tolerance: float | None = key(
         default=None,
-        help="Mean difference between a server's and the trainer's log-probs that stops the "
-        "run, of a few tokens after each new version of the weights, and of each batch before "
-        "it is trained; null: 0.01 in float32, 0.03 in float16, 0.1 in bfloat16, by the coarser of "
-        "the two.",
+        help="Mean difference between a server's and the trainer's log-probs that stops the run. "
+        "It is measured on a few tokens after each new version of the weights, and on each batch "
+        "before it is trained. null: 0.01 in float32, 0.03 in float16, 0.1 in bfloat16, by the "
+        "coarser number type of the two.",
         least=1e-9,
         most=100,
         learns=False,
     )
     start_seconds: int = key(
         default=600,
-        help="Seconds that a server has to start (>= 1).",
+        help="Seconds in which a server must start (>= 1).",
         least=1,
         most=604800,
         learns=False,
     )
     answer_seconds: int = key(
         default=SameAs("parallelism.timeout_seconds"),
-        help="Seconds that a server has for one batch of rollouts, or for new weights (>= 1).",
+        help="Seconds in which a server must answer a batch of rollouts, or take new weights (>= "
+        "1).",
         least=1,
         most=604800,
         learns=False,
@@ -193,30 +194,30 @@ class VllmSamplerConfig(SamplerConfig):
 class EvaluationConfig:
     every: int = key(
         default=0,
-        help="Steps between evaluations (>= 0); others come before the first step and after the "
-        "last. 0: none.",
+        help="Steps between evaluations (>= 0); there are also evaluations before the first step "
+        "and after the last. 0: none.",
         least=0,
         most=10**9,
     )
     prompts_per_set: int = key(
         default=128,
-        help="Prompts of each set (>= 1); of a file with fewer, all.",
+        help="Prompts of each set (>= 1); all prompts of a file that has fewer.",
         least=1,
         most=10**6,
         **_MEASURE,
     )
     completions_per_prompt: int = key(
         default=4,
-        help="Completions of every prompt (>= 1): pass@k is measured for k = 1, 2, 4, ... up "
-        "to it.",
+        help="Completions of every prompt (>= 1): pass@k is measured for k = 1, 2, 4, ... up to "
+        "this number.",
         least=1,
         most=10**4,
         **_MEASURE,
     )
     temperature: float | None = key(
         default=None,
-        help="Sampling temperature (>= 0; 0: always the likeliest token); null: as training "
-        "samples, rollout.temperature.",
+        help="Sampling temperature (>= 0; 0: always the likeliest token); null: "
+        "rollout.temperature, as in training.",
         least=0,
         most=100,
         **_MEASURE,
@@ -224,15 +225,15 @@ class EvaluationConfig:
     top_p: float | None = key(
         default=None,
         help="Sample only from the most likely tokens that together have this probability (0 < "
-        "top_p <= 1); null: as training does.",
+        "top_p <= 1); null: as in training.",
         least=1e-6,
         most=1,
         **_MEASURE | _NEEDS_TEMPERATURE,
     )
     max_completion_length: int | None = key(
         default=None,
-        help="Most tokens of a completion (>= 1); null: as in training, "
-        "rollout.max_completion_length.",
+        help="Most tokens of a completion (>= 1); null: rollout.max_completion_length, as in "
+        "training.",
         least=1,
         most=10**6,
         **_MEASURE,
@@ -248,8 +249,8 @@ class EvaluationConfig:
     sets: dict[str, Any] = key(
         default={},
         help="Sets of prompts, each under a name of your choice, with the keys that differ from "
-        "the task: {test: {path: test.jsonl}} for a file, and {longer: {num_digits: 8}} for a "
-        "generator; seed and prompts may be among it. {}: one set, held_out, of the task's "
+        "those of the task: {test: {path: test.jsonl}} for a file, {longer: {num_digits: 8}} for a "
+        "generator. A set may also have seed and prompts. {}: one set, held_out, from the task's "
         "generator.",
         free=True,
         code="function",
@@ -257,8 +258,8 @@ class EvaluationConfig:
     )
     best: str | None = key(
         default="pass@1",
-        help="The number by which the best checkpoint is kept beside the newest: avg, pass@1, "
-        "pass@2, ..., with several sets SET/pass@1, else of the first; null: none is kept.",
+        help="The number by which the best checkpoint is kept besides the newest: avg, pass@1, "
+        "pass@2, ... of the first set, or of another: SET/pass@1; null: no best one is kept.",
         **_NEEDS_EVALUATION,
     )
 
@@ -279,9 +280,9 @@ OPTIONS = {
     "evaluation": {
         "default": Option(
             EvaluationConfig,
-            help="Evaluation on held-out prompts: `pgtk evaluation.every=20`. It changes nothing "
-            "of the training.",
+            help="Evaluation on held-out prompts: `pgtk evaluation.every=20`. It does not change "
+            "training.",
         ),
     },
 }
-"""Group -> option -> its keys and what it is."""
+"""Group -> option -> its keys and its meaning."""

@@ -1,5 +1,4 @@
-"""The keys of a step: what is measured, what computes it, and how it is cut and spread over
-processes."""
+"""The keys of a step: its metrics, its kernels, and how it is cut and spread over processes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pgtoolkit.config.schema_rollouts import AHEAD
 
 _SAMPLES_AHEAD = "rollout.lag>0 or rollout.max_staleness>0"
 _CUT: Declared = {"learns": False}
-"""How a step is cut, or over how many ranks, changes nothing of its result."""
+"""The result of a step does not depend on how it is cut, and over how many ranks."""
 
 
 class MetricsLevel(StrEnum):
@@ -45,8 +44,8 @@ class KernelConfig:
     implementation: KernelImplementation = key(option=True)
     logits_memory_mb: int | None = key(
         default=None,
-        help="Memory for one piece of the logits where the LM head is fused with the loss, in MiB "
-        "(>= 1); null: a sixty-fourth of the GPU's memory and at least 512, on a CPU 512.",
+        help="Memory for a piece of the logits where the LM head is fused with the loss, in MiB "
+        "(>= 1); null: a sixty-fourth of the GPU's memory, at least 512, and 512 on a CPU.",
         least=1,
         most=2**20,
         only_if="kernel.implementation=auto and loss.num_splits=1 or "
@@ -55,7 +54,7 @@ class KernelConfig:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether Triton is to compile its kernels."""
+        """True if Triton is to compile its kernels."""
         return self.implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
@@ -63,7 +62,7 @@ class KernelConfig:
 class ParallelismConfig:
     data_parallel: int = key(
         default=1,
-        help="Copies of the model, each with its own share of every step's documents (>= 1).",
+        help="Copies of the model, each with its share of every step's documents (>= 1).",
         least=1,
         most=65536,
         **_CUT,
@@ -104,8 +103,7 @@ class ParallelismConfig:
     )
     timeout_seconds: int = key(
         default=300,
-        help="Seconds after which a process that waits for another gives up, and the run ends "
-        "(>= 1).",
+        help="Seconds that a process waits for another before the run ends (>= 1).",
         least=1,
         most=604800,
         learns=False,
@@ -116,8 +114,8 @@ class ParallelismConfig:
 class AccumulationConfig:
     docs_per_step: int = key(
         default=64,
-        help="Documents per optimizer step over all micro-batches (>= 0); 0: a fixed number of "
-        "micro-batches instead.",
+        help="Documents of an optimizer step, over all of its micro-batches (>= 0); 0: a step is a "
+        "fixed number of micro-batches instead.",
         least=0,
         most=10**6,
         fixed=AHEAD,
@@ -125,21 +123,22 @@ class AccumulationConfig:
     )
     max_tokens: int = key(
         default=ByWeights(random=512, trained=4096),
-        help="Most tokens of one micro-batch (>= 1), which has to hold the longest document.",
+        help="Most tokens of a micro-batch (>= 1), which must hold the longest document.",
         least=1,
         most=10**7,
     )
     micro_batches_per_step: int | None = key(
         default=None,
-        help="Micro-batches per optimizer step when docs_per_step is 0 (>= 1); otherwise null.",
+        help="Micro-batches of an optimizer step, if docs_per_step is 0 (>= 1); otherwise null.",
         least=1,
         most=10**6,
         only_if="accumulation.docs_per_step=0",
     )
     last_step: LastStep = key(
         default="short",
-        help="A last step of a batch of rollouts with too few documents: short (train on them), "
-        "drop (skip them) or carry (fill it from the next batch).",
+        help="What happens to the last documents of a batch of rollouts if they do not fill a "
+        "step: short (a step of them alone), drop (they are left out) or carry (the next batch "
+        "fills the step).",
         fixed=AHEAD,
         fixed_if=_SAMPLES_AHEAD,
     )
@@ -149,17 +148,17 @@ OPTIONS = {
     "metrics": {
         "none": Option(
             MetricsConfig,
-            help="Only the loss, the gradient norm, the log-probs and what the data gives.",
+            help="Only the loss, the gradient norm, the log-probs, and metrics of the data.",
             base="basic",
         ),
         "basic": Option(
             MetricsConfig,
-            help="Ratio, clipping, kl and advantages; costs no extra pass.",
+            help="Also ratios, clipping, KL and advantages, without an extra pass.",
         ),
         "with_entropy": Option(
             MetricsConfig,
-            help="Basic and the entropy of the policy at every trained position; computed in "
-            "the same pass over the vocabulary.",
+            help="As basic, with the entropy of the policy at every trained position, which is "
+            "computed in the same pass over the vocabulary.",
             base="basic",
         ),
     },
@@ -170,13 +169,14 @@ OPTIONS = {
         ),
         "torch": Option(
             KernelConfig,
-            help="Plain PyTorch on materialised logits; runs anywhere and is the easiest to read.",
+            help="Plain PyTorch on materialised logits; it runs everywhere, and is the easiest to "
+            "read.",
             base="auto",
         ),
         "triton": Option(
             KernelConfig,
-            help="Triton kernels on materialised logits; needs a GPU, or TRITON_INTERPRET=1 for "
-            "tests.",
+            help="Triton kernels on materialised logits; they need a GPU, or TRITON_INTERPRET=1 "
+            "for tests.",
             base="auto",
         ),
         "fused_linear": Option(
@@ -249,4 +249,4 @@ OPTIONS = {
         ),
     },
 }
-"""Group -> option -> its keys, what it is, and the values that it changes."""
+"""Group -> option -> its keys, its meaning, and the values that it changes."""

@@ -1,4 +1,4 @@
-"""The keys of tasks: what is asked, and what scores the answers."""
+"""The keys of tasks: which prompts are asked, and how completions are scored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ASKED = "rollout.name=policy or evaluation.every>0"
 """The condition under which a run asks the prompts of its task."""
 
 VERIFIERS = ("exact_match", "last_number", "regular_expression", "math_verify")
-"""Those that come with pgtoolkit; others are functions of the user's."""
+"""The verifiers that come with pgtoolkit; others are functions of the user's."""
 
 _NEEDS_TEMPLATE: Needs = {
     "only_if": "model.name=huggingface and task.chat!=never",
@@ -65,7 +65,7 @@ _FILE_ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")
 
 
 def is_data_set_name(path: str) -> bool:
-    """Return whether task.path names a data set on the Hugging Face hub, OWNER/NAME, and nothing on
+    """Return whether task.path names a data set on the Hugging Face hub, OWNER/NAME, and no file of
     this machine."""
     is_name = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path) is not None
     return is_name and not path.endswith(_FILE_ENDINGS) and not os.path.exists(path)
@@ -78,14 +78,16 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class GeneratedTaskConfig(TaskConfig):
-    """Problems of a generator, which never end.
+    """Problems that a generator makes, without end.
 
-    alphabet: their characters, each of them a token to the tiny model. size: the key of the
-        largest.
-    longest: characters of the longest prompt; and of the longest worked answer, with the end.
+    alphabet: their characters, each a token of the tiny model. size: the key for the largest size
+    of a problem. longest: the characters of the longest prompt, and of the longest reference
+    answer with its end.
     """
 
-    alphabet, size, longest = "", "", (0, 0)
+    alphabet = ""
+    size = ""
+    longest = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class ReverseTaskConfig(GeneratedTaskConfig):
         most=1000,
         only_if=ASKED,
     )
-    alphabet, size = "0123456789=", "num_digits"
+    alphabet = "0123456789="
+    size = "num_digits"
     longest = property(lambda self: (self.num_digits + 1, self.num_digits + 1))
 
     if TYPE_CHECKING:
@@ -109,20 +112,21 @@ class ReverseTaskConfig(GeneratedTaskConfig):
 class ChainSumTaskConfig(GeneratedTaskConfig):
     min_terms: int = key(
         default=3,
-        help="Fewest numbers of a sum (>= 2).",
+        help="Fewest terms of a sum (>= 2).",
         least=2,
         most=100,
         only_if=ASKED,
     )
     max_terms: int = key(
         default=8,
-        help="Most numbers of a sum (>= min_terms): how hard it is. The worked answer takes 9 x "
-        "max_terms - 6 tokens.",
+        help="Most terms of a sum (>= min_terms): the more, the harder. The reference answer takes "
+        "9 x max_terms - 6 tokens.",
         least=2,
         most=100,
         only_if=ASKED,
     )
-    alphabet, size = "0123456789+=;", "max_terms"
+    alphabet = "0123456789+=;"
+    size = "max_terms"
     longest = property(lambda self: (3 * self.max_terms, 9 * self.max_terms - 6))
 
     if TYPE_CHECKING:
@@ -140,13 +144,14 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
     )
     max_nodes: int = key(
         default=20,
-        help="Most nodes of a graph (>= min_nodes, <= 26): how hard it is. The prompt takes 6 x "
-        "max_nodes - 6 tokens.",
+        help="Most nodes of a graph (>= min_nodes, <= 26): the more, the harder. The prompt takes "
+        "6 x max_nodes - 6 tokens.",
         least=8,
         most=26,
         only_if=ASKED,
     )
-    alphabet, size = f"{ascii_lowercase} :=", "max_nodes"
+    alphabet = f"{ascii_lowercase} :="
+    size = "max_nodes"
     longest = property(lambda self: (6 * self.max_nodes - 6, self.max_nodes + 1))
 
     if TYPE_CHECKING:
@@ -157,7 +162,7 @@ class ShortestPathTaskConfig(GeneratedTaskConfig):
 class GuessTaskConfig(GeneratedTaskConfig):
     numbers: int = key(
         default=10,
-        help="How many numbers it may be, from 0 on (>= 2).",
+        help="The number to be found is one of this many, from 0 on (>= 2).",
         least=2,
         most=10**6,
         only_if=ASKED,
@@ -169,15 +174,15 @@ class GuessTaskConfig(GeneratedTaskConfig):
         most=1000,
         only_if=ASKED,
     )
-    alphabet, size = "0123456789-?eghilorw", "numbers"
-    # What other conversations choose; none of these is a key.
-    environment, path, environment_processes, environment_seconds = (
-        "pgtoolkit.tasks.environments.Guess",
-        None,
-        0,
-        None,
-    )
-    verifier_failure, failure_score = VerifierFailure.exclude, 0.0
+    alphabet = "0123456789-?eghilorw"
+    size = "numbers"
+    # Keys of other conversations, which are fixed here.
+    environment = "pgtoolkit.tasks.environments.Guess"
+    path = None
+    environment_processes = 0
+    environment_seconds = None
+    verifier_failure = VerifierFailure.exclude
+    failure_score = 0.0
     options = property(lambda self: {"numbers": self.numbers})
 
     @property
@@ -191,7 +196,7 @@ class GuessTaskConfig(GeneratedTaskConfig):
 
 @dataclass(frozen=True)
 class ChatTaskConfig(TaskConfig):
-    """Prompts in words, which a tokenizer cuts, perhaps with a chat template."""
+    """Prompts in words, which a tokenizer splits, perhaps after a chat template."""
 
     chat: Chat = key(
         default="auto",
@@ -200,14 +205,13 @@ class ChatTaskConfig(TaskConfig):
     )
     system_prompt: str | None = key(
         default=None,
-        help="What the system message of every prompt says; it needs a chat template. null: no "
-        "system message but the template's own.",
+        help="The system message of every prompt, which needs a chat template; null: none but the "
+        "template's own.",
         **_NEEDS_TEMPLATE,
     )
     chat_arguments: dict[str, Any] = key(
         default={},
-        help="Arguments of the chat template, by the names that it reads, such as "
-        "{enable_thinking: false}.",
+        help="Arguments of the chat template by their names, such as {enable_thinking: false}.",
         free=True,
         learns="task.chat_arguments!={}",
         added=True,
@@ -217,33 +221,34 @@ class ChatTaskConfig(TaskConfig):
 
 @dataclass(frozen=True)
 class WrittenTaskConfig(ChatTaskConfig):
-    """Prompts in words of others, which may be too long or fail to be scored."""
+    """Prompts in words that do not come from pgtoolkit: they may be too long, and their scoring may
+    fail."""
 
     max_prompt_length: int | None = key(
         default=None,
-        help="Most tokens of a prompt (>= 1), chat template included; null: what a completion of "
-        "the full length leaves room for.",
+        help="Most tokens of a prompt (>= 1), chat template included; null: those that a "
+        "completion of full length leaves room for.",
         least=1,
         most=10**7,
     )
     too_long: TooLong = key(
         default="refuse",
-        help="What happens to prompts that are longer, or empty: refuse (the run) or skip (them, "
-        "with a note that counts them).",
+        help="What happens to prompts that are longer, or empty: refuse (the run) or skip (these "
+        "prompts, which a note counts).",
     )
     verifier_failure: VerifierFailure = key(
         default="exclude",
-        help="What happens to a completion whose scoring crashed, took too long or returned "
-        "nothing (None or NaN): exclude (weight 0, and no part in the baseline of its group) or "
-        "score (it gets task.failure_score). failed_score_fraction counts them.",
+        help="What happens to a completion whose scoring crashed, took too long or returned no "
+        "number (None or NaN): exclude (it gets weight 0 and is left out of its group's baseline) "
+        "or score (it gets task.failure_score). The metric failed_score_fraction counts them.",
         learns=_FAILURES_SCORE,
         fixed="",
         added=True,
     )
     failure_score: float = key(
         default=0.0,
-        help="What a score that failed counts as, with task.verifier_failure=score; of several "
-        "verifiers before its weight.",
+        help="The score in place of one that failed, with task.verifier_failure=score; of several "
+        "verifiers, before it is multiplied by the verifier's weight.",
         least=-1e6,
         most=1e6,
         learns=_FAILURES_SCORE,
@@ -264,7 +269,7 @@ class SumsTaskConfig(ChatTaskConfig):
     )
     num_digits: int = key(
         default=2,
-        help="Digits of each of them (>= 1): how hard it is.",
+        help="Digits of each number (>= 1): the more, the harder.",
         least=1,
         most=100,
         only_if=ASKED,
@@ -276,17 +281,18 @@ class SumsTaskConfig(ChatTaskConfig):
 
     @property
     def longest_prompt(self) -> str:
-        """One of the prompts, all of which have equally many characters."""
+        """A longest prompt; all have the same number of characters."""
         return self.asked([10**self.num_digits - 1] * self.num_terms)
 
 
 @dataclass(frozen=True)
 class ScoredTaskConfig(WrittenTaskConfig):
-    """Prompts whose completions are scored one by one, perhaps in processes."""
+    """Prompts whose completions verifiers score, perhaps in processes of their own."""
 
     verifier_processes: int = key(
         default=0,
-        help="Processes that score completions, on every rank (>= 1); 0: the process that trains.",
+        help="Processes on every rank that score completions (>= 1); 0: the process that trains "
+        "scores them.",
         least=0,
         most=1024,
         learns=False,
@@ -296,13 +302,13 @@ class ScoredTaskConfig(WrittenTaskConfig):
     )
     verifier_seconds: float | None = key(
         default=None,
-        help="Most seconds for one verifier on one completion, or on a batch where it scores whole "
-        "ones, whose score has then failed (task.verifier_failure); null without "
-        "verifier_processes. The first completion of each process has 120 seconds, in which a "
-        "verifier may import what it needs.",
+        help="Most seconds that a verifier may take for a completion, or for a batch if it scores "
+        "whole batches; after that the score has failed (task.verifier_failure). null without "
+        "verifier_processes. The first completion of each process has 120 seconds, so that a "
+        "verifier can import what it needs.",
         least=0.01,
         most=86400,
-        # In digests of task=prompts null has always stood.
+        # null has always been part of the digests of task=prompts.
         learns="task.verifier_seconds>0 or task.name=prompts",
         fixed="",
         added=True,
@@ -331,21 +337,22 @@ class ReasoningGymTaskConfig(ScoredTaskConfig):
 class PromptsTaskConfig(ScoredTaskConfig):
     path: str = key(
         default=REQUIRED,
-        help="JSONL or Parquet file with one prompt per row, a folder of them, a glob, a folder "
-        "of a Hugging Face data set, or the name of one on the hub, such as openai/gsm8k, which "
-        "the package datasets loads.",
+        help="A JSONL or Parquet file with a prompt in each row, a folder of such files, a glob, "
+        "the folder of a Hugging Face data set, or the name of one on the hub, such as "
+        "openai/gsm8k, which the package datasets loads.",
         reads="data",
         example="prompts.jsonl",
     )
     config: str | None = key(
         default=None,
-        help="Which configuration of a data set on the hub, such as main; null: it has one.",
+        help="The configuration of a data set on the hub, such as main; null: its only one.",
         learns="task.config!=null",
         added=True,
     )
     split: str | None = key(
         default=None,
-        help="Which split of that data set, such as train; null: it has one, or the folder none.",
+        help="The split of that data set, such as train; null: its only one, or a folder without "
+        "splits.",
     )
     prompt_field: str = key(
         default="prompt",
@@ -353,42 +360,44 @@ class PromptsTaskConfig(ScoredTaskConfig):
     )
     answer_field: str = key(
         default="answer",
-        help="Column with the reference answer; where a file has no column answer, as of verl, its "
-        "reward_model.ground_truth.",
+        help="Column with the reference answer. In a file without a column answer, such as verl's, "
+        "it is reward_model.ground_truth.",
     )
     answer_pattern: str | None = key(
         default=None,
-        help="Regular expression whose one group, where it matches last in that column, is the "
-        "answer, such as '#### (.*)' of GSM8K's worked solutions; null: the whole column is.",
+        help="Regular expression with one group: the answer is what the group matches last in that "
+        "column, such as '#### (.*)' in GSM8K's worked solutions. null: the whole column is the "
+        "answer.",
         learns="task.answer_pattern!=null",
         added=True,
     )
     verifier: str | None = key(
         default="exact_match",
-        help="What scores a completion: exact_match, last_number, regular_expression, math_verify, "
-        "or a dotted path `package.module.function` of your own or of TRL (docs/data.md), in the "
-        "current directory or installed.",
+        help="How a completion is scored: exact_match, last_number, regular_expression, "
+        "math_verify, or by a function of your own or for TRL (docs/data.md), given by its dotted "
+        "path `package.module.function`, in the current directory or installed.",
         code="function",
         only_if="task.verifiers={}",
     )
     pattern: str | None = key(
         default=None,
-        help="Only for verifier=regular_expression: the expression whose first group is compared "
-        "with the answer; else null.",
+        help="The expression whose group is compared with the answer, only for "
+        "verifier=regular_expression; else null.",
         only_if="task.verifiers={}",
     )
     verifiers: dict[str, Any] = key(
         default={},
-        help="Several verifiers in the place of task.verifier, by names of yours, such as {answer: "
-        "{verifier: math_verify}, boxed: {verifier: my_module.boxed, weight: 0.1}}. The reward "
-        "is the sum of weight x score, and the first of them says what an exact match is.",
+        help="Several verifiers in place of task.verifier, by names of your choice, such as "
+        "{answer: {verifier: math_verify}, boxed: {verifier: my_module.boxed, weight: 0.1}}. The "
+        "reward is the sum of weight x score. The first of them decides whether a completion "
+        "counts as an exact match.",
         free=True,
         code="function",
     )
     verifier_concurrency: int = key(
         default=16,
-        help="Calls of a verifier that is an async def which are awaited at a time, on every rank, "
-        "such as requests to a judge (>= 1).",
+        help="Calls of an async def verifier, such as requests to a judge, that every rank awaits "
+        "at the same time (>= 1).",
         least=1,
         most=10_000,
         learns=False,
@@ -404,14 +413,14 @@ class PromptsTaskConfig(ScoredTaskConfig):
 class ConversationTaskConfig(WrittenTaskConfig):
     environment: str = key(
         default=REQUIRED,
-        help="Dotted path of a class with start(prompt), reply(messages) and score(messages), in "
-        "the current directory or installed.",
+        help="Dotted path of a class with the methods start(prompt), reply(messages) and "
+        "score(messages), in the current directory or installed.",
         code="function",
         example="my_module.Environment",
     )
     options: dict[str, Any] = key(
         default={},
-        help="What the class is made with, by its keywords, such as {rounds: 3}.",
+        help="Keyword arguments of the class, such as {rounds: 3}.",
         free=True,
     )
     max_turns: int = key(
@@ -422,14 +431,14 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     path: str | None = key(
         default=None,
-        help="Prompts that conversations begin from, as those of task=prompts; null: a seed for "
-        "each, without end.",
+        help="The prompts that conversations begin with, in files as for task=prompts; null: each "
+        "conversation begins with a seed, without end.",
         reads="data",
         example="prompts.jsonl",
     )
     split: str | None = key(
         default=None,
-        help="Which split of a data set at task.path, such as train; null: it has no splits.",
+        help="The split of a data set at task.path, such as train; null: it has no splits.",
         **_NEEDS_ROWS,
     )
     prompt_field: str = key(
@@ -445,8 +454,8 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     environment_processes: int = key(
         default=0,
-        help="Processes that environments run in, on every rank (>= 1); 0: the process that "
-        "trains.",
+        help="Processes on every rank in which environments run (>= 1); 0: they run in the process "
+        "that trains.",
         least=0,
         most=1024,
         learns=False,
@@ -455,9 +464,9 @@ class ConversationTaskConfig(WrittenTaskConfig):
     )
     environment_seconds: float | None = key(
         default=None,
-        help="Most seconds for one call of an environment, whose conversation then ends, and whose "
-        "score has failed (task.verifier_failure); null without environment_processes. The first "
-        "call of each process has 120 seconds.",
+        help="Most seconds that a call of an environment may take; after that its conversation "
+        "ends, and the score has failed (task.verifier_failure). null without "
+        "environment_processes. The first call of each process has 120 seconds.",
         least=0.01,
         most=86400,
         fixed="",
@@ -478,21 +487,21 @@ OPTIONS = {
         "chain_sum": Option(
             ChainSumTaskConfig,
             help="Sum two-digit numbers modulo 100 with a line of partial sums: `57+68+21=` "
-            "asks for `57+68=25;25+21=46;46`. The reward is 1 if what stands behind the "
-            "last semicolon is right, else 0. One problem of eight is held out, and never "
-            "trained on.",
+            "asks for `57+68=25;25+21=46;46`. The reward is 1 if the number after the last "
+            "semicolon is right, else 0. One problem of eight is held out and never trained "
+            "on.",
         ),
         "shortest_path": Option(
             ShortestPathTaskConfig,
             help="Find a shortest path in a directed graph without cycles: `ab bd ac cd "
             "de:ae=` asks for `abde` or `acde`. The reward is 1 for any shortest path, "
-            "else 0. One problem of eight is held out, and never trained on.",
+            "else 0. One problem of eight is held out and never trained on.",
         ),
         "sums": Option(
             SumsTaskConfig,
             help="Sums in words, for a model that follows instructions: `What is 23 + 45? Answer "
             "with the number only.` The reward is 1 if the last number of a completion is the sum, "
-            "else 0. One problem of eight is held out, and never trained on.",
+            "else 0. One problem of eight is held out and never trained on.",
         ),
         "reasoning_gym": Option(
             ReasoningGymTaskConfig,
@@ -511,9 +520,9 @@ OPTIONS = {
         ),
         "guess": Option(
             GuessTaskConfig,
-            help='Find a number by "higher" and "lower", in a conversation of several turns. '
-            "Learnt from random weights.",
+            help='Find a number with the help of "higher" and "lower", in a conversation of '
+            "several turns. Learnt from random weights.",
         ),
     },
 }
-"""Group -> option -> its keys and what it is."""
+"""Group -> option -> its keys and its meaning."""

@@ -107,7 +107,7 @@ def test_every_word_of_the_line_of_a_step_is_explained():
         ("clip_ratio_c", "the dual clip, which verl always has"),
         (
             "accumulation.docs_per_step=96 does not divide the 256 documents of a batch",
-            "Documents per optimizer step",
+            "Documents of an optimizer step",
         ),
     ],
 )
