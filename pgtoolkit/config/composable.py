@@ -1,4 +1,5 @@
-"""The schema and a configuration as OmegaConf composes them: it changes nothing that is frozen."""
+"""The schema and a configuration in a form that OmegaConf can change, since it changes nothing that
+is frozen."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ from pgtoolkit.config.schema import Config
 
 @functools.cache
 def changeable(schema: type) -> type:
-    """Return a class with the keys of a schema, and their types, whose objects OmegaConf may
-    change."""
+    """Return a class with the keys and types of a schema, whose objects OmegaConf can change."""
     types = get_type_hints(schema)
     declared = []
     for field in fields(schema):

@@ -1,4 +1,4 @@
-"""What other trainers call our keys, and the other tables of docs/ that pgtoolkit reads."""
+"""The names of our keys in other trainers, and other tables of docs/, as they are read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from pgtoolkit.config.files import docs_page
 _CODE = "`([^`]+)`"
 
 NONE = "–"  # noqa: RUF001
-"""What stands in a table's cell where there is nothing."""
+"""An empty cell of a table."""
 
 
 @dataclass(frozen=True)
 class Theirs:
-    """A row of docs/trl_and_verl.md: keys of another trainer that are one thing here.
+    """A row of docs/trl_and_verl.md: keys of another trainer with the same meaning here.
 
-    names: theirs, as far as sections are needed to tell them apart. defaults: theirs, as YAML, one
-        for all names or
-    one for each, or none. here: our keys with words between them, or NONE. remark: what differs, or
-        why there is none.
+    names: theirs, with sections if these are needed to tell them apart. defaults: theirs, as YAML:
+    one for all names, one for each, or none. here: our keys with words between them, or NONE.
+    remark: what differs, or why there is none.
     """
 
     trainer: str
@@ -33,13 +32,13 @@ class Theirs:
 
     @property
     def keys(self) -> list[str]:
-        """Return our keys where their value may be typed as it is, which is where no word stands
-        beside the keys."""
+        """Our keys if they take the same value, which is so if there are no words between them;
+        else empty."""
         parts = [re.fullmatch(_CODE, part) for part in self.here.split(", ")]
         return [part[1] for part in parts if part and "=" not in part[1]] if all(parts) else []
 
     def sentence(self, name: str) -> str:
-        """Say what a key of theirs is here."""
+        """Return a sentence on what a key of theirs is here."""
         if self.here == NONE:
             return f"{self.trainer}'s {name} has no equal here: {self.remark}."
         remark = "" if not self.remark else f" ({self.remark})"
@@ -76,11 +75,11 @@ def rows_of_trainers() -> tuple[Theirs, ...]:
 
 
 def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
-    """Return (their name, row) for another trainer's key, with or without its sections; of a
-    section for its keys.
+    """Return (their name, row) for another trainer's key, with or without its sections; a section
+    stands for its keys.
 
-    Of several rows those with the longest of the sections that were given: `val_kwargs.top_k` is
-    not `rollout.top_k`.
+    Of several rows, those that share the most sections with the name are returned:
+    `val_kwargs.top_k` is not `rollout.top_k`.
     """
     while name:
         matching = [
@@ -91,30 +90,29 @@ def known_as(name: str, trainer: str | None = None) -> list[tuple[str, Theirs]]:
             if name == theirs or name.endswith(f".{theirs}") or theirs.endswith(f".{name}")
         ]
         if matching:
-            longest = max(min(len(theirs), len(name)) for theirs, _ in matching)
+            shared = [min(len(theirs), len(name)) for theirs, _ in matching]
             return [
-                (theirs, row) for theirs, row in matching if min(len(theirs), len(name)) == longest
+                pair for pair, length in zip(matching, shared, strict=True) if length == max(shared)
             ]
         name = name.rpartition(".")[0]
     return []
 
 
 def keys_called(name: str) -> list[str]:
-    """Return our keys for another trainer's key, if its value may be typed there as it is.
+    """Return our keys for another trainer's key, if they take the same value.
 
     name: with or without the sections of that trainer: `beta`, `actor_rollout_ref.rollout.n`.
     """
     keys = list(dict.fromkeys(key for _, row in known_as(name) for key in row.keys))
-    if "." not in name:  # `lr` is the policy's; a critic's has its section
+    if "." not in name:  # `lr` alone is the policy's, not the critic's
         keys = [key for key in keys if not key.startswith("critic.")] or keys
-    # clip_ratio_low is one of two, epsilon both
+    # clip_ratio_low is one of two keys, and epsilon is both.
     ending = name.rpartition(".")[2].rpartition("_")[2]
     return [key for key in keys if key.endswith(f"_{ending}")] or keys
 
 
 def keys_mentioned(name: str, group: str) -> list[str]:
-    """Return our keys of a group that stand in the rows of another trainer's key, also beside
-    words."""
+    """Return our keys of a group that the rows on another trainer's key mention."""
     mentioned = [key for _, row in known_as(name) for key in re.findall(_CODE, row.here)]
     return [
         key for key in dict.fromkeys(mentioned) if key.startswith(f"{group}.") and "=" not in key

@@ -1,34 +1,34 @@
-"""Where `conf/` and `sweeps/` lie and what is in them; reads file names only, so `--help` is
-quick."""
+"""The places of `conf/`, `sweeps/` and docs/, and the names of the files in them; few files are
+read, so that `--help` is quick."""
 
 from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import nearest, refusal
 from pgtoolkit.system.yaml_text import plain_yaml
 
 OPTIONAL = ("experiment", "debug")
-"""Groups that change others, of which none is chosen by default, and perhaps several."""
+"""Groups whose options change other groups. None of their options is chosen by default, and several
+may be."""
 
 
 def config_directory() -> Path:
-    """`conf/` inside the installed package, else beside it in a working copy."""
+    """Return `conf/`: inside the installed package, or next to it in a working copy."""
     return _shipped("conf")
 
 
 def sweep_files() -> dict[str, Path]:
-    """Name -> file of each sweep that comes with pgtoolkit, but for _NAME.yaml, which some
-    share."""
+    """Return name -> file of each sweep that comes with pgtoolkit, without _NAME.yaml, which others
+    include."""
     return {file.stem: file for file in sorted(_shipped("sweeps").glob("[!_]*.yaml"))}
 
 
 def sweep_file(name: str = "") -> Path:
-    """The file of a sweep: one that comes with pgtoolkit, by its name, or one of the user's, by its
-    path.
+    """Return the file of a sweep: by its name if it comes with pgtoolkit, by its path if it is the
+    user's.
 
     Raises ConfigError if there is none.
     """
@@ -39,22 +39,22 @@ def sweep_file(name: str = "") -> Path:
     if path.suffix == ".yaml" and path.is_file():
         return path.resolve()
     near = nearest(path.stem, shipped, 0.6)
+    use = f"one of {', '.join(shipped)}, or path/to/file.yaml"
+    if near is not None:
+        use = f"pgtk sweep {near}"
     raise ConfigError(
         refusal(
             setting="pgtk sweep",
             needs="a sweep that exists",
             got=name or "none",
             reason="The sweeps are files in sweeps/, or your own file ending in .yaml.",
-            use=f"pgtk sweep {near}"
-            if near
-            else f"one of {', '.join(shipped)}, or path/to/file.yaml",
+            use=use,
         )
     )
 
 
-def read_options(file: Path) -> Any:
-    """Return the keys in a file of a sweep or of an option; raises ConfigError for what is no
-    YAML."""
+def read_options(file: Path) -> object:
+    """Return the keys in a file of a sweep or of an option; raises ConfigError if it is no YAML."""
     try:
         return plain_yaml(file.read_bytes())
     except ValueError as error:
@@ -73,17 +73,18 @@ def _shipped(folder: str) -> Path:
 
 
 def docs_page(name: str) -> str:
-    """The text of a page of docs/ that comes with pgtoolkit: see pyproject.toml for which do."""
+    """Return the text of a page of docs/ that comes with pgtoolkit: pyproject.toml names these."""
     return (_shipped("docs") / name).read_text(encoding="utf-8")
 
 
 def options(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Group -> its options: YAML files in conf/ and in a folder of one's own, but for _NAME.yaml,
-    which some share."""
-    found = {group: {*names} for group, names in _shipped_options().items()}
-    for group, names in _options_in(config_dir).items() if config_dir else ():
-        found.setdefault(group, set()).update(names)
-    return {group: sorted(names) for group, names in found.items()}
+    """Return group -> its options: the YAML files in conf/ and in the user's folder, without
+    _NAME.yaml, which others include."""
+    options_by_group = {group: {*names} for group, names in _shipped_options().items()}
+    if config_dir is not None:
+        for group, names in _options_in(config_dir).items():
+            options_by_group.setdefault(group, set()).update(names)
+    return {group: sorted(names) for group, names in options_by_group.items()}
 
 
 @functools.cache
@@ -92,16 +93,16 @@ def _shipped_options() -> dict[str, set[str]]:
 
 
 def _options_in(folder: Path) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    options_by_group: dict[str, set[str]] = {}
     for file in folder.glob("*/*.yaml"):
         if file.parent.name != "hydra" and not file.name.startswith("_"):
-            found.setdefault(file.parent.name, set()).add(file.stem)
-    return found
+            options_by_group.setdefault(file.parent.name, set()).add(file.stem)
+    return options_by_group
 
 
 def leading_comment(file: Path) -> str:
-    """Return the comment at the top of a YAML file, without Hydra's directive and the command that
-    runs it."""
+    """Return the comment at the top of a YAML file, without Hydra's directive and the command to
+    run."""
     sentences = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

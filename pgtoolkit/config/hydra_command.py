@@ -1,5 +1,5 @@
-"""Hydra's own command line: its flags as it reads them, and what it prints for --cfg, --info and
-the Tab key."""
+"""Hydra's own command line: its flags as it reads them, and its answers to --cfg, --info and the
+Tab key."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from pgtoolkit.system.terminal import status_of_output
 def hydra_arguments(argv: list[str]) -> Namespace:
     """Return the arguments as Hydra reads them.
 
-    Raises ConfigError for those of its flags that would go past what is checked.
+    Raises ConfigError for flags of Hydra's that would bypass what is checked.
     """
     parser = get_args_parser()
     parser.error = _not_understood
     args = parser.parse_args(argv)
     for flag in ("config_path", "config_name", "experimental_rerun"):
-        if (value := getattr(args, flag)) is not None:
+        value = getattr(args, flag)
+        if value is not None:
             raise ConfigError(
                 refusal(
                     setting=f"--{flag.replace('_', '-')}={value}",
                     needs="to be left out",
-                    got="one",
+                    got=value,
                     reason=(
                         "pgtk begins with its own conf/config.yaml: another would not be checked, "
                         "and could run code."
@@ -62,20 +63,22 @@ def _not_understood(message: str) -> NoReturn:
 
 
 def for_hydra(argv: list[str], overrides: list[str]) -> list[str]:
-    """Return a command line as Hydra needs it; overrides: those of its words that are some."""
+    """Return a command line as Hydra needs it. overrides: those of its words that are overrides."""
     return [
         hydra_form(word) if word in overrides else word for word in argv if word not in NO_CHOICE
     ]
 
 
 def hydra_answers(argv: list[str]) -> int:
-    """Print what Hydra prints of its own accord; returns the exit status."""
+    """Have Hydra answer a command line by itself; returns the exit status."""
     register()
-    before, sys.argv = sys.argv, [sys.argv[0], *argv]
+    argv_before = sys.argv
+    sys.argv = [sys.argv[0], *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(
-            lambda config: None
-        )()
+        main = hydra.main(
+            version_base="1.3", config_path=str(config_directory()), config_name="config"
+        )
+        main(lambda config: None)()
     finally:
-        sys.argv = before
+        sys.argv = argv_before
     return status_of_output(0)

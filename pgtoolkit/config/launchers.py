@@ -1,4 +1,5 @@
-"""What runs the jobs of a sweep, and what a search draws their values from."""
+"""The launcher that runs the jobs of a sweep, and the axes from which a search draws their
+values."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LAUNCHERS = ("local", "slurm", "ray_cluster")
-"""The options of hydra/launcher; the key `kind` of an option of one's own names the one that it is
-based on."""
+"""The options of hydra/launcher. In an option of the user's, the key `kind` names the one on which
+it is based."""
 
 SEARCH = "optuna_search"
 """The option of hydra/sweeper that searches."""
@@ -15,11 +16,10 @@ SEARCH = "optuna_search"
 
 @dataclass(frozen=True)
 class Launcher:
-    """What runs the jobs of a sweep.
+    """The launcher that runs the jobs of a sweep.
 
-    kind: one of LAUNCHERS; None for another one, which is refused. choice: the option that was
-        chosen.
-    settings: the keys of hydra.launcher.
+    kind: one of LAUNCHERS; None for any other, which is refused. choice: the option that was
+    chosen. settings: the keys of hydra.launcher.
     """
 
     kind: str | None
@@ -29,10 +29,10 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a search draws the values of a key from: one of `values`, or numbers from `low` to
-    `high`.
+    """The range from which a search draws the values of a key: one of `values`, or a number from
+    `low` to `high`.
 
-    step: between the numbers; None for any. log: whether their logarithms are drawn evenly.
+    step: between the numbers; None for any number. log: whether their logarithms are drawn evenly.
     """
 
     values: tuple[str, ...] = ()
@@ -46,9 +46,8 @@ class Axis:
 class Search:
     """A sweep whose values are chosen as it goes.
 
-    axes: key -> what its values are drawn from. fixed: the other overrides of every job. settings:
-        the keys of
-    hydra.sweeper.
+    axes: key -> the range of its values. fixed: the other overrides of every job. settings: the
+    keys of hydra.sweeper.
     """
 
     axes: dict[str, Axis]

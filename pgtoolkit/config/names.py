@@ -24,14 +24,15 @@ def plain_config(config: Config) -> dict:
 
 
 def digest(config: dict) -> str:
-    """Eight hexadecimal digits that tell plain configurations apart by what they learn; the same on
-    every machine."""
+    """Return eight hexadecimal digits that differ between plain configurations which learn
+    differently; they are the same on every machine."""
     pairs = [pair for pair in leaves(config) if changes_learning(pair[0], config)]
     return hashlib.sha256(json.dumps(sorted(pairs)).encode()).hexdigest()[:8]
 
 
 def changed(before: dict, now: dict) -> dict[str, list]:
-    """The keys on which two configurations learn differently: {key: [value before, value now]}."""
+    """Return the keys by which two configurations learn differently: {key: [value before, value
+    now]}."""
     drift = config_drift(before, now)
     return {
         key: values
@@ -49,10 +50,10 @@ _OF_AGGREGATION = ("aggregation", "aggregation.reducer")
 
 
 def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
-    """Return what overrides change as the name of a folder: letters, digits, '.', '_', '-', at most
-    80.
+    """Return the name of a folder that tells what overrides change: at most 80 letters, digits,
+    '.', '_' and '-'.
 
-    A repeated sweep finds its folder by this name, so it stays as it is.
+    A repeated sweep finds its folder by this name, so the name must not change between versions.
 
     defaults: group -> its default option, to be left out of the name.
     """
@@ -66,16 +67,15 @@ def name_from(overrides: list[str], defaults: dict[str, str]) -> str:
 def run_name(
     overrides: list[str], defaults: dict[str, str], loss: str | None, aggregation: str | None
 ) -> str:
-    """Return the name of a run: its loss, its aggregation, and what else its overrides change.
+    """Return the name of a run: its loss, its aggregation, and whatever else its overrides change.
 
-    Loss and aggregation stand without their keys, so that names differ in their first letters:
-    MLflow shows few more. A name of more than 80 characters has as many of its parts as there is
-    room for, and a hash of all of them.
+    Loss and aggregation have no keys in it, so that names differ in their first letters: MLflow
+    shows few more. A name of more than 80 characters is shortened to the parts that fit, and a hash
+    of all parts.
 
-    defaults: group -> its default option, to be left out of the name.
-    loss, aggregation: named in any case; None: only where an override sets them, as in a sweep,
-        whose jobs are named
-    by what varies.
+    defaults: group -> its default option, to be left out of the name. loss, aggregation: always
+    named; None to name them only if an override sets them, as in a sweep, whose jobs are named by
+    what varies.
     """
     parts = _parts(overrides, defaults)
     leading = []
@@ -99,7 +99,7 @@ def run_name(
 
 
 def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
-    """Return key -> what the name says of it, for each override that belongs in a name."""
+    """Return key -> its part of the name, for each override that belongs in a name."""
     pairs = [redact(override.lstrip("+~")).partition("=")[::2] for override in overrides]
     chosen = {key for key, _ in pairs}
     parts = {}
@@ -108,33 +108,35 @@ def _parts(overrides: list[str], defaults: dict[str, str]) -> dict[str, str]:
             continue
         if defaults.get(key) == value and not chosen & {"experiment", "debug"}:
             continue
-        # the path says it: model=huggingface model.path=Qwen/Qwen3-0.6B
+        # The path is enough of model=huggingface model.path=Qwen/Qwen3-0.6B.
         if f"{key}.path" in chosen:
             continue
         leaf = key if key.endswith(".options") else key.rpartition(".")[2]
-        if leaf.endswith("path") or key == "kl.reference":  # of a sweep, several
+        if leaf.endswith("path") or key == "kl.reference":  # a sweep may have several values
             value = "-".join(Path(path).name for path in value.strip("'\"").split(","))
         if key in OWN_CODE:
             value = ",".join(map(_own_name, value.split(",")))
-        if leaf == "coefficient" or key.startswith("critic."):  # of which penalty, of which model
+        if leaf == "coefficient" or key.startswith("critic."):
+            # These leaves have other meanings in other groups.
             leaf = key.replace(".", "-")
         parts[key] = _letters(value if key == "experiment" or leaf == "path" else f"{leaf}-{value}")
     return {key: part for key, part in parts.items() if part}
 
 
 def _own_name(option: str) -> str:
-    """Return the name of an option: of own code that of the class or function, without its
+    """Return the name of an option; for own code the name of the class or function, without its
     module."""
     return option.rpartition(".")[2]
 
 
 def _by_importance(parts: dict[str, str]) -> list[str]:
-    """Return the parts of a name, last what a run is trained on: runs more often differ in how they
-    are trained."""
-    return [
-        parts[key]
-        for key in sorted(parts, key=lambda key: key.split(".")[0] in ("model", "task", "rollout"))
-    ]
+    """Return the parts of a name, with model, task and rollout last: runs more often differ in the
+    other keys."""
+
+    def is_last(key: str) -> bool:
+        return key.split(".")[0] in ("model", "task", "rollout")
+
+    return [parts[key] for key in sorted(parts, key=is_last)]
 
 
 def _letters(text: str) -> str:

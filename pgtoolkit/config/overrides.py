@@ -16,13 +16,14 @@ from pgtoolkit.config.keys import KEYS
 from pgtoolkit.config.launchers import Axis
 
 NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)
-"""What the groups that change others are by default; Hydra accepts it in its files but not as an
-override."""
+"""The defaults of the groups that change others; Hydra accepts these in its files but not as
+overrides."""
 
 
 def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
-    """The overrides in Hydra's grammar, and a problem for each that is not one."""
-    parsed, problems = [], []
+    """Return the overrides in Hydra's grammar, and a problem for each text that is no override."""
+    parsed = []
+    problems = []
     for typed in overrides:
         try:
             override = _parsed(typed)
@@ -33,11 +34,8 @@ def parse(overrides: list[str]) -> tuple[list[Override], list[str]]:
             if isinstance(value, RangeSweep):
                 _refuse_endless(value)
             parsed.append(override)
-        except (
-            HydraException,
-            ValueError,
-            RecursionError,
-        ) as error:  # of thousands of digits, of lists in lists
+        except (HydraException, ValueError, RecursionError) as error:
+            # Thousands of digits raise ValueError, and lists in lists RecursionError.
             problems.append(refusals.unreadable(typed, error))
     return parsed, problems
 
@@ -60,13 +58,13 @@ def _parsed(typed: str) -> Override:
 
 
 def jobs(overrides: list[str]) -> list[list[str]]:
-    """The overrides of each run of a sweep: all combinations of the values separated by commas, of
-    two overrides of
-    one key the later: a sweep's file comes before what is typed. Of an interval, which a searching
-        sweeper draws from,
-    the two ends."""
+    """Return the overrides of each run of a sweep: all combinations of the values.
+
+    Of two overrides of one key the later counts, since a sweep's file comes before what is typed.
+    An interval, from which a search draws, stands for its two ends.
+    """
     parsed, problems = parse([override for override in overrides if override not in NO_CHOICE])
-    if problems:  # `compose` says them
+    if problems:  # `compose` reports them
         return [overrides]
     last = {
         override.key_or_group: override for override in parsed if not override.is_hydra_override()
@@ -100,25 +98,24 @@ def _axis(override: Override) -> Axis:
 
 
 def intervals(overrides: list[str]) -> list[str]:
-    """Return those of the overrides whose values are drawn from an interval."""
+    """Return the overrides whose values are drawn from an interval."""
     parsed, _ = parse(overrides)
     return [refusals.as_typed(override) for override in parsed if override.is_interval_sweep()]
 
 
 def is_swept(override: str) -> bool:
-    """Whether an override stands for several values."""
+    """Return whether an override stands for several values."""
     parsed, _ = parse([override])
     return bool(parsed) and parsed[0].is_sweep_override()
 
 
 def reading(path: str) -> tuple[str, str]:
-    """The overrides that read recorded rollouts from a path, whatever characters it has."""
+    """Return the overrides that read recorded rollouts from a path, whatever characters it has."""
     quoted = path.replace("\\", "\\\\").replace("'", "\\'")
     return "rollout=recorded", f"rollout.path='{quoted}'"
 
 
 def hydra_form(override: str) -> str:
-    """The override as Hydra needs it: without a plus where the key exists, with it where it does
-    not."""
+    """Return the override as Hydra needs it: without a plus if the key exists, with it if not."""
     plain = override.lstrip("+")
     return f"++{plain}" if plain.startswith(tuple(key.name for key in KEYS if key.free)) else plain

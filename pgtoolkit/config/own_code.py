@@ -1,10 +1,9 @@
-"""Own code in the place of an option, as in `loss=my_module.MyFamily`: what it stands for, and how
-it is shown.
+"""The user's own code as an option, as in `loss=my_module.MyFamily`: which keys it sets, and how it
+is shown.
 
-Such a path chooses the option that is there for own code, with the path as the value of one of its
-keys, see `Key.stands_for`. Keys that this option does not have are parameters of the class:
-`loss.tau=0.3` is `loss.options.tau=0.3`. A saved configuration has this long form, what is shown
-has the short one.
+Such a path chooses the option for own code, and is the value of one of its keys, see
+`Key.stands_for`. Keys that this option does not have are parameters of the class: `loss.tau=0.3`
+means `loss.options.tau=0.3`. A saved configuration has this long form; the short one is shown.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ PARAMETERS = {key.group: key.name for key in KEYS if key.free and key.group in O
 
 
 def parameter_key(name: str, config: object) -> str:
-    """Return the key that sets a parameter of own code: `loss.options.tau` for `loss.tau`; other
-    names as they are.
+    """Return the key that sets a parameter of own code, `loss.options.tau` for `loss.tau`; returns
+    other names unchanged.
 
     config: with the chosen options, see `value_of`.
     """
@@ -45,7 +44,7 @@ def parameter_key(name: str, config: object) -> str:
 
 
 def keys_set(name: str, value: Any) -> Iterator[str]:
-    """Yield the keys that an override gives values to, each by one name whichever way it was
+    """Yield the keys that an override gives values to, by the same names however they were
     typed."""
     if is_own_code(name, value):
         yield OWN_CODE[name].name
@@ -54,7 +53,7 @@ def keys_set(name: str, value: Any) -> Iterator[str]:
 
 
 def chosen(config: object, group: str) -> str:
-    """Return the option of a group as one types it: the path of own code, or the option's name."""
+    """Return the option of a group as it is typed: the path of own code, or the option's name."""
     option = plain_value(config, OPTION_KEYS[group])
     key = OWN_CODE.get(group)
     path = value_of(config, key.name) if key is not None and option == key.stands_for else None
@@ -67,11 +66,10 @@ def family_of_config(config: Config) -> Family | None:
 
 
 def typed_key(name: str, config: object) -> str:
-    """Return how one types a key: for the path of own code that is the option of a group, the
-    group.
+    """Return a key as it is typed: the group, for the path of own code that chooses its option.
 
-    That of `aggregation.reducer` may stand beside `aggregation=prompt_mean`, and is typed there as
-    a key.
+    `aggregation.reducer` may also be set with an option such as `aggregation=prompt_mean`, and is
+    typed as a key then.
     """
     group = name.partition(".")[0]
     is_option = (
@@ -83,15 +81,15 @@ def typed_key(name: str, config: object) -> str:
 
 
 def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys as one types them: own code as the option of its group,
-    parameters by its keys."""
+    """Return values by dotted keys as they are typed: own code as the option of its group, its
+    parameters as keys of the group."""
     typed = {}
     hidden = set()
     options = {}
     for group, key in OWN_CODE.items():
         option = OPTION_KEYS[group]
-        if option in values and (path := chosen(values, group)) != values[option]:
-            options[option] = path
+        if option in values and chosen(values, group) != values[option]:
+            options[option] = chosen(values, group)
             hidden.add(key.name)
     for name, value in values.items():
         if name not in hidden and not (name in PARAMETERS.values() and value in ({}, None)):
@@ -100,7 +98,7 @@ def as_typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_name(name: str) -> str:
-    """Return a key as one types it: `loss.tau` for `loss.options.tau`, a parameter of own code."""
+    """Return a key as it is typed: `loss.tau` for `loss.options.tau`, a parameter of own code."""
     for group, parameters in PARAMETERS.items():
         if name != parameters and is_inside(name, parameters):
             return f"{group}.{name.removeprefix(f'{parameters}.')}"

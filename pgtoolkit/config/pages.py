@@ -1,5 +1,5 @@
-"""Writes what the schema says into conf/ and docs/keys.md: `python -m pgtoolkit.config.pages`, in a
-working copy."""
+"""Writes conf/ and docs/keys.md from the schema: `python -m pgtoolkit.config.pages`, in a working
+copy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ them.
 
 
 def files() -> dict[Path, str]:
-    """Return every file that is written from the schema, with its text."""
+    """Return the text of every file that is written from the schema, by its path."""
     conf = config_directory()
     texts = {conf.parent / "docs" / "keys.md": keys_page(), conf / "config.yaml": main_file()}
     for group, options in OPTIONS.items():
@@ -101,8 +101,8 @@ def keys_page() -> str:
             group = entry.key.group
             lines += ["", f"## {group or 'seed'}", ""]
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        of = f" ({entry.options})" if entry.options else ""
-        cells = [f"`{shown(entry.key.name)}`{of}", *entry.description().values()]
+        options = f" ({entry.options})" if entry.options else ""
+        cells = [f"`{shown(entry.key.name)}`{options}", *entry.description().values()]
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -122,13 +122,8 @@ def _comment(sentences: str, indent: str = "") -> list[str]:
     """Return text as comment lines; paragraphs are divided by an empty comment."""
     lines = []
     for paragraph in sentences.split("\n\n"):
-        lines += (
-            [
-                f"{indent}#",
-            ]
-            if lines
-            else []
-        )
+        if lines:
+            lines.append(f"{indent}#")
         lines += textwrap.wrap(
             paragraph,
             _WIDTH,

@@ -1,5 +1,5 @@
-"""The places that a configuration names: made to mean the same from every directory, and what lies
-there."""
+"""The paths that a configuration names: they are made absolute, and folders to be written are
+checked."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ the rollouts."""
 
 
 def absolute_paths(config: Config) -> Config:
-    """Return a run's configuration that means the same files from every directory; its paths are
-    seen from this one."""
+    """Return a run's configuration with absolute paths, which mean the same files from every
+    directory; relative ones are seen from this directory."""
     values: dict[str, Any] = {}
     for key in keys_of(config):
         value = value_of(config, key.name)
         if (key.reads or key.writes) and isinstance(value, str):
             values[key.name] = absolute(value, key.reads)
     sets = {}
-    for name, given in config.evaluation.sets.items():
-        has_path = isinstance(given, dict) and isinstance(given.get("path"), str)
-        sets[name] = given | {"path": absolute(given["path"], "data")} if has_path else given
+    for name, settings in config.evaluation.sets.items():
+        if isinstance(settings, dict) and isinstance(settings.get("path"), str):
+            settings = settings | {"path": absolute(settings["path"], "data")}
+        sets[name] = settings
     values["evaluation.sets"] = sets
     if config.tracking.name == "mlflow":
         values["tracking.uri"] = absolute_uri(config.tracking.uri)
@@ -40,8 +41,10 @@ def absolute_paths(config: Config) -> Config:
 
 
 def absolute(value: str, reads: str | None) -> str:
-    """The value of a key that names a place, without the current directory's help; reads: see
-    `Key`."""
+    """Return the value of a key that names a path, made absolute unless it names no path.
+
+    reads: see `Key`.
+    """
     if reads == "reference" and value in NO_FOLDER:
         return value
     place = Path(value).expanduser()
@@ -52,36 +55,41 @@ def absolute(value: str, reads: str | None) -> str:
             return value
         if reads != "data" and not value.startswith("."):
             return value  # a name on the Hugging Face hub
-        return os.path.join(glob.escape(os.getcwd()), place)  # a pattern
+        return os.path.join(glob.escape(os.getcwd()), place)  # it may be a glob
     return str(Path.cwd() / place)
 
 
 def absolute_uri(uri: str | None) -> str:
-    """The tracking URI, with None as the default store and a relative sqlite path made absolute."""
+    """Return the tracking URI, with the default store for None, and an absolute path of SQLite."""
     uri = uri or "sqlite:///outputs/mlflow.db"
     path = sqlite_path(uri)
     return f"sqlite:///{path}" if path else uri
 
 
 def sqlite_path(uri: str) -> Path | None:
-    """The database file of an sqlite URI, absolute; None for any other URI."""
-    return Path(uri.removeprefix("sqlite:///")).resolve() if uri.startswith("sqlite:///") else None
+    """Return the absolute path of an sqlite URI's file; None for any other URI."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return Path(uri.removeprefix("sqlite:///")).resolve()
 
 
 def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list[str]:
-    """Return the problem with the folder of a run, or of a sweep: no run or any of `more` is in it,
-    and it can be made.
+    """Return the problem with the folder of a run or of a sweep.
+
+    It must be possible to make it, and it must hold no run, and none of the files `more`.
 
     key: hydra.run.dir or hydra.sweep.dir.
     """
-    if by := occupied_by(path, more):
-        return [occupied(f"{key}={path}", path, by)]
-    if why := cannot_hold_files(path):
+    occupant = occupied_by(path, more)
+    if occupant:
+        return [occupied(f"{key}={path}", path, occupant)]
+    reason = cannot_hold_files(path)
+    if reason is not None:
         return [
             refusal(
                 setting=f"{key}={path}",
                 needs="a place where folders can be made",
-                got=why,
+                got=reason,
                 reason="It names a folder.",
                 use=f"{key}=outputs/FOLDER",
             )
@@ -90,11 +98,10 @@ def problems_of_folder(key: str, path: Path, more: tuple[str, ...] = ()) -> list
 
 
 def cannot_hold_files(folder: Path) -> str | None:
-    """Return why a folder can neither be made there nor take files, by trying it; None where it
-    can."""
+    """Try whether a folder can be made and take files; return why not, or None if it can."""
     place = folder.absolute()
     nearest = next(parent for parent in (place, *place.parents) if os.path.lexists(parent))
-    try:  # some file systems refuse what they allow
+    try:  # some file systems refuse what their permissions allow
         with tempfile.TemporaryDirectory(prefix=".pgtk-", dir=nearest) as trial:
             Path(trial, place.relative_to(nearest)).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -103,8 +110,9 @@ def cannot_hold_files(folder: Path) -> str | None:
 
 
 def occupied_by_rollouts(save_path: str | None) -> str | None:
-    """The problem of a run that begins where another one has recorded its rollouts."""
-    if not save_path or not (batches := batches_in(save_path)):
+    """Refuse a folder in which another run has recorded its rollouts; None for any other."""
+    batches = batches_in(save_path) if save_path else None
+    if not batches:
         return None
     return refusal(
         setting=f"rollout.save_path={save_path}",
@@ -116,13 +124,14 @@ def occupied_by_rollouts(save_path: str | None) -> str | None:
 
 
 def batches_in(save_path: str) -> int | None:
-    """How many batches of rollouts a folder holds; None where it is no folder, or one with other
-    files."""
+    """Return how many batches of rollouts a folder holds, 0 if there is no such folder; None if it
+    is no folder, or one with other files."""
     try:
         names = os.listdir(os.path.expanduser(save_path))
     except FileNotFoundError:
         return 0
-    except (OSError, ValueError):  # another file, unreadable, or no path at all
+    except (OSError, ValueError):  # a file, unreadable, or no possible path
         return None
-    own = all(name.startswith(("batch-", ".batch-")) for name in names)
-    return sum(name.startswith("batch-") for name in names) if own else None
+    if not all(name.startswith(("batch-", ".batch-")) for name in names):
+        return None
+    return sum(name.startswith("batch-") for name in names)
