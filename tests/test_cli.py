@@ -403,7 +403,7 @@ def test_one_configuration_is_printed_at_a_time(capsys):
     [
         (
             "--config-name=x",
-            "--config-name=x needs to be left out (got one). pgtk begins with its own conf/",
+            "--config-name=x needs to be left out (got x). pgtk begins with its own conf/",
         ),
         ("--config-path=x", "--config-path=x needs to be left out"),
         ("--experimental-rerun=x.pickle", "--experimental-rerun=x.pickle needs to be left out"),
