@@ -86,7 +86,7 @@ def write(path: Path, count: int, tokens: int, text: int) -> None:
 def index(path: Path) -> None:
     from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
     from pgtoolkit.config.schema_tasks import Chat, TooLong
-    from pgtoolkit.rollouts.advantages import Estimator
+    from pgtoolkit.rollouts.estimator import Estimator
     from pgtoolkit.rollouts.recorded import RecordedRollouts
 
     config = RecordedRolloutConfig(

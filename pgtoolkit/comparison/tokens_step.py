@@ -18,8 +18,9 @@ from pgtoolkit.config.schema_samplers import TransformersSamplerConfig
 from pgtoolkit.config.schema_step import ParallelismConfig
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.kernels.losses import PolicyLoss
+from pgtoolkit.rollouts.parsed_rows import parse_row
 from pgtoolkit.rollouts.recording import batch_file
-from pgtoolkit.rollouts.rows import FIELDS, Row, Rules, parse_row
+from pgtoolkit.rollouts.rows import FIELDS, Row, Rules
 from pgtoolkit.rollouts.steps import Source
 from pgtoolkit.tasks.row_files import open_files
 from pgtoolkit.training.build import build, fit, loader_of

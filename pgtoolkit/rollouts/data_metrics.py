@@ -1,5 +1,4 @@
-"""What the documents of a step tell without the model: rewards, lengths, groups without a
-signal."""
+"""Metrics of a step's documents that need no model: rewards, lengths, groups without a signal."""
 
 from __future__ import annotations
 
@@ -19,38 +18,35 @@ clip, it is noted."""
 
 
 def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float]:
-    """Means over the documents of one step; a metric that the data does not know is left out.
+    """Return means over the documents of one step; a metric that the data does not know is left
+    out.
 
-    So is failed_score_fraction where it is 0. What an attempt has counts a trajectory once, by its
+    So is failed_score_fraction where it is 0. Metrics of an attempt count a trajectory once, by its
     first document. staleness is the number of optimizer updates between the policy that generated a
     document and the one in training.
     """
-    attempts = [
-        *dict(zip(reversed(trajectories_of(documents)), reversed(documents), strict=True)).values()
-    ][::-1]
+    attempts = _attempts(documents)
     columns = {
-        "reward": [d.reward for d in attempts],
-        "overlong_penalty": [
-            None if d.task_reward is None or d.reward is None else d.reward - d.task_reward
-            for d in attempts
-        ],
-        "kl_reward": [d.kl_reward for d in attempts],
-        "dropped_prompt_fraction": [d.dropped_prompt_fraction for d in attempts],
-        "dropped_group_fraction": [d.dropped_group_fraction for d in attempts],
-        "retired_prompts": [d.retired_prompts for d in attempts],
-        "exact_match": [d.exact_match for d in attempts],
-        "truncated_fraction": [d.truncated for d in documents],
+        "reward": [document.reward for document in attempts],
+        "overlong_penalty": [_overlong_penalty(document) for document in attempts],
+        "kl_reward": [document.kl_reward for document in attempts],
+        "dropped_prompt_fraction": [document.dropped_prompt_fraction for document in attempts],
+        "dropped_group_fraction": [document.dropped_group_fraction for document in attempts],
+        "retired_prompts": [document.retired_prompts for document in attempts],
+        "exact_match": [document.exact_match for document in attempts],
+        "truncated_fraction": [document.truncated for document in documents],
         # Subtracted as integers: counters near 2**24 would not survive a cast to float32 first.
         "staleness": [
-            None if d.model_version is None else num_updates - d.model_version for d in documents
+            None if document.model_version is None else num_updates - document.model_version
+            for document in documents
         ],
-        "completion_length": [d.num_trained for d in documents],
+        "completion_length": [document.num_trained for document in documents],
         "zero_advantage_group_fraction": _groups_without_signal(documents),
     }
     if any(document.score_failed for document in attempts):
         columns["failed_score_fraction"] = [document.score_failed for document in attempts]
-    for name in dict.fromkeys(name for d in attempts for name in d.measures):
-        columns[name] = [d.measures.get(name) for d in attempts]
+    for name in dict.fromkeys(name for document in attempts for name in document.measures):
+        columns[name] = [document.measures.get(name) for document in attempts]
     known = {
         name: [float(value) for value in values if value is not None]
         for name, values in columns.items()
@@ -58,19 +54,29 @@ def data_metrics(documents: list[Document], num_updates: int) -> dict[str, float
     return {name: sum(values) / len(values) for name, values in known.items() if values}
 
 
+def _attempts(documents: list[Document]) -> list[Document]:
+    """Return the first document of each trajectory, in the order of their last ones."""
+    first_of = dict(zip(reversed(trajectories_of(documents)), reversed(documents), strict=True))
+    return list(first_of.values())[::-1]
+
+
+def _overlong_penalty(document: Document) -> float | None:
+    if document.task_reward is None or document.reward is None:
+        return None
+    return document.reward - document.task_reward
+
+
 def mismatch_note(
     documents: list[Document],
     new_logprobs: float,
     config: PolicyRolloutConfig | RecordedRolloutConfig,
 ) -> str:
-    """Why the documents of a run's first step do not seem to come from its policy; nothing if they
-    fit.
+    """Return why the documents of a run's first step do not seem to come from its policy; "" if
+    they do.
 
-    new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs,
-        for the mean of the
-    ratio itself says little: over tokens that any other policy sampled it is expected to be 1, too.
-        Without old
-    log-probs there is nothing to compare.
+    new_logprobs: the metric, before any update. It is compared with the mean of the old log-probs;
+        the mean ratio would tell little, for over tokens of any other policy it is expected to be 1
+        as well. Without old log-probs there is nothing to compare.
     """
     means = []
     for document in documents:
@@ -86,7 +92,7 @@ def mismatch_note(
     causes = {
         "recorded": "the rollouts may be of another model, of another temperature than "
         f"rollout.temperature={config.temperature}, or have old_log_probs that are one token off: "
-        "docs/data.md",
+        "see docs/data.md",
         "policy": (
             "sampling and training compute different log-probs; "
             "rollout.old_log_probs=training takes the latter"
@@ -99,37 +105,45 @@ def mismatch_note(
 
 
 def sampling_note(metrics: dict[str, float], config: Config) -> str:
-    """Why the clip cannot tell an update from what sampler and trainer differ by; nothing if it
+    """Return why the clip cannot tell an update from the gap between sampler and trainer; "" if it
     can.
 
     metrics: of a step.
     """
-    share, rollout = metrics.get("clipped_sampling_fraction", 0.0), config.rollout
+    share = metrics.get("clipped_sampling_fraction", 0.0)
+    rollout = config.rollout
+    # Proximal log-probs differ from the sampler's by the updates of the lag as well.
     is_proximal = (
         isinstance(rollout, PolicyRolloutConfig) and rollout.old_log_probs == OldLogProbs.proximal
     )
-    if not share > _LARGE_SHARE or is_proximal:  # of which the updates of a lag are part
+    if not share > _LARGE_SHARE or is_proximal:
         return ""
-    loss, top_p = config.loss.name, getattr(rollout, "top_p", None)
+    top_p = getattr(rollout, "top_p", None)
     cause = "A correction weighs each token by it (docs/losses.md)"
     if top_p is not None and top_p < 1:
-        cause = f"rollout.top_p={top_p} renormalises the sampler's over the tokens that it keeps"
+        cause = (
+            f"rollout.top_p={top_p} renormalises the sampler's log-probs over the tokens that it "
+            "keeps"
+        )
     return (
         "the sampler's log-probs differ from the trainer's by "
-        f"{metrics['difference_old_sampling']:.2g} a token, which alone would take {share:.0%} of "
-        f"the ratios out of the clip of loss={loss}: more than an update may. {cause}. Said once; "
-        "the metrics difference_old_sampling and clipped_sampling_fraction tell more."
+        f"{metrics['difference_old_sampling']:.2g} a token. This gap alone would take {share:.0%} "
+        f"of the ratios out of the clip of loss={config.loss.name}, more than an update may. "
+        f"{cause}. This note is given once; the metrics difference_old_sampling and "
+        "clipped_sampling_fraction follow the gap."
     )
 
 
 def _groups_without_signal(documents: list[Document]) -> list[bool]:
-    has_signal: dict[int, bool] = {}
+    """Return, for each group, whether all of its advantages are 0."""
+    signals: dict[int, bool] = {}
     for document in documents:
-        signal = (
-            document.has_signal
-            if isinstance(document, Outline)
-            else bool((document.advantages != 0).any())
-        )
-        signal = signal and not document.is_excluded
-        has_signal[document.group] = has_signal.get(document.group, False) or signal
-    return [not signal for signal in has_signal.values()]
+        has_signal = _has_signal(document) and not document.is_excluded
+        signals[document.group] = signals.get(document.group, False) or has_signal
+    return [not has_signal for has_signal in signals.values()]
+
+
+def _has_signal(document: Document) -> bool:
+    if isinstance(document, Outline):
+        return document.has_signal
+    return bool((document.advantages != 0).any())

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
@@ -20,7 +19,7 @@ from pgtoolkit.config.schema_rollouts import OldLogProbs, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, gather_objects
 from pgtoolkit.ranks.layout import Layout
-from pgtoolkit.rollouts.group_rollouts import completed, requests_of, scored_groups
+from pgtoolkit.rollouts.group_rollouts import complete_all, requests_of, scored_groups
 from pgtoolkit.rollouts.kept_completions import row_of
 from pgtoolkit.runs.completion_files import FOLDER, CompletionRow, write_completions
 from pgtoolkit.sampling.samplers import Sampler
@@ -47,11 +46,11 @@ _Answer = tuple[CompletionRow, Score]
 class Evaluator:
     """Completes and scores sets of prompts with the weights as they are, on all ranks together.
 
-    sampler: of these completions alone, or one that shares its servers with the one of training.
-        trained: as of
-    `PolicyRollouts`. rollout: how they are sampled, as `as_evaluated` has it. folder: the run
-        directory, where the
-    completions are written.
+    sampler: for these completions alone, or one that shares its servers with the sampler of
+        training.
+    trained: as in `PolicyRollouts`.
+    rollout: how completions are sampled; see `as_evaluated`.
+    folder: the run directory, where the completions are written.
     """
 
     sets: list[PromptSet]
@@ -61,27 +60,27 @@ class Evaluator:
     layout: Layout
     folder: Path
 
-    def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, Any]:
-        """The numbers of one set, the same on every rank; see runs/records.py. Called by every
-        rank.
+    def evaluate(self, prompt_set: PromptSet, step: int) -> dict[str, str | float]:
+        """Return the numbers of one set (see runs/records.py), the same on every rank. Called by
+        every rank.
 
-        Completions are drawn by seeds of the set, the step and each prompt.
+        Completions are drawn by seeds of the set, the step and each prompt. Raises DataError where
+        every score failed.
         """
         started = time.perf_counter()
-        rank, size = self.layout.rank, self.layout.world_size
+        rank = self.layout.rank
+        size = self.layout.world_size
         with failing_together(self.layout):
-            prompts = [
-                prompt_set.task.prompt(number) for number in range(rank, prompt_set.count, size)
-            ]
+            numbers = range(rank, prompt_set.count, size)
+            prompts = [prompt_set.task.prompt(number) for number in numbers]
             answers = self._answers(prompt_set, prompts, step)
         shares = gather_objects(answers, self.layout.world_group)
         groups = [shares[i % size][i // size] for i in range(prompt_set.count)]
         with failing_together(self.layout):
-            if self.layout.rank == 0:
+            if rank == 0:
                 rows = [row for group in groups for row, _ in group]
-                write_completions(
-                    self.folder / FOLDER / f"evaluation_{prompt_set.name}_{step:06d}.parquet", rows
-                )
+                file_name = f"evaluation_{prompt_set.name}_{step:06d}.parquet"
+                write_completions(self.folder / FOLDER / file_name, rows)
         if all(score.failed for group in groups for _, score in group):
             raise DataError(
                 f"the score of each of the {sum(map(len, groups))} completions of evaluation set "
@@ -104,22 +103,23 @@ class Evaluator:
     def _answers(
         self, prompt_set: PromptSet, prompts: list[Prompt], step: int
     ) -> list[list[_Answer]]:
-        """Of each prompt its answers."""
-        task, rollout, policy = prompt_set.task, self.rollout, self.trained.policy
+        """Return the completions of each prompt, as rows with their scores."""
+        task = prompt_set.task
+        policy = self.trained.policy
         seeds = [seed_of(prompt_set.seed, prompt.index + (step << 32)) for prompt in prompts]
-        requests = requests_of(task, prompts, rollout.group_size, seeds)
+        requests = requests_of(task, prompts, self.rollout.group_size, seeds)
         self.sampler.publish(policy.weights, self.trained.num_updates)
-        completions = completed(task, self.sampler, requests, self.layout)
-        groups = scored_groups(task, requests, completions, rollout)
+        completions = complete_all(task, self.sampler, requests, self.layout)
+        groups = scored_groups(task, requests, completions, self.rollout)
 
         def answer(document: Document, prompt: Prompt) -> _Answer:
-            row = row_of(step, document, prompt, policy.tokenizer)
-            return row, Score(
+            score = Score(
                 document.reward,
                 bool(document.exact_match),
                 document.measures,
                 document.score_failed,
             )
+            return row_of(step, document, prompt, policy.tokenizer), score
 
         return [
             [answer(document, prompt) for document in group]
@@ -127,75 +127,84 @@ class Evaluator:
         ]
 
 
-def _numbers(groups: list[list[_Answer]]) -> dict[str, Any]:
-    """The numbers of a set, whose prompts have one group of answers each, all of them equally many.
+def _numbers(groups: list[list[_Answer]]) -> dict[str, float]:
+    """Return the numbers of a set. Each prompt has a group of answers, all groups of one size.
 
     An answer that nobody could score is not right. It has no part in the mean reward of its prompt,
     nor in means of measures that it lacks.
     """
-    count = len(groups[0])
-
-    def means(value: Callable[[CompletionRow, Score], float | None]) -> list[float]:
-        """The mean of each prompt that knows any."""
-        values = [
-            [known for answer in group if (known := value(*answer)) is not None] for group in groups
-        ]
-        return [sum(of_prompt) / len(of_prompt) for of_prompt in values if of_prompt]
-
+    size = len(groups[0])
     right = [sum(score.exact_match for _, score in group) for group in groups]
-    measured = {"avg": means(lambda _, score: score.reward)}
-    measured |= {f"pass@{k}": [pass_at_k(count, c, k) for c in right] for k in powers_of_two(count)}
-    numbers: dict[str, Any] = {"prompts": len(groups), "completions_per_prompt": count}
-    for name, values in measured.items():
+    with_errors = {"avg": _prompt_means(groups, lambda _, score: score.reward)}
+    for k in powers_of_two(size):
+        with_errors[f"pass@{k}"] = [pass_at_k(size, count, k) for count in right]
+    numbers: dict[str, float] = {"prompts": len(groups), "completions_per_prompt": size}
+    for name, values in with_errors.items():
         numbers[name], error = mean_and_error(values)
-        numbers |= {} if error is None else {f"{name}_error": error}
-    others = {
-        "length": means(lambda row, _: row.tokens),
-        "truncated": means(lambda row, _: row.finish_reason == "length"),
+        if error is not None:
+            numbers[f"{name}_error"] = error
+    means = {
+        "length": _prompt_means(groups, lambda row, _: row.tokens),
+        "truncated": _prompt_means(groups, lambda row, _: row.finish_reason == "length"),
     }
-    if any(score.failed for group in groups for _, score in group):
-        others["failed_score_fraction"] = means(lambda _, score: score.failed)
-    # One whose environment gave no answer has no measures of it.
-    for name in dict.fromkeys(
-        name for group in groups for _, score in group for name in score.measures
-    ):
-        others[name] = means(lambda _, score, name=name: score.measures.get(name))
-    return numbers | {name: mean_and_error(values)[0] for name, values in others.items()}
+    scores = [score for group in groups for _, score in group]
+    if any(score.failed for score in scores):
+        means["failed_score_fraction"] = _prompt_means(groups, lambda _, score: score.failed)
+    # An answer whose environment did not reply lacks the measures of that environment.
+    for name in dict.fromkeys(name for score in scores for name in score.measures):
+        means[name] = _prompt_means(groups, lambda _, score, name=name: score.measures.get(name))
+    return numbers | {name: mean_and_error(values)[0] for name, values in means.items()}
+
+
+def _prompt_means(
+    groups: list[list[_Answer]], value: Callable[[CompletionRow, Score], float | None]
+) -> list[float]:
+    """Return the mean value of the answers of each prompt, for prompts with an answer that has
+    one."""
+    means = []
+    for group in groups:
+        values = [value(row, score) for row, score in group]
+        known = [number for number in values if number is not None]
+        if known:
+            means.append(sum(known) / len(known))
+    return means
 
 
 def pass_at_k(completions: int, right: int, k: int) -> float:
-    """The share of the subsets of k completions that hold one of those that are right (arXiv
-    2107.03374)."""
+    """Return the share of the subsets of k completions with a right one (arXiv 2107.03374)."""
     return 1 - math.comb(completions - right, k) / math.comb(completions, k)
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and its standard error: the values' standard deviation (n - 1) / sqrt(n); None of a
-    single value."""
+    """Return the mean, and its standard error: the values' standard deviation (n - 1) / sqrt(n).
+
+    The error of a single value is None.
+    """
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return mean, None
-    return mean, math.sqrt(
-        math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values)
-    )
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
 def as_evaluated(config: Config) -> Config:
-    """The configuration with the rollouts of an evaluation: sampled before any update, one way for
-    all of them."""
-    usual = option_values("rollout", "policy")
-    measured = {
+    """Return the configuration with the rollouts of an evaluation, which every evaluation samples
+    in one way."""
+    defaults = option_values("rollout", "policy")
+    evaluated = {
         "prompts_per_batch": config.evaluation.prompts_per_set,
         "group_size": config.evaluation.completions_per_prompt,
         "old_log_probs": OldLogProbs.sampling,
     }
-    rollout = PolicyRolloutConfig(**(usual | measured | sampling(config)))
+    rollout = PolicyRolloutConfig(**(defaults | evaluated | sampling(config)))
     return dataclasses.replace(config, rollout=rollout)
 
 
 def asked_by_both(task: Task, other: Task, count: int) -> int:
-    """How many of the first `count` prompts of `other` are among those of a task; 0 of one whose
-    prompts never end."""
+    """Return how many of the first `count` prompts of `other` are among those of a task.
+
+    Return 0 for a task whose prompts never end.
+    """
     if task.num_prompts is None:
         return 0
     known = different(task.rows())
@@ -203,5 +212,5 @@ def asked_by_both(task: Task, other: Task, count: int) -> int:
 
 
 def different(prompts: Iterable[Prompt]) -> set[str]:
-    """What tells prompts apart."""
+    """Return a text for each different prompt."""
     return {repr((prompt.text, prompt.messages)) for prompt in prompts}

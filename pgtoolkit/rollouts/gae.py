@@ -1,5 +1,7 @@
-"""Advantages of single tokens by the values of a critic: generalised advantage estimation (arXiv
-1506.02438)."""
+"""Advantages of single tokens, from the values of a critic: generalised advantage estimation.
+
+arXiv 1506.02438.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,12 @@ def gae(
 
         delta_t = r_t + gamma V_{t+1} - V_t,  A_t = sum over l >= 0 of (gamma lambda)^l delta_{t+l}
 
-    where t counts trained tokens, those of other turns passed over, and the value after the last
-    one is 0.
+    where t counts trained tokens alone, across the turns of a conversation, and the value after the
+    last token is 0.
     """
     advantages = [0.0] * len(rewards)
-    following_value = following_advantage = 0.0
+    following_value = 0.0
+    following_advantage = 0.0
     for t in reversed(range(len(rewards))):
         delta = rewards[t] + gamma * following_value - values[t]
         advantages[t] = delta + gamma * gae_lambda * following_advantage
@@ -47,11 +50,11 @@ def whitened(advantages: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return the advantages of a batch less their mean, over their standard deviation.
 
     Every token counts once. The variance is the sample's, with n - 1, and has 1e-8 added. Fewer
-    than two tokens stay.
+    than two tokens stay as they are.
     """
     flat = [advantage for of_document in advantages for advantage in of_document]
     if len(flat) < 2:
-        return [[*of_document] for of_document in advantages]
+        return [list(of_document) for of_document in advantages]
     mean = math.fsum(flat) / len(flat)
     variance = math.fsum((advantage - mean) ** 2 for advantage in flat) / (len(flat) - 1)
     scale = 1 / math.sqrt(variance + _EPSILON)
@@ -63,51 +66,65 @@ def with_gae(
 ) -> list[Document]:
     """Return the documents of a batch with advantages, values and returns.
 
-    values: (N,) of each document's trained tokens. penalty: what is taken off the reward of each
-        token, where it is.
+    values: (N,) of each document's trained tokens. penalty: subtracted from the reward of each
+        token; None: nothing is.
+
     Documents that take no part in the loss, since nobody could score them or their group is left
-    out, have no part in what advantages are whitened by. Raises DataError for a reward that cannot
-    be used.
+    out, do not count when advantages are whitened. Raises DataError for a reward that cannot be
+    used.
     """
-    advantages = []
-    for document, of_document in zip(documents, values, strict=True):
-        if document.reward is None:
-            advantages.append([0.0] * document.num_trained)
-            continue
-        rewards = _token_rewards(document, penalty)
-        advantages.append(
-            gae(rewards, of_document.double().tolist(), config.gamma, config.gae_lambda)
-        )
+    advantages = [
+        _document_advantages(document, of_document, config, penalty)
+        for document, of_document in zip(documents, values, strict=True)
+    ]
     returns = [
-        (torch.tensor(of_document, dtype=torch.float64) + known.double()).float()
-        for of_document, known in zip(advantages, values, strict=True)
+        (torch.tensor(of_document, dtype=torch.float64) + baseline.double()).float()
+        for of_document, baseline in zip(advantages, values, strict=True)
     ]
     if config.whiten:
-        counted = [
-            place for place, document in enumerate(documents) if not _is_without_loss(document)
-        ]
-        for place, white in zip(
-            counted, whitened([advantages[place] for place in counted]), strict=True
-        ):
-            advantages[place] = white
+        advantages = _whitened_where_counted(documents, advantages)
     return [
         replace(
             document,
             advantages=torch.tensor(of_document, dtype=torch.float32),
-            values=known,
-            returns=learned,
+            values=values[place],
+            returns=returns[place],
         )
-        for document, of_document, known, learned in zip(
-            documents, advantages, values, returns, strict=True
-        )
+        for place, (document, of_document) in enumerate(zip(documents, advantages, strict=True))
     ]
 
 
-def _token_rewards(document: Document, penalty: KL | None) -> list[float]:
-    """Return the reward of each trained token: the completion's at its last one, less the penalty
-    of each."""
-    assert document.reward is not None
-    if problem := reward_problem(document.reward):
+def _document_advantages(
+    document: Document, values: Tensor, config: AdvantageConfig, penalty: KL | None
+) -> list[float]:
+    """Return the advantage of each trained token; 0 for all if nobody could score the document."""
+    if document.reward is None:
+        return [0.0] * document.num_trained
+    rewards = _token_rewards(document, document.reward, penalty)
+    return gae(rewards, values.double().tolist(), config.gamma, config.gae_lambda)
+
+
+def _whitened_where_counted(
+    documents: list[Document], advantages: list[list[float]]
+) -> list[list[float]]:
+    """Return the advantages, whitened over the documents that take part in the loss."""
+    counted = [
+        place
+        for place, document in enumerate(documents)
+        if not (document.left_out or document.is_excluded)
+    ]
+    white = whitened([advantages[place] for place in counted])
+    result = list(advantages)
+    for place, of_document in zip(counted, white, strict=True):
+        result[place] = of_document
+    return result
+
+
+def _token_rewards(document: Document, reward: float, penalty: KL | None) -> list[float]:
+    """Return the reward of each trained token: the completion's reward at the last one, less each
+    token's penalty."""
+    problem = reward_problem(reward)
+    if problem is not None:
         raise DataError(f"the reward of {document.name} {problem}")
     rewards = [0.0] * document.num_trained
     if penalty is not None:
@@ -116,9 +133,5 @@ def _token_rewards(document: Document, penalty: KL | None) -> list[float]:
         terms = penalty.of_samples(document.old_log_probs.double(), document.ref_log_probs.double())
         rewards = [-term for term in terms.tolist()]
     if rewards:
-        rewards[-1] += document.reward
+        rewards[-1] += reward
     return rewards
-
-
-def _is_without_loss(document: Document) -> bool:
-    return document.left_out or document.is_excluded

@@ -1,16 +1,16 @@
-"""From prompts to completions, of several turns in lockstep, to scored documents; which prompts
-teach."""
+"""From prompts to completions, of several turns in lockstep, to scored documents; which groups have
+a signal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pgtoolkit.batch import Document
-from pgtoolkit.completion import Completion, Prompt, Request
+from pgtoolkit.completion import Completion, Message, Prompt, Request
 from pgtoolkit.config.schema_rollouts import Mixed, PolicyRolloutConfig
 from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import failing_together, largest
@@ -20,72 +20,121 @@ from pgtoolkit.sampling.samplers import Sampler
 from pgtoolkit.tasks.conversation import LENGTH, Conversation, ConversationTask
 from pgtoolkit.tasks.prompts import Answer, TokenizedTask
 from pgtoolkit.tasks.shuffle import seed_of
+from pgtoolkit.tasks.tasks import Score
 
 
 def requests_of(
     task: TokenizedTask, prompts: Sequence[Prompt], count: int, seeds: Iterable[int]
 ) -> list[Request]:
-    """So many completions of each prompt, each by its seed."""
-    asked = zip(task.encode(prompts), seeds, prompts, strict=True)
-    return [Request(tokens, count, seed, prompt=prompt) for tokens, seed, prompt in asked]
+    """Return a request for `count` completions of each prompt, drawn by the seed at its place."""
+    return [
+        Request(tokens, count, seed, prompt=prompt)
+        for tokens, seed, prompt in zip(task.encode(prompts), seeds, prompts, strict=True)
+    ]
 
 
-def completed(
+@dataclass(eq=False)
+class _Exchange:
+    """A conversation that is being sampled: the request it began with, and its place among the
+    completions of that request."""
+
+    conversation: Conversation
+    request: Request
+    place: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.conversation.end is not None
+
+
+def complete_all(
     task: TokenizedTask, sampler: Sampler, requests: list[Request], layout: Layout
 ) -> list[Completion]:
-    """The completions of each request; of a task of several turns a whole conversation is one.
+    """Return the completions of each request; in a task of several turns, a conversation each.
 
-    The next request of a conversation is all of its tokens, as they were drawn and said, under a
-    seed that depends on that of its prompt, its place among the prompt's completions, and the turn
-    alone. A message that leaves no room for
-    an answer is no part of it. layout: of the ranks that call this at the same time, and sample as
-        often as each other.
+    The next request of a conversation is all of its tokens so far, those drawn and those of the
+    environment, under a seed that depends only on that of its prompt, its place among the prompt's
+    completions, and the turn. A message that leaves no room for an answer is no part of it.
+    layout: of the ranks that call this at the same time. Each calls the sampler equally often.
     """
-    if not isinstance(task.task, ConversationTask):
+    conversation_task = task.task
+    if not isinstance(conversation_task, ConversationTask):
         return sampler.complete(requests)
     firsts = [(request, place) for request in requests for place in range(request.completions)]
     with failing_together(layout):
-        conversations = task.task.begin([_prompt_of(request) for request, _ in firsts])
-    going = [*zip(conversations, firsts, strict=True)]
+        conversations = conversation_task.begin([_prompt_of(request) for request, _ in firsts])
+    going = [
+        _Exchange(conversation, request, place)
+        for conversation, (request, place) in zip(conversations, firsts, strict=True)
+    ]
     while largest(len(going), layout):
         with failing_together(layout):
-            for (one, _), written in zip(going, sampler.complete(requests, more=True), strict=True):
-                one.add_turn(written, task.answer(written)[0])
-            going = [pair for pair in going if pair[0].end is None]
+            _add_turns(task, going, sampler.complete(requests, more=True))
+            going = [exchange for exchange in going if not exchange.is_over]
+            replies = conversation_task.reply([exchange.conversation for exchange in going])
             requests = []
-            for (one, (first, place)), message in zip(
-                going, task.task.reply([one for one, _ in going]), strict=True
-            ):
-                between = [] if message is None else task.between.tokens(message, one.tokens[-1])
-                room = task.longest - len(one.tokens) - len(between)
-                if message is not None and room > 0:
-                    one.add(between, False, message)
-                    seed = seed_of(first.seed, (one.turns << 32) + place)
-                    requests.append(Request(first.tokens + one.tokens, 1, seed, room))
-                one.end = one.end or (None if room > 0 else LENGTH)
-            going = [pair for pair in going if pair[0].end is None]
-    sampler.complete([])  # what was kept for more is given back
-    return list(map(whole, conversations))
+            for exchange, message in zip(going, replies, strict=True):
+                request = _next_request(task, exchange, message)
+                if request is not None:
+                    requests.append(request)
+            going = [exchange for exchange in going if not exchange.is_over]
+    sampler.complete([])  # The sampler gives back what it kept for further turns.
+    return [as_completion(conversation) for conversation in conversations]
 
 
-def whole(one: Conversation) -> Completion:
-    """All that followed a prompt."""
-    reason = "length" if one.end == LENGTH else "stop"
-    tokens, drawn = torch.tensor(one.tokens), torch.tensor(one.drawn)
-    return Completion(tokens, torch.cat(one.log_probs), reason, one.version, drawn, one)
+def _add_turns(
+    task: TokenizedTask, exchanges: Sequence[_Exchange], completions: Sequence[Completion]
+) -> None:
+    for exchange, completion in zip(exchanges, completions, strict=True):
+        text, _ = task.answer(completion)
+        exchange.conversation.add_turn(completion, text)
 
 
-def overlong_penalty(length: int, longest: int, buffer: int | None, most: float) -> float:
-    """What DAPO adds to the reward of a completion of `length` tokens, its end included
-    (2503.14476, eq. 13).
+def _next_request(
+    task: TokenizedTask, exchange: _Exchange, message: Message | None
+) -> Request | None:
+    """Add the environment's message to a conversation, and return the request for its next turn.
 
-    0 up to longest - buffer tokens, from there on in equal steps, down to -most at `longest`;
-    buffer: None for none.
+    Return None where the conversation is over: the environment says nothing, or there is no room
+    for an answer.
+    """
+    conversation = exchange.conversation
+    between = [] if message is None else task.between.tokens(message, conversation.tokens[-1])
+    room = task.longest - len(conversation.tokens) - len(between)
+    if room <= 0:
+        conversation.end = conversation.end or LENGTH
+    if message is None or room <= 0:
+        return None
+    conversation.add(between, False, message)
+    first = exchange.request
+    seed = seed_of(first.seed, (conversation.turns << 32) + exchange.place)
+    return Request(first.tokens + conversation.tokens, 1, seed, room)
+
+
+def as_completion(conversation: Conversation) -> Completion:
+    """Return all that followed the prompt of a conversation."""
+    return Completion(
+        tokens=torch.tensor(conversation.tokens),
+        log_probs=torch.cat(conversation.log_probs),
+        finish_reason="length" if conversation.end == LENGTH else "stop",
+        model_version=conversation.version,
+        drawn=torch.tensor(conversation.drawn),
+        conversation=conversation,
+    )
+
+
+def overlong_penalty(
+    length: int, longest: int, buffer: int | None, largest_penalty: float
+) -> float:
+    """Return what DAPO adds to the reward of a completion of `length` tokens, its end included.
+
+    It is 0 up to longest - buffer tokens, and falls from there in equal steps to -largest_penalty
+    at `longest`. buffer: None for no penalty. Source: arXiv 2503.14476, equation 13.
     """
     if buffer is None:
         return 0.0
     beyond = max(0, min(length, longest) - (longest - buffer))
-    return -most * beyond / buffer if beyond else 0.0
+    return -largest_penalty * beyond / buffer if beyond else 0.0
 
 
 def scored_groups(
@@ -95,55 +144,68 @@ def scored_groups(
     rollout: PolicyRolloutConfig,
     answers: Sequence[Answer] | None = None,
 ) -> list[list[Document]]:
-    """The documents of each request, with what it was completed to, and the scores; advantages are
-    0.
+    """Return the documents of each request: its completions with their scores. Advantages are 0.
 
-    answers: those of the completions (`TokenizedTask.answers`), where they are known.
+    answers: of the completions (`TokenizedTask.answers`), where they are known.
     """
+    size = rollout.group_size
     prompts = [_prompt_of(request) for request in requests]
-    # What a reference reads in the place of the prompt.
-    instead: list[Tensor | None] = [None] * len(requests)
+    reference_prompts: list[Tensor | None] = [None] * len(requests)
     if task.reference_prompt is not None:
-        instead = [torch.tensor(tokens) for tokens in task.encode_for_reference(prompts)]
-    asked = [
-        (*both, i)
-        for both in zip(requests, instead, strict=True)
-        for i in range(rollout.group_size)
-    ]
-    scores = task.scores([_prompt_of(request) for request, *_ in asked], completions, answers)
-    penalty = rollout.max_completion_length, rollout.overlong_buffer, rollout.overlong_penalty
+        reference_prompts = [torch.tensor(tokens) for tokens in task.encode_for_reference(prompts)]
+    scores = task.scores([prompt for prompt in prompts for _ in range(size)], completions, answers)
     documents = []
-    for (request, other, i), completion, score in zip(asked, completions, scores, strict=True):
-        written = completion.tokens
-        start = torch.tensor(request.tokens)
-        prompt = _prompt_of(request)
-        drawn = (
-            torch.ones_like(written, dtype=torch.bool)
-            if completion.drawn is None
-            else completion.drawn
-        )
+    for i, (completion, score) in enumerate(zip(completions, scores, strict=True)):
+        place, number = divmod(i, size)
         documents.append(
-            Document(
-                tokens=torch.cat([start, written]),
-                loss_mask=torch.cat([torch.zeros_like(start, dtype=torch.bool), drawn]),
-                old_log_probs=completion.log_probs,
-                advantages=torch.zeros(len(completion.log_probs)),
-                group=prompt.index,
-                name=f"prompt {prompt.index}, completion {i}",
-                reward=None
-                if score.reward is None
-                else score.reward + overlong_penalty(len(written), *penalty),
-                exact_match=score.exact_match,
-                truncated=completion.finish_reason == "length",
-                model_version=completion.model_version,
-                measures=score.measures,
-                task_reward=None if rollout.overlong_buffer is None else score.reward,
-                score_failed=score.failed,
-                logged=score.logged,
-                reference_tokens=None if other is None else torch.cat([other, written]),
-            )
+            _document(requests[place], number, completion, score, rollout, reference_prompts[place])
         )
-    return in_groups(documents, rollout.group_size)
+    return in_groups(documents, size)
+
+
+def _document(
+    request: Request,
+    number: int,
+    completion: Completion,
+    score: Score,
+    rollout: PolicyRolloutConfig,
+    reference_prompt: Tensor | None,
+) -> Document:
+    """Return a completion, of this number among those of its request, as a scored document."""
+    prompt = _prompt_of(request)
+    start = torch.tensor(request.tokens)
+    written = completion.tokens
+    drawn = completion.drawn
+    if drawn is None:
+        drawn = torch.ones_like(written, dtype=torch.bool)
+    reward = score.reward
+    if reward is not None:
+        reward += overlong_penalty(
+            len(written),
+            rollout.max_completion_length,
+            rollout.overlong_buffer,
+            rollout.overlong_penalty,
+        )
+    reference_tokens = None
+    if reference_prompt is not None:
+        reference_tokens = torch.cat([reference_prompt, written])
+    return Document(
+        tokens=torch.cat([start, written]),
+        loss_mask=torch.cat([torch.zeros_like(start, dtype=torch.bool), drawn]),
+        old_log_probs=completion.log_probs,
+        advantages=torch.zeros(len(completion.log_probs)),
+        group=prompt.index,
+        name=f"prompt {prompt.index}, completion {number}",
+        reward=reward,
+        exact_match=score.exact_match,
+        truncated=completion.finish_reason == "length",
+        model_version=completion.model_version,
+        measures=score.measures,
+        task_reward=None if rollout.overlong_buffer is None else score.reward,
+        score_failed=score.failed,
+        logged=score.logged,
+        reference_tokens=reference_tokens,
+    )
 
 
 def _prompt_of(request: Request) -> Prompt:
@@ -152,7 +214,7 @@ def _prompt_of(request: Request) -> Prompt:
 
 
 def in_groups(documents: list[Document], size: int) -> list[list[Document]]:
-    """So many consecutive ones each."""
+    """Split documents into consecutive groups of `size`."""
     return [documents[start : start + size] for start in range(0, len(documents), size)]
 
 
@@ -168,43 +230,47 @@ def check_scores(groups: list[list[Document]]) -> None:
         )
 
 
-def fill(
+def resample_uninformative(
     groups: list[list[Document]],
     sample: Callable[[int], list[list[Document]]],
     rounds: int,
     mixed: Mixed = Mixed.reward,
 ) -> list[list[Document]]:
-    """DAPO's dynamic sampling (2503.14476, eq. 11): groups that teach nothing replaced as long as
-    the rounds last.
+    """Replace groups without a signal by further ones, as long as the rounds last.
 
-    groups: of the first round, in the order of their prompts, as is what is returned. sample:
-        (number) -> the groups
-    of so many further prompts. rounds: how often is sampled at most, the first time included; with
-        1 nothing is
-    dropped. mixed: by what a group teaches. Where they do not suffice, the earliest groups that
-        teach nothing stay.
+    This is DAPO's dynamic sampling (arXiv 2503.14476, equation 11).
 
-    Every decision follows from the groups alone, so that ranks that hold the same groups take the
-    same.
+    groups: of the first round, in the order of their prompts, as is the result.
+    sample: takes a number of further prompts, and returns their groups.
+    rounds: how often prompts are sampled at most, the first time included; with 1 nothing is
+        dropped.
+    mixed: the kind of difference within a group that is a signal.
+
+    If groups with a signal do not suffice, the earliest groups without one stay. Every decision
+    follows from the groups alone, so ranks that hold the same groups decide the same.
     """
     if rounds == 1:
         return groups
-    wanted, number = len(groups), 1
-    while (missing := wanted - sum(teaches(group, mixed) for group in groups)) and number < rounds:
+    wanted = len(groups)
+    missing = wanted - sum(has_signal(group, mixed) for group in groups)
+    for _ in range(rounds - 1):
+        if missing == 0:
+            break
         groups = groups + sample(missing)
-        number += 1
-    without = [place for place, group in enumerate(groups) if not teaches(group, mixed)]
+        missing = wanted - sum(has_signal(group, mixed) for group in groups)
+    without = [place for place, group in enumerate(groups) if not has_signal(group, mixed)]
     dropped = set(without[max(0, missing) :])
     share = len(dropped) / len(groups)
-    kept = [group for place, group in enumerate(groups) if place not in dropped]
     return [
-        [replace(document, dropped_prompt_fraction=share) for document in group] for group in kept
+        [replace(document, dropped_prompt_fraction=share) for document in group]
+        for place, group in enumerate(groups)
+        if place not in dropped
     ]
 
 
 def without_uninformative(groups: list[list[Document]]) -> list[Document]:
-    """Return the documents of all groups, those of groups that teach nothing marked as left out."""
-    is_left_out = [not teaches(group) for group in groups]
+    """Return the documents of all groups; those of groups without a signal are marked left out."""
+    is_left_out = [not has_signal(group) for group in groups]
     share = sum(is_left_out) / len(groups)
     return [
         replace(document, left_out=left_out, dropped_group_fraction=share)
@@ -220,14 +286,18 @@ def is_solved(group: list[Document], least: float) -> bool:
     return bool(scored) and right / len(scored) >= least
 
 
-def teaches(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
-    """Whether the task scores the completions differently, or finds only some right; without what
-    lengths take off.
+def has_signal(group: list[Document], mixed: Mixed = Mixed.reward) -> bool:
+    """Return whether the task's rewards differ within a group or, by `mixed`, whether only some of
+    its completions are right.
 
-    Completions that are left out, since nobody could score them, tell nothing.
+    What is taken off for length is no part of these rewards. Completions that are excluded, since
+    nobody could score them, do not count.
     """
-    group = [document for document in group if not document.is_excluded]
+    scored = [document for document in group if not document.is_excluded]
     if mixed == Mixed.exact_match:
-        return len({document.exact_match for document in group}) > 1
-    rewards = [d.reward if d.task_reward is None else d.task_reward for d in group]
+        return len({document.exact_match for document in scored}) > 1
+    rewards = [
+        document.reward if document.task_reward is None else document.task_reward
+        for document in scored
+    ]
     return not are_equal(reward for reward in rewards if reward is not None)

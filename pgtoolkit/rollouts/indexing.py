@@ -13,18 +13,32 @@ from pgtoolkit.batch import OPTIONAL_VECTORS
 from pgtoolkit.config.schema_loss import AdvantageEstimator
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.advantages import Attempt, Estimator
+from pgtoolkit.rollouts.conversations import has_texts
+from pgtoolkit.rollouts.estimator import Attempt, Estimator
+from pgtoolkit.rollouts.parsed_rows import parse_row, parse_rows
 from pgtoolkit.rollouts.plausible import Plausibility
-from pgtoolkit.rollouts.recorded_index import ROW, RecordedIndex, first_parts, read_index, stamp_of
-from pgtoolkit.rollouts.rows import Row, Rules, has_texts, parse_row, parse_rows
+from pgtoolkit.rollouts.recorded_index import (
+    ROW,
+    IndexedFile,
+    RecordedIndex,
+    first_parts,
+    read_index,
+    stamp_of,
+)
+from pgtoolkit.rollouts.rows import Row, Rules
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.row_files import ParquetFile, Problems, RowFile
+
+_TRUTH = {None: -1, False: 0, True: 1}
+"""A truth value as the index has it."""
 
 
 @dataclass(eq=False)
 class Indexing:
-    """Makes the index: every row of the files is read once, and checked; see `RecordedRollouts` for
-    the fields."""
+    """Makes the index: every row of the files is read once, and checked.
+
+    See `RecordedRollouts` for the fields.
+    """
 
     files: Sequence[RowFile]
     config: RecordedRolloutConfig
@@ -36,12 +50,14 @@ class Indexing:
 
     @property
     def key(self) -> str:
-        """What the index depends on, but for the files."""
+        """Everything that the index depends on, but for the files."""
         return repr((self.rules, self.estimator, self.needs_groups, self.config.group_size))
 
     def kept(self, folder: Path) -> RecordedIndex | None:
-        """The index in a run directory, if it is the one that `make` would make of files that have
-        not changed."""
+        """Return the index in a run directory, if `make` would make the same one of these files.
+
+        None if a file has changed since, or the rows are to be checked or read in another way.
+        """
         index = read_index(folder)
         if index is None or index.rules != self.key or len(index.files) != len(self.files):
             return None
@@ -51,36 +67,25 @@ class Indexing:
         return index if all(index.knows(file.label, file.path) for file in self.files) else None
 
     def make(self) -> RecordedIndex:
-        """Raises DataError for what cannot be trained on, the first ten problems as
-        file:row:field."""
-        self._given = self.estimator.name == AdvantageEstimator.given
+        """Return the index.
+
+        Raises DataError for what cannot be trained on: the first ten problems, as file:row:field.
+        """
         self._problems = Problems("the recorded rollouts cannot be trained on")
-        self._groups: dict[int | str, int] = {}
-        self._is_mismatched = self._is_cut = False
-        self._num_too_long = 0
-        self._plausibility = Plausibility()
-        # before they are read: a later change is seen
+        self._given = self.estimator.name == AdvantageEstimator.given
+        # Taken before the files are read, so that a change while they are read is seen later.
         stamps = [stamp_of(file.path) for file in self.files]
-        self._rows = np.fromiter(self._read(), ROW)
+        self._read_rows()
         self._problems.raise_if_any()
         self._check_use()
         imitates = self._check_optional()
-        self._first = first_parts(self._rows)
-        self._attempts = np.flatnonzero(self._first == np.arange(len(self._rows)))
-        self._counted = "documents" if len(self._attempts) == len(self._rows) else "trajectories"
-        if self._counted == "trajectories":
-            counted = f"{len(self._rows)} documents are {len(self._attempts)} trajectories"
-            self.notes.append(
-                f"{counted}, which rewards, aggregation=sample_mean and constant count (D) once "
-                "each."
-            )
-        self._excluded = self._rows["score_failed"] & np.isnan(self._rows["reward"])
+        self._find_attempts()
         self._check_attempts()
         self._check_plausible()
         has_groups = self._number_groups()
         self._compute_advantages(imitates)
         self._problems.raise_if_any()
-        files = [
+        files: list[IndexedFile] = [
             {"name": file.label, **stamp, "sha256": file.digest.hexdigest()}
             for file, stamp in zip(self.files, stamps, strict=True)
         ]
@@ -88,15 +93,26 @@ class Indexing:
         fingerprint = texts.fingerprint() if texts is not None and texts.read else None
         return RecordedIndex(self._rows, files, self.key, has_groups, self.notes, fingerprint)
 
-    def _read(self) -> Iterator[tuple]:
-        """Each row that is right, as ROW has it; what is wrong with the others is added to the
-        problems."""
+    def _read_rows(self) -> None:
+        """Read all rows into `_rows`; the problems of wrong rows are collected."""
+        # group_id -> number of the group, in the order in which they come.
+        self._groups: dict[int | str, int] = {}
+        # Whether some row has sampling log-probs other than its old ones.
+        self._is_mismatched = False
+        # Whether rows beyond `first` were not read.
+        self._is_cut = False
+        self._num_too_long = 0
+        self._plausibility = Plausibility()
+        self._rows = np.fromiter(self._entries(), ROW)
+
+    def _entries(self) -> Iterator[tuple]:
+        """Yield the entries of each right row, as ROW has them."""
         ids: dict[str, str] = {}
-        trajectories, places = {}, itertools.count()
+        trajectories: dict[tuple[object, int | str], int] = {}
+        index = itertools.count()
         for file_number, file in enumerate(self.files):
-            for count, (number, place, row) in enumerate(
-                _checked_rows(file, self.rules, self._problems)
-            ):
+            rows = _checked_rows(file, self.rules, self._problems)
+            for count, (number, place, row) in enumerate(rows):
                 if count == self.first:
                     self._is_cut = True
                     break
@@ -107,24 +123,47 @@ class Indexing:
                     self._is_mismatched = not np.array_equal(
                         row.old_log_probs, row.sampling_log_probs
                     )
-                here = f"{file.label}:{number}"
-                if row.id is not None and (first := ids.setdefault(row.id, here)) != here:
-                    self._problems.add(f"{here}:id", f"is {row.id!r} like that of {first}")
-                group = (
-                    -1
-                    if row.group_id is None
-                    else self._groups.setdefault(row.group_id, len(self._groups))
-                )
-                trajectory, place_of_all = -1, next(places)
-                # unique in its group, or in the file where that names no groups
+                self._check_id(row, f"{file.label}:{number}", ids)
+                group = -1
+                if row.group_id is not None:
+                    group = self._groups.setdefault(row.group_id, len(self._groups))
+                row_index = next(index)
+                trajectory = -1
                 if row.trajectory is not None:
+                    # Unique in its group, or in its file if that names no groups.
                     prompt = (file_number,) if row.group_id is None else row.group_id
-                    trajectory = trajectories.setdefault((prompt, row.trajectory), place_of_all)
-                self._plausibility.add(row, group if trajectory in (-1, place_of_all) else -1)
-                yield file_number, number, place, *_entries(row, group, trajectory)
+                    trajectory = trajectories.setdefault((prompt, row.trajectory), row_index)
+                is_first_part = trajectory in (-1, row_index)
+                self._plausibility.add(row, group if is_first_part else -1)
+                yield file_number, number, place, *_entries_of(row, group, trajectory)
+
+    def _check_id(self, row: Row, label: str, ids: dict[str, str]) -> None:
+        """Collect a problem if another row has the same id. ids: of rows so far, with their
+        labels."""
+        if row.id is None:
+            return
+        first = ids.setdefault(row.id, label)
+        if first != label:
+            self._problems.add(f"{label}:id", f"is {row.id!r} like that of {first}")
+
+    def _find_attempts(self) -> None:
+        """Find the first document of each trajectory, with which the trajectory is counted."""
+        # (documents,) the place of the first document of each one's trajectory.
+        self._first = first_parts(self._rows)
+        # (trajectories,) the places of these first documents.
+        self._attempts = np.flatnonzero(self._first == np.arange(len(self._rows)))
+        # (documents,) whether nobody could score it.
+        self._excluded = self._rows["score_failed"] & np.isnan(self._rows["reward"])
+        self._counted = "documents" if len(self._attempts) == len(self._rows) else "trajectories"
+        if self._counted == "trajectories":
+            self.notes.append(
+                f"{len(self._rows)} documents are {len(self._attempts)} trajectories, which "
+                "rewards, aggregation=sample_mean and constant count (D) once each."
+            )
 
     def _check_use(self) -> None:
-        """Something is there that can be learned."""
+        """Raise DataError if there is nothing to learn from these rows, or a setting does
+        nothing."""
         path = f"rollout.path={self.config.path}"
         rows = self._rows
         if self._num_too_long:
@@ -133,62 +172,67 @@ class Indexing:
                 f"rollout.too_long=skip leaves out {count}, with more than {self.rules.max_tokens} "
                 "tokens."
             )
-        texts = self.rules.texts
-        chosen = (self.config.chat.value, self.config.trained_turns.value)
-        if texts is not None and not texts.read and chosen != ("auto", "all"):
-            raise DataError(
-                refusal(
-                    setting="rollout.chat={} with rollout.trained_turns={}".format(*chosen),
-                    needs="rows of messages, or of prompt and completion",
-                    got="tokens",
-                    reason="It would be ignored.",
-                    use="rollout.chat=auto with rollout.trained_turns=all",
-                )
-            )
+        self._check_texts_are_used()
         if len(rows) == 0:
-            raise DataError(
-                f"{path} needs at least one row (got none in "
-                f"{', '.join(x.label for x in self.files)})."
-            )
-        if not rows["trained"].any() and not self._is_cut:
+            labels = ", ".join(file.label for file in self.files)
+            raise DataError(f"{path} needs at least one row (got none in {labels}).")
+        if self._is_cut:
+            return  # The rows that were not read may have what these lack.
+        if not rows["trained"].any():
             raise DataError(
                 f"{path} needs a trained token (got {len(rows)} documents whose loss_mask is false "
                 "everywhere). Nothing would be learned. Mark the tokens of the completions as true."
             )
-        if (rows["score_failed"] & np.isnan(rows["reward"])).all() and not self._is_cut:
+        if (rows["score_failed"] & np.isnan(rows["reward"])).all():
             raise DataError(
                 f"{path} needs a document that was scored (got {len(rows)} with score_failed=true "
                 "and no reward). They have weight 0, so nothing would be learned. Record rollouts "
                 "whose scoring works."
             )
-        if "sampling_log_probs" in self.rules.required and not (
-            self._is_mismatched or self._is_cut
-        ):
+        if "sampling_log_probs" in self.rules.required and not self._is_mismatched:
             raise DataError(
                 f"{path} needs sampling_log_probs other than old_log_probs (got the same in every "
                 "row). A correction would be 1 everywhere. Use old_log_probs that the trainer "
                 "computed, or correction=none."
             )
 
-    def _check_optional(self) -> bool:
-        """What a row may lack is in all rows or in none. Returns whether these are examples to
-        imitate."""
-        rows = self._rows
-        has = {"old_log_probs": rows["old_log_probs"]}
-        if self._given:
-            has["advantage"] = rows["has_advantage"]
-        for name, there in has.items():
-            if there.any() and not there.all():
-                self._refuse(int(there.argmin()), name, "is missing; other rows have one")
-        imitates, rewarded = (
-            self._given and not rows["has_advantage"].any(),
-            ~np.isnan(rows["reward"]),
+    def _check_texts_are_used(self) -> None:
+        """Raise DataError if keys that say how texts become tokens are set, and no row has
+        texts."""
+        texts = self.rules.texts
+        chat = self.config.chat.value
+        trained_turns = self.config.trained_turns.value
+        if texts is None or texts.read or (chat, trained_turns) == ("auto", "all"):
+            return
+        raise DataError(
+            refusal(
+                setting=f"rollout.chat={chat} with rollout.trained_turns={trained_turns}",
+                needs="rows of messages, or of prompt and completion",
+                got="tokens",
+                reason="It would be ignored.",
+                use="rollout.chat=auto with rollout.trained_turns=all",
+            )
         )
-        if imitates and rewarded.any():
+
+    def _check_optional(self) -> bool:
+        """Check that optional fields are in all rows or in none.
+
+        Return whether the rows are examples to imitate: without an advantage or a reward.
+        """
+        rows = self._rows
+        present = {"old_log_probs": rows["old_log_probs"]}
+        if self._given:
+            present["advantage"] = rows["has_advantage"]
+        for name, is_present in present.items():
+            if is_present.any() and not is_present.all():
+                self._refuse(int(is_present.argmin()), name, "is missing; other rows have one")
+        imitates = self._given and not rows["has_advantage"].any()
+        has_reward = ~np.isnan(rows["reward"])
+        if imitates and has_reward.any():
             reason = (
                 "is missing, and rows have a reward: advantage=dr_grpo makes advantages of rewards"
             )
-            self._refuse(int(rewarded.argmax()), "advantage", reason)
+            self._refuse(int(has_reward.argmax()), "advantage", reason)
         elif imitates:
             self.notes.append(
                 "no row has an advantage or a reward: every advantage is 1 (supervised "
@@ -198,16 +242,19 @@ class Indexing:
         return imitates
 
     def _check_attempts(self) -> None:
-        """The documents of a trajectory have one reward, and either all or none match exactly."""
+        """Check that the documents of a trajectory have the same reward, and the same outcome."""
         for name in ("reward", "exact_match", "score_failed"):
-            own, shared = self._rows[name], self._rows[name][self._first]
-            for index in np.flatnonzero((own != shared) & ~(np.isnan(own) & np.isnan(shared))):
-                reason = (
+            values = self._rows[name]
+            first = values[self._first]
+            differs = (values != first) & ~(np.isnan(values) & np.isnan(first))
+            for index in np.flatnonzero(differs):
+                self._refuse(
+                    index,
+                    name,
                     f"is not that of {self._label(self._first[index])}, which is of the same "
-                    "trajectory. "
+                    f"trajectory. An attempt has one {name}. Let all of its rows repeat it, or "
+                    "leave the trajectory out",
                 )
-                reason += "An attempt has one. Let all of its"
-                self._refuse(index, name, f"{reason} rows repeat it, or leave the trajectory out")
         self._problems.raise_if_any()
 
     def _check_plausible(self) -> None:
@@ -224,47 +271,58 @@ class Indexing:
         self.notes += self._plausibility.notes()
 
     def _number_groups(self) -> bool:
-        """Number every document's group, where the data says which it is or `group_size` does;
-        whether they do."""
-        size, groups = self.config.group_size, self._rows["group"]
+        """Number every document's group, by group_id or by `rollout.group_size`.
+
+        Return whether the groups are known. Where they are not, each attempt is a group by itself.
+        """
+        size = self.config.group_size
+        groups = self._rows["group"]
         missing = np.flatnonzero(groups < 0)
         if len(missing) == 0:
             self._check_groups(list(self._groups))
         elif self._groups or (self.needs_groups and size is None):
             others = "; other rows have one" if self._groups else ""
-            reason = (
-                f"is missing{others}. Documents of one prompt share it. Without any, set "
-                "rollout.group_size"
-            )
             for index in missing:
-                self._refuse(index, "group_id", reason)
-        else:  # each alone where nothing asks which documents share a prompt
+                self._refuse(
+                    index,
+                    "group_id",
+                    f"is missing{others}. Documents of one prompt share it. Without any, set "
+                    "rollout.group_size",
+                )
+        else:
             groups[self._attempts] = np.arange(len(self._attempts)) // (size or 1)
             groups[:] = groups[self._first]
-            counts = np.bincount(self._rows["file"][self._attempts], minlength=len(self.files))
-            for file, count in zip(self.files, counts, strict=True):
-                if count % (size or 1) and not self._is_cut:
-                    counted = (
-                        f"{count} {self._counted}, which is no multiple of "
-                        f"rollout.group_size={size}"
-                    )
-                    self._problems.add(file.label, f"has no group_id and {counted}")
+            self._check_counts(size or 1)
         self._problems.raise_if_any()
         return len(missing) == 0 or size is not None
 
+    def _check_counts(self, size: int) -> None:
+        """Collect a problem for each file that ends within a group of `size` attempts."""
+        if self._is_cut:
+            return
+        counts = np.bincount(self._rows["file"][self._attempts], minlength=len(self.files))
+        for file, count in zip(self.files, counts, strict=True):
+            if count % size:
+                self._problems.add(
+                    file.label,
+                    f"has no group_id and {count} {self._counted}, which is no multiple of "
+                    f"rollout.group_size={size}",
+                )
+
     def _check_groups(self, ids: list[int | str]) -> None:
-        """Groups that the rows name: all of `group_size`, if that is given, and each in one
-        file."""
-        size, groups = self.config.group_size, self._rows["group"]
+        """Check the groups that rows name: all of `group_size`, if it is set; note those in several
+        files."""
+        size = self.config.group_size
+        groups = self._rows["group"]
         _, first, counts = np.unique(groups[self._attempts], return_index=True, return_counts=True)
-        for number in (
-            np.flatnonzero(counts != size) if size is not None and not self._is_cut else ()
-        ):
-            reason = (
-                f"is {ids[number]!r}, a group of {counts[number]} {self._counted}; "
-                f"rollout.group_size={size}"
-            )
-            self._refuse(int(self._attempts[first[number]]), "group_id", reason)
+        if size is not None and not self._is_cut:
+            for number in np.flatnonzero(counts != size):
+                self._refuse(
+                    int(self._attempts[first[number]]),
+                    "group_id",
+                    f"is {ids[number]!r}, a group of {counts[number]} {self._counted}; "
+                    f"rollout.group_size={size}",
+                )
         spread = np.unique(groups * len(self.files) + self._rows["file"]).size - len(counts)
         if spread:
             self.notes.append(
@@ -274,55 +332,57 @@ class Indexing:
             )
 
     def _compute_advantages(self, imitates: bool) -> None:
+        """Fill in `advantage` and `has_signal` of all rows."""
         rows = self._rows
         if imitates:
             rows["advantage"] = 1.0
         elif self.estimator.name == AdvantageEstimator.none:
             rows["advantage"] = 0.0
         elif not self._given:
-            order = self._attempts[np.argsort(rows["group"][self._attempts], kind="stable")]
-            groups = np.split(order, np.flatnonzero(np.diff(rows["group"][order])) + 1)
-            # the others of a group may follow, without whom a function of the user's may not do
-            if self._is_cut:
-                groups = [
-                    members
-                    for members in groups
-                    if len(members) > 1 and self.estimator.function is None
-                ]
-            rewards, lengths = (
-                rows["reward"].tolist(),
-                np.bincount(self._first, rows["trained"]).astype(int).tolist(),
-            )
-            scored = (~self._excluded).tolist()
-            attempts = (
-                [Attempt(rewards[i] if scored[i] else None, lengths[i]) for i in members]
-                for members in groups
-            )
-            found = self.estimator.advantages(
-                attempts,
-                lambda number, problem: self._refuse(groups[number][0], "group_id", problem),
-            )
-            for members, advantages in zip(groups, found, strict=True):
-                rows["advantage"][members] = advantages
-            rows["advantage"] = rows["advantage"][self._first]
+            self._estimate()
         if imitates or not self._given:
             rows["has_signal"] = (rows["advantage"].astype(np.float32) != 0) & (rows["trained"] > 0)
         rows["has_signal"] &= ~self._excluded
 
-    def _label(self, index: int) -> str:
-        return f"{self.files[self._rows['file'][index]].label}:{self._rows['number'][index]}"
+    def _estimate(self) -> None:
+        """Fill in `advantage` by the estimator, from the rewards of the attempts of each group."""
+        rows = self._rows
+        order = self._attempts[np.argsort(rows["group"][self._attempts], kind="stable")]
+        groups = np.split(order, np.flatnonzero(np.diff(rows["group"][order])) + 1)
+        if self._is_cut:
+            # The others of a group may be among the rows that were not read, and a function of the
+            # user's may need them.
+            is_ours = self.estimator.function is None
+            groups = [members for members in groups if len(members) > 1 and is_ours]
+        rewards = rows["reward"].tolist()
+        lengths = np.bincount(self._first, rows["trained"]).astype(int).tolist()
+        is_scored = (~self._excluded).tolist()
+        attempts = (
+            [Attempt(rewards[i] if is_scored[i] else None, lengths[i]) for i in members]
+            for members in groups
+        )
+
+        def refuse(number: int, problem: str) -> None:
+            self._refuse(groups[number][0], "group_id", problem)
+
+        estimated = self.estimator.advantages(attempts, refuse)
+        for members, advantages in zip(groups, estimated, strict=True):
+            rows["advantage"][members] = advantages
+        rows["advantage"] = rows["advantage"][self._first]
+
+    def _label(self, index: int | np.integer) -> str:
+        row = self._rows[index]
+        return f"{self.files[row['file']].label}:{row['number']}"
 
     def _refuse(self, index: int | np.integer, field: str, reason: str) -> None:
-        self._problems.add(f"{self._label(int(index))}:{field}", reason)
+        """Collect a problem with a field of a row."""
+        self._problems.add(f"{self._label(index)}:{field}", reason)
 
 
-def _entries(row: Row, group: int, trajectory: int) -> tuple:
-    """A row's entries of ROW from its checksum on."""
-    trained, old, truth = (
-        int(np.count_nonzero(row.loss_mask)),
-        row.old_log_probs,
-        {None: -1, False: 0, True: 1},
-    )
+def _entries_of(row: Row, group: int, trajectory: int) -> tuple:
+    """Return a row's entries of ROW, from its checksum on."""
+    trained = int(np.count_nonzero(row.loss_mask))
+    old = row.old_log_probs
     return (
         row.digest(),
         len(row.token_ids),
@@ -336,8 +396,8 @@ def _entries(row: Row, group: int, trajectory: int) -> tuple:
         bool(row.score_failed),
         np.nan if old is None else old.sum() / max(1, trained),
         np.nan if row.model_version is None else row.model_version,
-        truth[row.truncated],
-        truth[row.exact_match],
+        _TRUTH[row.truncated],
+        _TRUTH[row.exact_match],
         *(getattr(row, name) is not None for name in OPTIONAL_VECTORS),
     )
 
@@ -345,17 +405,17 @@ def _entries(row: Row, group: int, trajectory: int) -> tuple:
 def _checked_rows(
     file: RowFile, rules: Rules, problems: Problems
 ) -> Iterator[tuple[int, int, Row | None]]:
-    """Number from 1, place and contents of each row that is right; what is wrong is added to the
-    problems.
+    """Yield the number from 1, the place and the contents of each right row; None for one that is
+    too long.
 
-    None for a row that is too long, and left out.
+    What is wrong with other rows is added to the problems.
     """
-    tokens = () if file.names is not None and has_texts(file.names) else ("token_ids", "loss_mask")
-    for name in (*tokens, *rules.required):
-        if file.names is not None and name not in file.names:
-            problems.add(
-                file.label, f"has no column {name}; its columns are {', '.join(file.names)}"
-            )
+    if file.names is not None:
+        tokens = () if has_texts(file.names) else ("token_ids", "loss_mask")
+        for name in (*tokens, *rules.required):
+            if name not in file.names:
+                columns = ", ".join(file.names)
+                problems.add(file.label, f"has no column {name}; its columns are {columns}")
     problems.raise_if_any()
     if isinstance(file, ParquetFile):
         parsed = (row for batch in file.batches() for row in parse_rows(batch, rules))
@@ -367,4 +427,5 @@ def _checked_rows(
             yield number, place, row
             continue
         for name, reason in row:
-            problems.add(f"{file.label}:{number}" + (f":{name}" if name else ""), reason)
+            label = f"{file.label}:{number}"
+            problems.add(f"{label}:{name}" if name else label, reason)

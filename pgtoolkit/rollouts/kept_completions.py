@@ -1,11 +1,12 @@
-"""Which completions of a step are kept to be looked at."""
+"""The few completions of every step that are kept for people to look at."""
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pgtoolkit.batch import Document
 from pgtoolkit.completion import Prompt
@@ -18,6 +19,9 @@ from pgtoolkit.runs.completion_files import (
     write_redacted,
 )
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 STEPS_PER_FILE = 100
 
 _SECONDS_BETWEEN_WRITES = 15.0
@@ -26,14 +30,14 @@ _SECONDS_BETWEEN_WRITES = 15.0
 class KeptCompletions:
     """A few completions of every step of training, in files of STEPS_PER_FILE steps.
 
-    A file is written again, whole, as it grows: at each checkpoint, at the end, and meanwhile every
-        few seconds, so
-    that a run can be looked at while it goes on. Which completions are kept follows from the step's
-    documents alone.
+    A file is written anew as it grows: at each checkpoint, at the end, and every few seconds in
+    between, so that one can look at a run that is still going. Which completions are kept follows
+    from the step's documents alone.
 
-    count: of each step. prompt_of: the prompt of a document. step: the last step before, of a
-        resumed run that of its
-    checkpoint; the files hold no later one (`drop_completions_after`).
+    count: completions of each step.
+    prompt_of: returns the prompt of a document.
+    step: the last step before; in a resumed run, that of its checkpoint. The files hold no later
+        one (`drop_completions_after`).
     """
 
     def __init__(
@@ -41,13 +45,16 @@ class KeptCompletions:
         run_dir: Path,
         count: int,
         prompt_of: Callable[[Document], Prompt],
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         step: int,
     ):
-        self._folder, self._count = run_dir / FOLDER, count
-        self._prompt_of, self._tokenizer = prompt_of, tokenizer
-        self._rows: list[CompletionRow] = []  # of the file that grows
+        self._folder = run_dir / FOLDER
+        self._count = count
+        self._prompt_of = prompt_of
+        self._tokenizer = tokenizer
         self._path = self._path_of(step + 1)
+        # The rows of the file that grows.
+        self._rows: list[CompletionRow] = []
         self._last_write = time.monotonic()
         if self._path.exists():
             self._rows = read_completions(self._path)
@@ -55,22 +62,24 @@ class KeptCompletions:
     def add(self, step: int, documents: list[Document]) -> None:
         """Keep some of a step's documents. Raises StorageError, here or in `write`, if they cannot
         be written."""
-        if (path := self._path_of(step)) != self._path:
+        path = self._path_of(step)
+        if path != self._path:
             self.write()
-            self._path, self._rows = path, []
+            self._path = path
+            self._rows = []
         prompts = {document.group: self._prompt_of(document) for document in documents}
-        kept = chosen(
-            documents, {group: prompt.place for group, prompt in prompts.items()}, self._count
-        )
-        rows = [
-            row_of(step, d, prompts[d.group], self._tokenizer, float(d.advantages[0])) for d in kept
-        ]
+        names = {group: prompt.place for group, prompt in prompts.items()}
+        rows = []
+        for document in chosen(documents, names, self._count):
+            advantage = float(document.advantages[0])
+            prompt = prompts[document.group]
+            rows.append(row_of(step, document, prompt, self._tokenizer, advantage))
         self._rows += redacted(rows)
         if time.monotonic() > self._last_write + _SECONDS_BETWEEN_WRITES:
             self.write()
 
     def write(self) -> None:
-        """What is kept is on the disk."""
+        """Write the rows that are kept to the disk."""
         if self._rows:
             write_redacted(self._path, self._rows)
         self._last_write = time.monotonic()
@@ -81,22 +90,26 @@ class KeptCompletions:
 
 
 def row_of(
-    step: int, document: Document, prompt: Prompt, tokenizer, advantage: float | None = None
+    step: int,
+    document: Document,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    advantage: float | None = None,
 ) -> CompletionRow:
-    """A document as it is kept."""
+    """Return a document as the row that is kept of it."""
     assert document.model_version is not None
-    # of a conversation the completion is all that follows
+    # The completion of a conversation is all that follows its prompt.
     first = int(document.loss_mask.int().argmax())
     return CompletionRow(
         step=step,
         name=prompt.place,
-        prompt=tokenizer.decode(document.tokens[:first]),
-        completion=tokenizer.decode(document.tokens[first:]),
+        prompt=str(tokenizer.decode(document.tokens[:first])),
+        completion=str(tokenizer.decode(document.tokens[first:])),
         reward=document.reward,
         rewards={
-            k.removeprefix("reward/"): x
-            for k, x in document.measures.items()
-            if k.startswith("reward/")
+            name.removeprefix("reward/"): score
+            for name, score in document.measures.items()
+            if name.startswith("reward/")
         },
         advantage=advantage,
         tokens=document.num_trained,
@@ -107,13 +120,15 @@ def row_of(
     )
 
 
-def chosen(documents: list[Document], names: dict[int, str], count: int) -> list[Document]:
-    """So many of a step's documents, in their order; names: of the prompt of each group.
+def chosen(documents: list[Document], names: Mapping[int, str], count: int) -> list[Document]:
+    """Return `count` of a step's documents, in their order.
 
-    First come prompts whose completions score differently, from which something is learned; among
-    those, and among the others, the prompts whose names have the lowest checksum, so that a prompt
-    that comes again is kept again. Of a prompt that is not kept whole the best completion comes
-    first, then the worst, the second best, and so on.
+    names: of the prompt of each group.
+
+    First come prompts whose completions score differently, from which something is learned. Within
+    these, and within the others, prompts with the lowest checksum of their name come first, so that
+    a prompt that is asked again is kept again. If not all completions of a prompt are kept, the
+    best comes first, then the worst, the second best, and so on.
     """
     groups: dict[int, list[Document]] = {}
     for document in documents:
@@ -125,13 +140,15 @@ def chosen(documents: list[Document], names: dict[int, str], count: int) -> list
 
     ranked = sorted(groups, key=rank)
     kept = [document for group in ranked for document in _best_and_worst(groups[group])][:count]
-    places = {id(document) for document in kept}
-    return [document for document in documents if id(document) in places]
+    kept_ids = {id(document) for document in kept}
+    return [document for document in documents if id(document) in kept_ids]
 
 
 def _best_and_worst(documents: list[Document]) -> list[Document]:
-    """From both ends in turn, by reward; of equal ones the first comes first. Those without a
-    reward are the last."""
+    """Return documents by reward, from both ends in turn; those without a reward come last.
+
+    Of documents with equal rewards the first comes first.
+    """
     scored = [document for document in documents if document.reward is not None]
     falling = sorted(scored, key=lambda document: -(document.reward or 0.0))
     in_turn = [falling[i // 2 if i % 2 == 0 else -1 - i // 2] for i in range(len(falling))]

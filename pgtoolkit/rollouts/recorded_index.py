@@ -6,7 +6,7 @@ import json
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -19,90 +19,100 @@ FILE_NAME = "recorded_index.npz"
 
 ROW = np.dtype(
     [
-        *[
-            ("file", "i4"),
-            ("number", "i8"),
-            ("place", "i8"),
-            ("checksum", "u4"),
-            ("tokens", "i4"),
-            ("trained", "i4"),
-        ],
-        *[
-            ("group", "i8"),
-            ("trajectory", "i8"),
-            ("reward", "f8"),
-            ("advantage", "f8"),
-            ("has_advantage", "?"),
-            ("has_signal", "?"),
-            ("score_failed", "?"),
-        ],
-        *[
-            ("old_log_prob", "f8"),
-            ("model_version", "f8"),
-            ("truncated", "i1"),
-            ("exact_match", "i1"),
-        ],
+        ("file", "i4"),
+        ("number", "i8"),
+        ("place", "i8"),
+        ("checksum", "u4"),
+        ("tokens", "i4"),
+        ("trained", "i4"),
+        ("group", "i8"),
+        ("trajectory", "i8"),
+        ("reward", "f8"),
+        ("advantage", "f8"),
+        ("has_advantage", "?"),
+        ("has_signal", "?"),
+        ("score_failed", "?"),
+        ("old_log_prob", "f8"),
+        ("model_version", "f8"),
+        ("truncated", "i1"),
+        ("exact_match", "i1"),
         *[(name, "?") for name in OPTIONAL_VECTORS],
     ]
 )
-"""What is known of a row; NaN, and -1 of what is true or false, is not recorded.
+"""The entries of a row. A number that is not recorded is NaN; a truth value, -1.
 
 file: its place among the files. number: in its file, from 1. place: where `RowFile.row` finds it.
-    checksum:
-`Row.digest`. tokens, trained: how many. trajectory: the place among all rows of its first document.
-    advantage: of the
-estimator. has_signal: whether an advantage is not 0. score_failed: whether nobody could score it.
-    old_log_prob: the
-mean over its trained tokens. OPTIONAL_VECTORS: whether it has them.
+checksum: `Row.digest`.
+tokens, trained: how many it has of each.
+trajectory: the place among all rows of its trajectory's first document.
+advantage: by the estimator. has_signal: whether an advantage is not 0.
+score_failed: whether nobody could score it.
+old_log_prob: the mean over its trained tokens.
+OPTIONAL_VECTORS: whether it has them.
 """
+
+
+class FileStamp(TypedDict):
+    """Numbers of a file that change with its contents: its size, and the time of its last change in
+    nanoseconds."""
+
+    bytes: int
+    changed_ns: int
+
+
+class IndexedFile(FileStamp):
+    """A file as it was when it was indexed."""
+
+    name: str
+    sha256: str
 
 
 @dataclass
 class RecordedIndex:
-    """rows: (documents,) of dtype ROW, in the order of the files, of which none has to be read for
-    it again.
+    """What is known of every row, so that none has to be read again for it.
 
-    files: name, bytes, time of the last change in ns, and SHA-256 of each. rules: what the rows
-        were checked for.
-    has_groups: whether it is known which documents share a prompt. notes: what a user is told.
-        texts: the fingerprint
-    of what made tokens of texts; None where rows have tokens.
+    rows: (documents,) of dtype ROW, in the order of the files.
+    rules: what the rows were checked for. has_groups: whether it is known which documents share a
+        prompt.
+    notes: for the user. texts: the fingerprint of what made tokens of texts; None where rows have
+        tokens.
     """
 
     rows: np.ndarray
-    files: list[dict[str, Any]]
+    files: list[IndexedFile]
     rules: str
     has_groups: bool
     notes: list[str]
     texts: int | None = None
 
-    def digests(self) -> dict[str, dict]:
-        """Of each file, as data.json of a run keeps them."""
+    def digests(self) -> dict[str, dict[str, int | str]]:
+        """Return the size and the digest of each file, as data.json of a run keeps them."""
         return {
             file["name"]: {"bytes": file["bytes"], "sha256": file["sha256"]} for file in self.files
         }
 
     def knows(self, name: str, path: Path) -> bool:
-        """Whether a file has the size and the time of its last change that it had when it was
-        indexed."""
+        """Return whether a file has the size and the time of its last change that it had when it
+        was indexed."""
         return any(
             file["name"] == name and stamp_of(path).items() <= file.items() for file in self.files
         )
 
     def write(self, folder: Path) -> None:
         about = {name: value for name, value in vars(self).items() if name != "rows"}
-        with storage(path := folder / FILE_NAME), replacing(path) as file:
+        path = folder / FILE_NAME
+        with storage(path), replacing(path) as file:
             np.savez(file, rows=self.rows, about=np.array(json.dumps(about)))
 
 
 def first_parts(rows: np.ndarray) -> np.ndarray:
-    """(documents,) the place of the first document of each one's trajectory: its own place where it
-    names none."""
+    """Return the (documents,) place of the first document of each one's trajectory: its own place
+    if it names none."""
     return np.where(rows["trajectory"] < 0, np.arange(len(rows)), rows["trajectory"])
 
 
 def read_index(folder: Path) -> RecordedIndex | None:
-    """The index that was kept in a run directory; None where there is none, or no whole one of this
+    """Return the index in a run directory; None if there is none that is complete and of this
     version."""
     try:
         with np.load(folder / FILE_NAME) as kept:
@@ -112,9 +122,9 @@ def read_index(folder: Path) -> RecordedIndex | None:
     return index if index.rows.dtype == ROW else None
 
 
-def stamp_of(path: Path) -> dict[str, int]:
-    """What tells of a change of a file: its size and time. Raises DataError where it cannot be
-    read."""
+def stamp_of(path: Path) -> FileStamp:
+    """Return the size and the time of the last change of a file. Raises DataError where it cannot
+    be read."""
     try:
         status = path.stat()
     except OSError as error:

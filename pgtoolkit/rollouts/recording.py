@@ -20,22 +20,25 @@ from pgtoolkit.runs.records import storage
 from pgtoolkit.system.plain_files import replacing
 
 ROW_GROUP_TOKENS = 2**20
-"""A row group is read whole: it ends with the row that reaches so many tokens."""
+"""A row group ends with the row that reaches this many tokens, since readers load all of it."""
 
 
 def recording_folder(path: str, resume: bool = False) -> Path:
-    """The folder of a run's batches, made. Raises ConfigError where it has some and the run is not
-    resumed."""
+    """Make the folder of a run's batches, and return it.
+
+    Raises ConfigError where it holds batches and the run is not resumed.
+    """
     folder = Path(path).expanduser()
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    if not resume and (problem := occupied_by_rollouts(path)):
+    problem = None if resume else occupied_by_rollouts(path)
+    if problem:
         raise ConfigError(problem)
     return folder
 
 
 def write_batch(folder: Path, number: int, documents: list[Document]) -> Path:
-    """Record the documents of a batch; returns the file, which has its name once it is complete and
+    """Record the documents of a batch; return the file, which gets its name once it is complete and
     on the disk.
 
     A resumed run writes the batches after its checkpoint again, each over itself, so no row is lost
@@ -45,34 +48,37 @@ def write_batch(folder: Path, number: int, documents: list[Document]) -> Path:
     rows = map(row_of, documents)
     columns = []
     if any(document.score_failed for document in documents):
+        rows = map(_row_with_failure, documents)
         columns = ["reward", "score_failed"]
-        rows = (_with_failure(row, document) for row, document in zip(rows, documents, strict=True))
     with storage(path), replacing(path) as file:
         write_parquet(file, rows, columns)
     return path
 
 
-def _with_failure(row: Row, document: Document) -> Row:
-    """The row with whether its score failed, which rows of other batches leave out."""
+def _row_with_failure(document: Document) -> Row:
+    """Return the row of a document with whether its score failed, which rows of other batches leave
+    out."""
+    row = row_of(document)
     row.score_failed = document.score_failed
     return row
 
 
 def batch_file(folder: Path, number: int) -> Path:
-    """Where the documents of batch `number` are recorded in a folder."""
+    """Return the file of a folder in which the documents of batch `number` are recorded."""
     return folder / f"batch-{number:06d}.parquet"
 
 
 def row_of(document: Document) -> Row:
-    """The row that records a document; its name becomes the id, its group the group_id."""
+    """Return the row that records a document; its name becomes the id, its group the group_id."""
     mask = document.loss_mask.numpy()
 
     def per_token(values: torch.Tensor | None) -> np.ndarray | None:
+        """Return (S,) numbers from those of the trained tokens, 0 elsewhere."""
         if values is None:
             return None
-        row = np.zeros(len(mask), np.float32)
-        row[mask] = values.numpy()
-        return row
+        numbers = np.zeros(len(mask), np.float32)
+        numbers[mask] = values.numpy()
+        return numbers
 
     return Row(
         token_ids=document.tokens.numpy(),
@@ -89,15 +95,14 @@ def row_of(document: Document) -> Row:
 
 
 def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] = ()) -> None:
-    """Parquet with page checksums, a row group at a time in memory.
+    """Write rows as Parquet with page checksums, a row group at a time.
 
-    The columns are what the rows of the first group know, and further ones of their measures, which
-    training ignores.
-    columns: fields that the file has also where the first group does not know them.
+    The columns are the fields that rows of the first group have, and their measures, which training
+    ignores. columns: fields that the file has even if the first group does not have them.
     """
     groups = _row_groups(rows)
     first = next(groups)
-    known = [
+    fields = [
         (name, kind)
         for name, (kind, _) in FIELDS.items()
         if name in columns or any(getattr(row, name) is not None for row in first)
@@ -106,21 +111,24 @@ def write_parquet(file: BinaryIO, rows: Iterable[Row], columns: Collection[str] 
         (name, pa.float64())
         for name in dict.fromkeys(name for row in first for name in row.measures)
     ]
-    schema = pa.schema([*known, *measures])
+    schema = pa.schema([*fields, *measures])
     with pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
         for group in itertools.chain([first], groups):
-            values = [[getattr(row, name) for row in group] for name, _ in known]
+            values = [[getattr(row, name) for row in group] for name, _ in fields]
             values += [[row.measures.get(name) for row in group] for name, _ in measures]
             writer.write_table(pa.table(values, schema=schema))
 
 
 def _row_groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    group, tokens = [], 0
+    """Split rows into consecutive groups of about ROW_GROUP_TOKENS tokens."""
+    group = []
+    tokens = 0
     for row in rows:
         group.append(row)
         tokens += len(row.token_ids)
         if tokens >= ROW_GROUP_TOKENS:
             yield group
-            group, tokens = [], 0
+            group = []
+            tokens = 0
     if group:
         yield group

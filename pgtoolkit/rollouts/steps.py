@@ -1,5 +1,4 @@
-"""The step loader: turns a stream of documents into optimizer steps with their totals
-(`docs_per_step`).
+"""The step loader: turns a stream of documents into optimizer steps with their totals.
 
 Which documents make a step depends on `docs_per_step` and on where groups and batches end, never on
 how the step is then cut into micro-batches. The loader's place in the data is one integer, the
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,12 +30,14 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.ranks.agreement import check_same, failing_together
 from pgtoolkit.ranks.layout import ONE_PROCESS, Layout
 
-_MOST_EMPTY_BATCHES = 10
+_MAX_EMPTY_BATCHES = 10
+"""Batches in a row that may have nothing to train on; the run ends with the last of them."""
+
 _NOTHING_DIFFERS = (
-    f"{_MOST_EMPTY_BATCHES} batches in a row have no prompt whose completions score "
-    "differently, so rollout.uninformative=drop leaves nothing to train on. Is the task too hard, "
-    "too easy, or an answer longer than a completion? Use another task or start, or "
-    "rollout.uninformative=train."
+    f"{_MAX_EMPTY_BATCHES} batches in a row have no prompt whose completions score "
+    "differently, so rollout.uninformative=drop leaves nothing to train on. Is the task too hard "
+    "or too easy, or are completions cut off before the answer? Use another task, another model to "
+    "start from, or rollout.uninformative=train."
 )
 _ALL_SOLVED = (
     "the first batch has retired every prompt (rollout.retire_at), and none of its prompts has "
@@ -47,12 +48,11 @@ _ALL_SOLVED = (
 
 @dataclass(frozen=True)
 class Outline(Document):
-    """What a rank knows of a document that another rank trains on.
+    """The facts that a rank knows of a document that another rank trains on.
 
-    Its vectors lie on torch's device meta: they have a length and no numbers. checksum: of its
-    contents. has_signal:
-    whether an advantage is not 0. old_log_prob: the mean over the trained tokens; NaN where nobody
-        knows it.
+    Its vectors lie on torch's device meta: they have a length and no numbers.
+    checksum: of its contents. has_signal: whether an advantage is not 0.
+    old_log_prob: the mean over the trained tokens; NaN where nobody knows it.
     """
 
     checksum: int = 0
@@ -64,15 +64,13 @@ class Outline(Document):
 
 
 class Source(Protocol):
-    """A stream of documents by position; those of a group, and of a trajectory in it, stand next to
-    each other.
+    """A stream of documents by position. The documents of a group are next to each other, and so
+    are those of a trajectory in it.
 
-    A batch is what the stream comes in: one round of rollouts, or one pass over recorded files.
-        Whoever only reads
-    documents inherits what only those do who make them.
-    num_documents: None where they never end. batch_size: documents of a batch. has_groups: whether
-        it is known which
-    documents share a prompt.
+    The stream comes in batches: rounds of rollouts, or passes over recorded files. A source that
+    only reads documents inherits the methods that matter to those that make them.
+    num_documents: None if they never end. batch_size: documents of a batch.
+    has_groups: whether it is known which documents share a prompt.
     """
 
     num_documents: int | None = None
@@ -80,18 +78,18 @@ class Source(Protocol):
     has_groups: bool = True
 
     def before_step(self, position: int) -> None:
-        """Called once before the documents of a step are asked for: where in the stream it
-        begins."""
+        """Prepare for the step that begins at this position. Called once, before its documents are
+        asked for."""
 
     def document(self, position: int) -> Document:
         raise NotImplementedError
 
     def outline(self, position: int) -> Document:
-        """The document, or as much of it as is known without reading it."""
+        """Return the document, or as much of it as is known without reading it."""
         return self.document(position)
 
     def batch_end(self, position: int) -> int:
-        """The position after the last document of this one's batch."""
+        """Return the position after the last document of this one's batch."""
         return (position // self.batch_size + 1) * self.batch_size
 
     def state_dict(self) -> dict:
@@ -101,8 +99,10 @@ class Source(Protocol):
         """Go on from a state of `state_dict`. Raises ValueError for anything else."""
 
     def seconds(self) -> dict[str, float]:
-        """What making documents took since the last call, by stage; nothing where they are only
-        read."""
+        """Return the seconds that making documents took since the last call, by stage.
+
+        Empty if documents are only read.
+        """
         return {}
 
     def close(self) -> None:
@@ -111,14 +111,15 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class StepLoader:
-    """Iterates over the steps from the current position on; at most `max_steps` in the whole run.
+    """Iterates over the steps from the current position on; at most `max_steps` in a run with its
+    resumed parts.
 
-    A step ends only where a trajectory ends. close_on_groups: and where a group ends (needed by
-        prompt_mean).
-    layout: the ranks, among which the documents of every step are divided.
+    A step ends only where a trajectory ends; with close_on_groups, which prompt_mean needs, only
+    where a group ends. layout: the ranks, among which the documents of every step are divided.
+
     The length is known, so that Lightning fetches no step ahead: rollouts are generated by the
-        policy that the
-    previous step left, and the committed state is the state after the step just taken.
+    policy that the previous step left, and the committed state is the state after the step just
+    taken.
     """
 
     source: Source
@@ -130,25 +131,24 @@ class StepLoader:
     _num_steps: int = 0
     _left_out_in_a_row: int = 0
 
-    def __post_init__(self):
-        # Of several ranks each reads its own share alone.
-        self._look = (
-            self.source.document if self.layout.size("data_parallel") == 1 else self.source.outline
-        )
+    def __post_init__(self) -> None:
+        # Each of several ranks reads its own share alone.
+        is_alone = self.layout.size("data_parallel") == 1
+        self._look = self.source.document if is_alone else self.source.outline
 
     def __len__(self) -> int:
-        # of none Lightning would start nothing, no evaluation either
+        # With a length of 0 Lightning would start nothing, no evaluation either.
         return max(1, self.max_steps - self._num_steps)
 
     def __iter__(self) -> Iterator[Step]:
-        rank, size = self.layout.rank_in("data_parallel"), self.layout.size("data_parallel")
+        rank = self.layout.rank_in("data_parallel")
+        size = self.layout.size("data_parallel")
         while self._num_steps < self.max_steps:
             with failing_together(self.layout):
                 documents = self._take()
             if self.layout.world_size > 1:
-                check_same(
-                    self.layout, f"the documents of step {self._num_steps + 1}", _digest(documents)
-                )
+                name = f"the documents of step {self._num_steps + 1}"
+                check_same(self.layout, name, _digest(documents))
             if not documents:
                 return
             self._num_steps += 1
@@ -165,8 +165,10 @@ class StepLoader:
         return loadable(self._state())
 
     def _state(self) -> dict:
-        """For `loadable`: the source may be sampling, which is for a checkpoint to wait for, not
-        for each step."""
+        """Return the state for `loadable`, in which the state of the source is still a function.
+
+        The source may be sampling: a checkpoint waits for that, and a step does not.
+        """
         return {
             "position": self._position,
             "num_steps": self._num_steps,
@@ -179,7 +181,8 @@ class StepLoader:
         self.source.load_state_dict(state["source"])
 
     def _take(self) -> list[Document]:
-        """The documents of the next step; none at the end of the data. Advances the position."""
+        """Return the documents of the next step, none at the end of the data, and advance the
+        position."""
         self.source.before_step(self._position)
         dropped = 0
         attempts = 2
@@ -187,14 +190,11 @@ class StepLoader:
             start = self._position
             documents, self._position = self._collect(start)
             if not documents and self._position > start:
-                continue  # the rest of a batch, of which every document is left out
+                continue  # Every document in the rest of the batch is left out.
             attempts -= 1
-            if (
-                documents
-                and self.accumulation.last_step == LastStep.drop
-                and not self._is_full(documents)
-            ):
-                dropped = len(documents)  # a step cut short by the end of its batch
+            drops = self.accumulation.last_step == LastStep.drop
+            if documents and drops and not self._is_full(documents):
+                dropped = len(documents)  # The end of the batch has cut this step short.
             elif documents or self._num_steps > 0:
                 return documents
         raise DataError(nothing_to_train(dropped) if dropped else _ALL_SOLVED)
@@ -217,28 +217,28 @@ class StepLoader:
                 documents.append(document)
                 continue
             self._left_out_in_a_row += 1
-            if self._left_out_in_a_row >= _MOST_EMPTY_BATCHES * self.source.batch_size:
+            if self._left_out_in_a_row >= _MAX_EMPTY_BATCHES * self.source.batch_size:
                 raise DataError(_NOTHING_DIFFERS)
         return documents, position
 
     def _ends_at(self, position: int, start: int) -> bool:
         """Return whether a step that begins at `start` has no document at `position`."""
-        # known to a source of prompts only once the last one is solved
+        # A source of prompts knows it only once the last prompt is solved.
         end = self.source.num_documents
         if self.accumulation.last_step != LastStep.carry and (end is None or start < end):
             end = self.source.batch_end(start)
         return end is not None and position >= end
 
     def _closes_before(self, position: int, documents: list[Document]) -> bool:
-        """Whether the step of `documents` ends before the document at `position`.
+        """Return whether the step of `documents` ends before the document at `position`.
 
         That document is looked at only where it must be: asking for it may start the next round of
-            rollouts, which
-        should wait for this step's update.
+        rollouts, which should wait for this step's update.
         """
         if len(documents) < self.accumulation.docs_per_step:
             return False
-        at_batch_end, last = position == self.source.batch_end(position - 1), documents[-1]
+        at_batch_end = position == self.source.batch_end(position - 1)
+        last = documents[-1]
         for name in ("trajectory", "group") if self.close_on_groups else ("trajectory",):
             shared = None if at_batch_end else getattr(last, name)
             if shared is not None and getattr(self._look(position), name) == shared:
@@ -255,26 +255,23 @@ class StepLoader:
         if self.accumulation.docs_per_step > 0:
             return len(documents) >= self.accumulation.docs_per_step
         assert self.accumulation.micro_batches_per_step is not None
-        return (
-            len(cut(documents, self.accumulation.max_tokens))
-            >= self.accumulation.micro_batches_per_step
-        )
+        micro_batches = cut(documents, self.accumulation.max_tokens)
+        return len(micro_batches) >= self.accumulation.micro_batches_per_step
 
 
 def loadable(state_after: dict) -> dict:
-    """A step's `state_after` as `load_state_dict` takes it, once all that is being sampled is
-    there; for every rank."""
+    """Return a step's `state_after` as `load_state_dict` takes it, once the batch that is being
+    sampled is there. Called by every rank."""
     return state_after | {"source": state_after["source"]()}
 
 
 def _digest(documents: list[Document]) -> int:
-    """Of everything that the loss reads."""
+    """Return a checksum of everything that the loss reads."""
     digest = len(documents)
     for document in documents:
         if isinstance(document, Outline):
-            digest = zlib.crc32(
-                repr((document.group, document.trajectory, document.checksum)).encode(), digest
-            )
+            facts = (document.group, document.trajectory, document.checksum)
+            digest = zlib.crc32(repr(facts).encode(), digest)
             continue
         known = *known_vectors(document), *vectors_of_critic([document])
         for name in ("tokens", "loss_mask", "advantages", *known):
@@ -290,12 +287,12 @@ def make_step(
     data_rank: int = 0,
     data_size: int = 1,
 ) -> Step:
-    """Number groups and trajectories, count the totals, pack the documents into micro-batches of at
-    most max_tokens.
+    """Number groups and trajectories, count the totals, and pack the documents into micro-batches
+    of at most `max_tokens`.
 
-    Totals and documents are those of all data_size ranks, the micro-batches those of data_rank
-    alone. Every rank has
-    as many, so that none waits for another in vain: where documents run out, they are empty.
+    Totals and documents are those of all `data_size` ranks, the micro-batches those of `data_rank`
+    alone. All ranks have equally many, so that none waits for another in vain: where a rank's
+    documents run out, they are empty.
     """
     trained = [document.num_trained for document in documents]
     groups, tokens_per_group = _numbered([document.group for document in documents], trained)
@@ -310,31 +307,38 @@ def make_step(
         tokens_per_group=tokens_per_group,
         tokens_per_trajectory=tokens_per_trajectory,
     )
-    dealt = divide_among_ranks(documents, data_size)
-    longest = max(len(cut([documents[i] for i in share], max_tokens)) for share in dealt)
-    numbers = {
-        i: {"group": groups[i], "trajectory": trajectories and trajectories[i]}
-        for i in dealt[data_rank]
-    }
-    parts = cut([replace(documents[i], **numbers[i]) for i in numbers], max_tokens)
-    how = known_vectors(*documents), trajectories is not None
-    micro_batches = [pack(part, *how) for part in parts + [[]] * (longest - len(parts))]
+    shares = divide_among_ranks(documents, data_size)
+    num_parts = max(len(cut([documents[i] for i in share], max_tokens)) for share in shares)
+    numbered = []
+    for i in shares[data_rank]:
+        trajectory = None if trajectories is None else trajectories[i]
+        numbered.append(replace(documents[i], group=groups[i], trajectory=trajectory))
+    parts = cut(numbered, max_tokens)
+    parts += [[]] * (num_parts - len(parts))
+    known = known_vectors(*documents)
+    micro_batches = [pack(part, known, has_trajectories=trajectories is not None) for part in parts]
     return Step(micro_batches, totals, documents, state_after or {})
 
 
-def _numbered(belongs_to: list, trained: list[int]) -> tuple[list[int], torch.Tensor]:
-    """(what each document belongs to, numbered in the order in which it comes; the trained tokens
-    of each of these)."""
-    numbers = {one: number for number, one in enumerate(dict.fromkeys(belongs_to))}
-    index, tokens = [numbers[one] for one in belongs_to], [0] * len(numbers)
+def _numbered(names: Sequence[Hashable], trained: list[int]) -> tuple[list[int], torch.Tensor]:
+    """Number the groups, or the trajectories, of documents in the order in which they come.
+
+    names: of each document's group, whatever tells groups apart. trained: tokens of each document.
+    Return the number for each document, and the (groups,) int64 trained tokens of each group.
+    """
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    index = [numbers[name] for name in names]
+    tokens = [0] * len(numbers)
     for number, count in zip(index, trained, strict=True):
         tokens[number] += count
     return index, torch.tensor(tokens, dtype=torch.int64)
 
 
 def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[int]]:
-    """The places of each rank's documents, with about as many tokens: the longest first, to whom
-    has the fewest."""
+    """Return the places of each rank's documents, so that all ranks have about as many tokens.
+
+    The longest documents are dealt first, each to the rank with the fewest tokens.
+    """
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     tokens = [0] * num_ranks
     for place in sorted(range(len(documents)), key=lambda i: -documents[i].num_tokens):
@@ -345,9 +349,9 @@ def divide_among_ranks(documents: list[Document], num_ranks: int) -> list[list[i
 
 
 def nothing_to_train(documents: int) -> str:
-    """Return the problem with batches of so many documents, which are fewer than a step has."""
+    """Return the problem with batches of this many documents, which are fewer than a step has."""
     return (
         f"accumulation.last_step=drop leaves nothing to train on (got {documents} documents in a "
-        "batch). A batch is shorter than one step. Use a smaller accumulation.docs_per_step or "
-        "last_step=short."
+        "batch). A batch has fewer documents than a step. Use a smaller "
+        "accumulation.docs_per_step or last_step=short."
     )

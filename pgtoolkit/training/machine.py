@@ -44,7 +44,7 @@ def check_machine(config: Config, report: Report) -> None:
     _check_samplers(config, report)
     check_inputs(config, report)
     if config.advantage.path is not None:
-        from pgtoolkit.rollouts.advantages import Estimator
+        from pgtoolkit.rollouts.estimator import Estimator
 
         with errors_added_to(report):
             Estimator.of(config)

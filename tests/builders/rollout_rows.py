@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from builders.runs import assert_equal
 from pgtoolkit.config.schema_rollouts import RecordedRolloutConfig, TrainedTurns, Truncated
 from pgtoolkit.config.schema_tasks import Chat, TooLong
-from pgtoolkit.rollouts.advantages import Estimator
+from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 VOCABULARY_SIZE = 100

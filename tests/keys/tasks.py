@@ -245,7 +245,7 @@ def verifier_failure(tmp_path, monkeypatch):
     fixed = "task.verifier_failure=score"
     for chosen, expected in (([], None), ([fixed], 0.0), ([fixed, "task.failure_score=-2"], -2.0)):
         task = task_of(*talk_of, *chosen)
-        assert [score.reward for score in task.judged([talk(task, 1)])] == [expected]
+        assert [score.reward for score in task.score_conversations([talk(task, 1)])] == [expected]
         assert scores(["none", "nan", "1"], *silent, *chosen) == [expected, expected, 1]
         task = task_of("task=reasoning_gym", "task.dataset=sums", *chosen)
         assert task.score(task.prompt(0), "broken", True).reward == expected

@@ -97,7 +97,7 @@ def what_was_cut_off_leaves_the_totals(right, documents, *arguments, **keywords)
     )
 
 
-@mutant("rollouts.group_rollouts:teaches")
+@mutant("rollouts.group_rollouts:has_signal")
 def dynamic_sampling_always_looks_at_rewards(right, group, mixed):
     return right(group)
 
@@ -107,7 +107,7 @@ def the_buffer_begins_one_token_late(right, length, longest, buffer, most):
     return right(length - 1, longest, buffer, most)
 
 
-@mutant("rollouts.group_rollouts:teaches")
+@mutant("rollouts.group_rollouts:has_signal")
 def a_group_of_other_lengths_teaches(right, group, mixed="reward"):
     return len({document.reward for document in group}) > 1
 
@@ -194,7 +194,7 @@ def the_next_prompt_is_asked_again_after_a_resume(right, self):
     return right(self) | {"next_prompt": 0}
 
 
-@mutant("rollouts.policy_rollouts:PolicyRollouts._with_training_log_probs")
+@mutant("rollouts.forward_passes:ForwardPasses._with_training_log_probs")
 def the_sampler_s_log_probs_stay_the_old_ones(right, self, parts, passes):
     documents = [document for part in parts for document in part]
     rescored = zip(right(self, parts, passes), documents, strict=True)
@@ -210,12 +210,12 @@ def proximal_log_probs_are_those_of_the_weights_that_sampled(right, self, number
         self._ahead = kept
 
 
-@mutant("rollouts.policy_rollouts:_sampled")
+@mutant("rollouts.forward_passes:_sampled")
 def nothing_stays_beside_proximal_log_probs(right, document):
     return right(document) * 0
 
 
-@mutant("rollouts.policy_rollouts:PolicyRollouts._with_on_policy")
+@mutant("rollouts.forward_passes:ForwardPasses._with_on_policy")
 def two_passes_are_made_of_all_documents(right, self, groups):
     return groups
 
@@ -246,7 +246,7 @@ def a_row_s_reward_is_no_part_of_its_checksum(right, self):
     return right(type(self)(**vars(self) | {"reward": None}))
 
 
-@mutant("rollouts.rows:_checked_vectors")
+@mutant("rollouts.parsed_rows:_checked_vectors")
 def the_lists_of_a_batch_belong_to_the_rows_before(right, batch, rules):
     return {name: rows[1:] + rows[:1] for name, rows in right(batch, rules).items()}
 
@@ -305,7 +305,7 @@ def a_sum_that_is_written_anywhere_counts(right, self, prompt, completion):
     return prompt.answer[-2:] in completion
 
 
-@mutant("rollouts.group_rollouts:whole")
+@mutant("rollouts.group_rollouts:as_completion")
 def the_mask_of_a_conversation_begins_a_token_late(right, one):
     found = right(one)
     return replace(found, drawn=found.drawn.roll(1))

@@ -18,8 +18,8 @@ from pgtoolkit.config.schema_rollouts import TrainedTurns
 from pgtoolkit.config.schema_tasks import Chat
 from pgtoolkit.errors import DataError
 from pgtoolkit.model.setup import character_tokenizer
-from pgtoolkit.rollouts.advantages import Estimator
 from pgtoolkit.rollouts.conversations import Conversations
+from pgtoolkit.rollouts.estimator import Estimator
 from pgtoolkit.rollouts.recorded import RecordedRollouts
 
 TALK = [
@@ -227,7 +227,7 @@ def test_an_end_that_the_tokenizer_adds_to_a_prompt_does_not_stand_before_its_co
             CHATML,
             "all",
             {"prompt": "6", "completion": TALK[2:3]},
-            "needs to be what its prompt is: a text, or a list",
+            "needs to be of the same kind as its prompt: a text, or a list",
         ),
         (CHATML, "all", {"messages": [{"role": "user"}]}, "role and content are texts"),
         (

@@ -9,7 +9,7 @@ from builders.runs import assert_equal, checkpoint_of, copy_as_of, metrics_of, r
 
 from pgtoolkit.batch import Document
 from pgtoolkit.rollouts.data_metrics import data_metrics
-from pgtoolkit.rollouts.group_rollouts import fill, overlong_penalty
+from pgtoolkit.rollouts.group_rollouts import overlong_penalty, resample_uninformative
 
 
 def group(number, *rewards, task_rewards=None):
@@ -40,7 +40,7 @@ def filled(rewards, further, rounds):
         asked.append(count)
         return [left.pop(0) for _ in range(count)]
 
-    found = fill(groups, sample, rounds)
+    found = resample_uninformative(groups, sample, rounds)
     metrics = data_metrics([document for one in found for document in one], 0)
     return [one[0].group for one in found], asked, metrics.get("dropped_prompt_fraction")
 
@@ -72,7 +72,7 @@ def test_what_is_taken_off_for_the_length_does_not_make_a_group_worth_keeping():
     wrong = group(0, -1.0, -0.5, task_rewards=[0.0, 0.0])
     right = group(1, 0.5, 0.5, task_rewards=[1.0, 0.5])
     further = group(2, 0.0, 1.0, task_rewards=[0.0, 1.0])
-    found = fill([wrong, right], lambda count: [further], 2)
+    found = resample_uninformative([wrong, right], lambda count: [further], 2)
     assert [one[0].group for one in found] == [1, 2]
 
 
@@ -87,7 +87,7 @@ def test_with_exact_match_a_prompt_that_nobody_answered_is_dropped():
             for document, match in zip(one, matches, strict=True)
         ]
     for mixed, kept in (("reward", [0, 2]), ("exact_match", [1, 2])):
-        found = fill(groups[:2], lambda count: groups[2:], 2, mixed)
+        found = resample_uninformative(groups[:2], lambda count: groups[2:], 2, mixed)
         assert [one[0].group for one in found] == kept
 
 

@@ -8,7 +8,8 @@ from builders.runs import SHORT, built, config_of, once
 
 from pgtoolkit.config.validate import validate
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.advantages import Attempt, Estimator, gdpo, over_batch
+from pgtoolkit.rollouts.advantages import gdpo, over_batch
+from pgtoolkit.rollouts.estimator import Attempt, Estimator
 
 FUNCTIONS = """
 import random

@@ -16,16 +16,11 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.schema_rollouts import Mixed
 from pgtoolkit.config.schema_tasks import VerifierFailure
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.advantages import (
-    ESTIMATORS,
-    Attempt,
-    Estimator,
-    group_advantages,
-    over_batch,
-)
+from pgtoolkit.rollouts.advantages import ESTIMATORS, group_advantages, over_batch
 from pgtoolkit.rollouts.data_metrics import data_metrics
+from pgtoolkit.rollouts.estimator import Attempt, Estimator
 from pgtoolkit.rollouts.evaluator import _numbers
-from pgtoolkit.rollouts.group_rollouts import check_scores, teaches
+from pgtoolkit.rollouts.group_rollouts import check_scores, has_signal
 from pgtoolkit.rollouts.recording import write_batch
 from pgtoolkit.runs.completion_files import CompletionRow
 from pgtoolkit.tasks.failed_scores import FailedScores
@@ -71,9 +66,9 @@ def document(reward, failed=False, group=0, exact=False):
 def test_what_is_left_out_tells_nothing_about_its_prompt():
     lost = document(None, failed=True)
     for mixed in Mixed:
-        assert not teaches([document(1.0, exact=True), lost], mixed)
-        assert teaches([document(1.0, exact=True), document(0.0), lost], mixed)
-        assert not teaches([lost, lost], mixed)
+        assert not has_signal([document(1.0, exact=True), lost], mixed)
+        assert has_signal([document(1.0, exact=True), document(0.0), lost], mixed)
+        assert not has_signal([lost, lost], mixed)
 
 
 def test_metrics_are_those_of_the_scored_ones_and_count_the_others():
@@ -107,7 +102,10 @@ def test_the_note_comes_again_as_the_share_doubles(caplog):
             [(f"{number}.{i} {failure.reason}", failure) for i, failure in enumerate(failures)], 100
         )
     kept.note([], 100)
-    ending = "Said again when the share doubles; the metric failed_score_fraction counts all kinds."
+    ending = (
+        "This note comes again when the share doubles; the metric failed_score_fraction counts all "
+        "kinds."
+    )
     scored = f"scored with task.failure_score=-1. {ending}"
     assert caplog.messages == [
         f"note: 0.0 was late. For this reason 1 of 100 completions is {scored}",

@@ -13,7 +13,7 @@ from pgtoolkit.batch import Document
 from pgtoolkit.config.validate import validate
 from pgtoolkit.kl import KL
 from pgtoolkit.losses.reference_terms import OF_TOKEN
-from pgtoolkit.rollouts.group_rollouts import teaches
+from pgtoolkit.rollouts.group_rollouts import has_signal
 
 IN_REWARD = ("kl=k1", "kl.coefficient=0.3", "kl.place=reward")
 
@@ -142,7 +142,7 @@ def test_groups_have_a_signal_by_the_rewards_of_the_task():
         documents = [Document(**document) for document in loader.source.state_dict()["documents"]]
         for start in range(0, 16, 4):
             group = documents[start : start + 4]
-            assert [document.left_out for document in group] == [not teaches(group)] * 4
+            assert [document.left_out for document in group] == [not has_signal(group)] * 4
             if group[0].left_out and len({document.kl_reward for document in group}) > 1:
                 left_out += 1
         module.training_step(step, number)

@@ -11,7 +11,8 @@ from builders.rollout_rows import VOCABULARY_SIZE, good_row, write_jsonl, write_
 from builders.rollout_rows import source as load
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.rows import Rules, parse_row
+from pgtoolkit.rollouts.parsed_rows import parse_row
+from pgtoolkit.rollouts.rows import Rules
 
 NAN, INFINITY = math.nan, math.inf
 
@@ -218,7 +219,7 @@ def test_missing_and_empty_files_are_refused(tmp_path):
     (tmp_path / "e.jsonl").write_text("\n\n")
     assert "at least one row (got none in e.jsonl)" in refused(tmp_path)
     (tmp_path / "e.parquet").write_bytes(b"")
-    assert "e.parquet is not a whole Parquet file" in refused(tmp_path / "e.parquet")
+    assert "e.parquet is not a complete Parquet file" in refused(tmp_path / "e.parquet")
 
 
 def test_a_file_cut_off_at_any_byte_is_refused(tmp_path):
@@ -234,7 +235,7 @@ def test_a_file_cut_off_at_any_byte_is_refused(tmp_path):
     whole = write_parquet(tmp_path / "r.parquet", rows).read_bytes()
     for length in range(0, len(whole), 7):
         (tmp_path / "r.parquet").write_bytes(whole[:length])
-        assert "not a whole Parquet file" in refused(tmp_path / "r.parquet")
+        assert "not a complete Parquet file" in refused(tmp_path / "r.parquet")
 
 
 def test_page_checksums_are_verified_where_a_file_has_them(tmp_path):
@@ -254,7 +255,7 @@ def test_page_checksums_are_verified_where_a_file_has_them(tmp_path):
         whole[whole.index(number) + 6] ^= 0x10
         path.write_bytes(whole)
         if checksums:
-            assert "r.parquet is not a whole Parquet file, truncated or damaged" in refused(path)
+            assert "r.parquet is not a complete Parquet file, truncated or damaged" in refused(path)
         else:
             assert load(path).document(0).old_log_probs.tolist() == [-1.0, -0.5, -0.5]
 

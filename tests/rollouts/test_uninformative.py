@@ -5,7 +5,7 @@ import torch
 from builders.runs import SHORT, built, metrics_of, run
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.rollouts.group_rollouts import teaches
+from pgtoolkit.rollouts.group_rollouts import has_signal
 
 DROP = "rollout.uninformative=drop"
 FIXED = (
@@ -28,7 +28,7 @@ def test_steps_have_the_groups_that_teach_and_no_others(accumulation):
     """In the order in which they were sampled, the same numbers of all documents counted as
     before."""
     groups, _ = batch_of(*accumulation)
-    wanted = [document for group in groups if teaches(group) for document in group]
+    wanted = [document for group in groups if has_signal(group) for document in group]
     assert 0 < len(wanted) < 16
     share = 1 - len(wanted) / 16
     _, loader = built(*SHORT, DROP, *accumulation)

@@ -10,7 +10,7 @@ from builders.runs import config_of
 
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.errors import ConfigError, DataError
-from pgtoolkit.rollouts.group_rollouts import whole
+from pgtoolkit.rollouts.group_rollouts import as_completion
 from pgtoolkit.tasks import process_pool
 from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.shuffle import seed_of
@@ -43,7 +43,7 @@ def test_a_conversation_is_what_was_drawn_and_said():
     assert (prompt.seed, prompt.index, prompt.place) == (seed_of(0, 3), 3, "prompt 3")
     assert prompt.messages == ({"role": "user", "content": f"{prompt.seed % 10}="},)
     one = talk(task, ["a", "bc", "never"], 3)
-    found = whole(one)
+    found = as_completion(one)
     assert found.tokens.tolist() == [0, 9, 5, 5, 5, 1, 9]
     assert found.drawn.tolist() == [True, True, False, False, False, True, True]
     assert (found.log_probs.tolist(), found.finish_reason, found.model_version) == (
@@ -53,7 +53,7 @@ def test_a_conversation_is_what_was_drawn_and_said():
     )
     said = ("user", prompt.text), ("assistant", "a"), ("user", "+1"), ("assistant", "bc")
     assert [(message["role"], message["content"]) for message in one.messages] == [*said]
-    (score,) = task.judged([one])
+    (score,) = task.score_conversations([one])
     assert (score.reward, score.exact_match) == (2, True)
     ends = {
         "ended_by_environment_fraction": 1,
@@ -121,7 +121,7 @@ def test_an_error_says_which_prompt_and_which_method(method, more):
         contextlib.closing(task),
         pytest.raises(DataError, match=expected + last + ":(?s:.)*ValueError: broken"),
     ):
-        task.judged([talk(task, ["x", "ab"])])
+        task.score_conversations([talk(task, ["x", "ab"])])
 
 
 @pytest.mark.parametrize(
@@ -135,11 +135,11 @@ def test_an_error_says_which_prompt_and_which_method(method, more):
         ("start: [{role: assistant, content: x}]", "start .* of which the policy answers the last"),
         (
             "reply: [1]",
-            r"reply .* \{'role': TEXT, 'content': TEXT\}, which no assistant says, or None",
+            r"reply .* \{'role': TEXT, 'content': TEXT\} of another role than assistant, or None",
         ),
         (
             "reply: {role: assistant, content: x}",
-            r"which no assistant says, or None \(got \{'role': 'assistant'",
+            r"of another role than assistant, or None \(got \{'role': 'assistant'",
         ),
         ("score: 1", r"score .* \(reward, \{NAME: NUMBER\}\)"),
         ("score: [.nan, {}]", r"score .* \(reward, \{NAME: NUMBER\}\)"),
@@ -153,23 +153,23 @@ def test_what_is_returned_has_its_form(values, needs):
         f"task.options={{values: {{{values}}}}}", environment="tasks.environments_for_tests.Odd"
     )
     with pytest.raises(DataError, match=needs):
-        task.judged([talk(task, ["a"])])
+        task.score_conversations([talk(task, ["a"])])
 
 
 def test_measures_have_the_same_names_each_time():
     task = task_of(environment="tasks.environments_for_tests.Odd")
     one = talk(task, ["a"])
     one.environment.values["score"] = (np.float32(0.5), {"a": np.int64(1)})
-    score = task.judged([one])[0]
+    score = task.score_conversations([one])[0]
     assert (score.reward, score.measures["environment/a"]) == (0.5, 1)
     with pytest.raises(
         DataError, match=r"score .* the same names each time, here \['a'\] \(got \(1, \{\}\)\)"
     ):
-        task.judged([talk(task, ["a"])])
+        task.score_conversations([talk(task, ["a"])])
     other = task_of(environment="tasks.environments_for_tests.Odd")
-    other.judged([talk(other, ["a"])])
+    other.score_conversations([talk(other, ["a"])])
     with pytest.raises(DataError, match=r"the same names each time, here \[\] "):
-        other.judged([one])
+        other.score_conversations([one])
 
 
 def test_a_group_answers_one_prompt():
@@ -212,7 +212,9 @@ def test_processes_give_what_this_process_gives():
     texts, own = ["a", "bcd", "e"], ["task.environment_processes=2", "task.environment_seconds=30"]
     here, there = task_of(), task_of(*own)
     try:
-        (expected,), (found,) = (task.judged([talk(task, texts, 5)]) for task in (here, there))
+        (expected,), (found,) = (
+            task.score_conversations([talk(task, texts, 5)]) for task in (here, there)
+        )
         assert found.reward == expected.reward == 1
         assert found.measures == expected.measures | {
             "environment_timeout_fraction": 0,
@@ -243,7 +245,9 @@ def test_a_conversation_without_an_answer_ends_and_the_others_go_on(verb, kind, 
     task = task_of(f"task.options={{fail: {verb} {method}, at: {SEED}}}", *own)
     other = next(index for index in range(9) if seed_of(0, index) % 10 != SEED)
     try:
-        lost, kept = task.judged([talk(task, ["a", "b", "c"], index) for index in (0, other)])
+        lost, kept = task.score_conversations(
+            [talk(task, ["a", "b", "c"], index) for index in (0, other)]
+        )
     finally:
         task.close()
     assert (lost.reward, lost.exact_match, lost.failed) == (None, False, True)
@@ -287,7 +291,7 @@ def test_a_number_is_found_by_halves():
                 low, high = (
                     (middle + 1, high) if message["content"] == "higher" else (low, middle - 1)
                 )
-        (score,) = task.judged([one])
+        (score,) = task.score_conversations([one])
         assert (score.reward, one.end, middle) == (1, "environment", one.environment._number)
 
 

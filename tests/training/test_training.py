@@ -23,7 +23,7 @@ from builders.runs import (
 )
 
 from pgtoolkit.errors import DataError, Interrupted, NumericalError
-from pgtoolkit.rollouts.policy_rollouts import STAGES
+from pgtoolkit.rollouts.stages import STAGES
 from pgtoolkit.rollouts.steps import make_step
 from pgtoolkit.runs.records import read_status
 from pgtoolkit.sampling.samplers import TransformersSampler
@@ -186,7 +186,7 @@ def test_recorded_log_probs_that_do_not_fit_the_policy_are_noted(tmp_path, capsy
         "note: before its first update the policy's log-probs differ from the old ones by "
         f"{found:+.3g} a token, where 0 is expected (a ratio of 1): the rollouts may be of another "
         "model, of another temperature than rollout.temperature=0.7, or have old_log_probs that "
-        "are one token off: docs/data.md."
+        "are one token off: see docs/data.md."
     )
     train_rows(
         tmp_path / "b", rows, "metrics=none", "rollout.epochs=2", "trainer.max_steps=4", resume=True
@@ -224,10 +224,10 @@ def test_a_difference_to_the_sampler_beyond_the_clip_is_noted_once(tmp_path, cap
         line for line in capsys.readouterr().out.splitlines() if "the sampler's log-probs" in line
     ]
     assert line == (
-        "note: the sampler's log-probs differ from the trainer's by 0.001 a token, which alone "
-        "would take 100% of the ratios out of the clip of loss=gspo: more than an update may. A "
-        "correction weighs each token by it (docs/losses.md). Said once; the metrics "
-        "difference_old_sampling and clipped_sampling_fraction tell more."
+        "note: the sampler's log-probs differ from the trainer's by 0.001 a token. This gap alone "
+        "would take 100% of the ratios out of the clip of loss=gspo, more than an update may. A "
+        "correction weighs each token by it (docs/losses.md). This note is given once; the metrics "
+        "difference_old_sampling and clipped_sampling_fraction follow the gap."
     )
 
 

@@ -1,0 +1,255 @@
+"""`advantage=` of a configuration: the advantages of a batch of attempts, and of its documents."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from pgtoolkit.batch import Document
+from pgtoolkit.completion import Prompt
+from pgtoolkit.config.schema import Config
+from pgtoolkit.errors import ConfigError, DataError, PgtoolkitError
+from pgtoolkit.rollouts.advantages import (
+    ESTIMATORS,
+    MAX_REWARD,
+    check_rewards,
+    gdpo,
+    group_advantages,
+    over_batch,
+    reward_problem,
+)
+from pgtoolkit.system.functions import ADVANTAGE_KEYWORDS, blaming, import_function
+from pgtoolkit.system.report import refusal
+
+
+class Attempt(NamedTuple):
+    """The numbers of one attempt at a prompt from which its advantage is made.
+
+    reward: None if nobody could score it. length: trained tokens. measures: as in `Document`.
+    """
+
+    reward: float | None
+    length: int
+    measures: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """`advantage=` of a configuration.
+
+    name: one of ESTIMATORS, gdpo, custom, or `given`, whose advantages come with the data.
+    weights: for gdpo, by the name of the measure that holds the verifier's score.
+    path, function: for custom. function(rewards, lengths=, measures=) gets three lists with a list
+        for each group, and returns the advantages as such a list.
+    """
+
+    name: str
+    weights: Mapping[str, float] = field(default_factory=dict)
+    path: str | None = None
+    function: Callable[..., Iterable[Iterable[float]]] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, config: Config) -> Estimator:
+        """Return the estimator of a configuration.
+
+        Raises ConfigError for a function that cannot be imported, or that fails on a few numbers.
+        """
+        name = config.advantage.estimator.value
+        path = config.advantage.path
+        verifiers = getattr(config.task, "verifiers", {})
+        weights = {
+            f"reward/{verifier}": float(options.get("weight", 1))
+            for verifier, options in verifiers.items()
+        }
+        if name != "custom":
+            return cls(name, weights if name == "gdpo" else {})
+        assert path is not None
+        function = import_function("advantage", path, ("rewards",), ADVANTAGE_KEYWORDS, ESTIMATORS)
+        estimator = cls(name, {}, path, function)
+        estimator._try_function(min(config.rollout.group_size or 4, 64), weights)
+        return estimator
+
+    def advantages(
+        self, groups: Iterable[Sequence[Attempt]], refuse: Callable[[int, str], None]
+    ) -> list[list[float]]:
+        """Return the advantage of each attempt of a batch, in float64.
+
+        An attempt without a reward has the advantage 0, and no part in the advantages of others.
+        refuse: called with the place of each group that has no advantages, and the reason.
+        """
+        groups = [list(group) for group in groups]
+        scored = [[attempt for attempt in group if attempt.reward is not None] for group in groups]
+        if self.function is not None:
+            parts = self._by_function(scored, refuse)
+        else:
+            parts = self._by_formula(groups, scored, refuse)
+        return [_with_zeros(group, part) for group, part in zip(groups, parts, strict=True)]
+
+    def _by_function(
+        self, scored: list[list[Attempt]], refuse: Callable[[int, str], None]
+    ) -> list[list[float]]:
+        """Return what the user's function makes of the scored attempts; nothing for refused
+        groups."""
+        usable = []
+        for number, group in enumerate(scored):
+            try:
+                check_rewards(_rewards(group))
+                usable.append(group)
+            except DataError as error:
+                refuse(number, str(error))
+                usable.append([])
+        nonempty = [group for group in usable if group]
+        advantages = iter(self._call_function(nonempty, DataError) if nonempty else [])
+        return [next(advantages) if group else [] for group in usable]
+
+    def _by_formula(
+        self,
+        groups: list[list[Attempt]],
+        scored: list[list[Attempt]],
+        refuse: Callable[[int, str], None],
+    ) -> list[list[float]]:
+        """Return the advantages of the scored attempts by the estimator's formula; 0 in refused
+        groups."""
+        parts = []
+        for number, (group, attempts) in enumerate(zip(groups, scored, strict=True)):
+            # The others of its group have no reward, so that it is compared with nothing.
+            is_alone = len(attempts) == 1 < len(group)
+            try:
+                parts.append(self._of_group(attempts, is_alone))
+            except DataError as error:
+                refuse(number, str(error))
+                parts.append([0.0] * len(attempts))
+        return over_batch(self.name, parts, [_rewards(group) for group in scored])
+
+    def _of_group(self, group: Sequence[Attempt], is_alone: bool) -> list[float]:
+        rewards = _rewards(group)
+        if is_alone and self.name in ("rloo", "pass_at_k"):
+            return [0.0]
+        if self.name in ESTIMATORS:
+            return group_advantages(self.name, rewards, [attempt.length for attempt in group])
+        check_rewards(rewards)
+        scores = [[attempt.measures[name] for attempt in group] for name in self.weights]
+        return gdpo(scores, list(self.weights.values())) if self.name == "gdpo" else rewards
+
+    def _call_function(
+        self, groups: Sequence[Sequence[Attempt]], error_type: type[PgtoolkitError]
+    ) -> list[list[float]]:
+        """Return the advantages that the user's function gives a batch.
+
+        Raises an error of this type where the function fails or returns something else.
+        """
+        rewards = [[attempt.reward for attempt in group] for group in groups]
+        lengths = [[attempt.length for attempt in group] for group in groups]
+        measures = [[attempt.measures for attempt in group] for group in groups]
+        setting = f"advantage={self.path}"
+        batch = f"{len(groups)} groups, the first with the rewards {rewards[0]}"
+        assert self.function is not None
+        with blaming(setting, error_type, batch):
+            returned = self.function(rewards, lengths=lengths, measures=measures)
+        wanted = [len(group) for group in groups]
+        problem = f"{returned!r:.60}"
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            advantages = [[float(advantage) for advantage in group] for group in returned]
+            sizes = [len(group) for group in advantages]
+            flat = itertools.chain.from_iterable(advantages)
+            unusable = [advantage for advantage in flat if reward_problem(advantage)]
+            if sizes == wanted and not unusable:
+                return advantages
+            if sizes == wanted:
+                problem = str(unusable[:1])
+            else:
+                problem = f"{sizes} numbers where there are {wanted} completions"
+        raise error_type(
+            refusal(
+                setting=setting,
+                needs=f"a finite number within -{MAX_REWARD:g} and {MAX_REWARD:g} for each "
+                "completion of each group",
+                got=problem,
+                reason=f"It was called on {batch}.",
+                use="return [[... for reward in group] for group in rewards]",
+            )
+        )
+
+    def _try_function(self, size: int, names: Iterable[str]) -> None:
+        """Call the user's function on three groups, one of them of equal rewards, in both orders.
+
+        Raises ConfigError where it fails, or where a group's advantages depend on the order.
+        """
+        groups = list(_example_groups(size, names))
+        forwards = self._call_function(groups, ConfigError)
+        backwards = self._call_function(groups[::-1], ConfigError)[::-1]
+        for first, second in zip(forwards, backwards, strict=True):
+            if all(
+                math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-9)
+                for x, y in zip(first, second, strict=True)
+            ):
+                continue
+            raise ConfigError(
+                refusal(
+                    setting=f"advantage={self.path}",
+                    needs="the same advantages in whichever order the groups come",
+                    got=f"{first} and {second}",
+                    reason="The order of the prompts in a batch means nothing.",
+                    use="neither state nor random numbers",
+                )
+            )
+
+
+def _example_groups(size: int, names: Iterable[str]) -> Iterator[list[Attempt]]:
+    """Yield three groups of `size` attempts; names: of the measures that hold the reward."""
+    names = list(names)
+    for factor in (1, 0, 2):
+        group = []
+        for place in range(size):
+            reward = factor * (place % 3) / 4
+            measures = defaultdict(lambda: 0.5, dict.fromkeys(names, reward))
+            group.append(Attempt(reward, 3 + place + place % 2, measures))
+        yield group
+
+
+def _rewards(group: Sequence[Attempt]) -> list[float]:
+    """Return the rewards of the attempts that have one."""
+    return [attempt.reward for attempt in group if attempt.reward is not None]
+
+
+def _with_zeros(group: Sequence[Attempt], advantages: list[float]) -> list[float]:
+    """Return the advantages of a group's scored attempts at their places, and 0 for the others."""
+    if len(advantages) == len(group):
+        return advantages
+    following = iter(advantages)
+    return [0.0 if attempt.reward is None else next(following, 0.0) for attempt in group]
+
+
+def with_advantages(
+    groups: list[list[Document]], estimator: Estimator, prompt_of: Callable[[Document], Prompt]
+) -> list[Document]:
+    """Return the documents of a batch, an attempt each, with advantages.
+
+    Raises DataError that names the prompt of the first group that has none.
+    """
+
+    def refuse(place: int, problem: str) -> None:
+        prompt = prompt_of(groups[place][0])
+        raise DataError(f"prompt {prompt.index}, {prompt.text[:60]!r}: {problem}")
+
+    attempts = (
+        [
+            Attempt(document.reward_for_advantage, document.num_trained, document.measures)
+            for document in group
+        ]
+        for group in groups
+    )
+    advantages = itertools.chain.from_iterable(estimator.advantages(attempts, refuse))
+    documents = itertools.chain.from_iterable(groups)
+    return [
+        replace(document, advantages=torch.full((document.num_trained,), advantage))
+        for document, advantage in zip(documents, advantages, strict=True)
+    ]
