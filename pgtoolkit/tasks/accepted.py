@@ -1,5 +1,5 @@
-"""Whether a task's verifiers accept the answers of its own prompts; an answer that none can give
-teaches nothing."""
+"""Checks that a task's verifiers accept the answers of its prompts: an answer that no completion
+can give teaches nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pgtoolkit.tasks.tasks import PromptsTask
 from pgtoolkit.tasks.verifiers import Named, Response, last_number, math_golds
 
 FIRST = 100
-"""Answers that are tried."""
+"""Number of answers that are tried."""
 
 FIRST_OF_A_FUNCTION = 10
-"""Answers that a function of the user's is tried on: it may ask a model, which takes time and
-money."""
+"""Number of answers that a function of the user's is tried on: it may ask a model, which takes time
+and money."""
 
 _SHOWN = 3
 
 _MOVES = re.compile(r"\(\?[=!<(]|\(\?P=|\\[bB1-9]")
-"""What makes a group match by what stands around it, of which nothing is known."""
+"""Constructs by which a group matches depending on the text around it, which is not known here."""
 
 
 def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]:
@@ -37,10 +37,10 @@ def notes_on_answers(task: PromptsTask, has_template: bool = False) -> list[str]
     has_template: whether prompts go through a chat template, so that functions in TRL's form get
         messages.
 
-    Raises DataError where the verifier that says what is right is one of pgtoolkit's, and accepts
-    no answer at all, and where a function of the user's raises, returns no number, or cannot reach
-    its server: it would end the run. A function of the user's may expect a form around the answer:
-    of that there is a note.
+    Raises DataError where the first verifier, which decides what is right, is one of pgtoolkit's
+    and accepts no answer at all; and where a function of the user's raises, returns no number, or
+    cannot reach its server, since it would end the run. A function of the user's may expect a form
+    around the answer, so there is only a note if it rejects answers.
     """
     notes = []
     for number, verifier in enumerate(task.named):
@@ -61,26 +61,27 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
     rejected = _rejected(task, number, verifier, first)
     if not rejected:
         return []
-    setting = (
-        str(verifier)
-        if verifier.pattern is None
-        else f"{_pattern_key(verifier)}={verifier.pattern}"
-    )
+    if verifier.pattern is None:
+        setting = str(verifier)
+        needs = "answers that it can read"
+        use = "answers of another form"
+        way_out = ""
+    else:
+        key = _pattern_key(verifier)
+        setting = f"{key}={verifier.pattern}"
+        needs = "answers that its group can capture"
+        use = f"another {key}"
+        way_out = f", or use another {key}"
     if len(rejected) == len(first) and number == 0 and not _accepts_any(task, verifier, rows):
         raise DataError(
             refusal(
                 setting=setting,
-                needs="answers that it can read"
-                if verifier.pattern is None
-                else "answers that its group can capture",
+                needs=needs,
                 got=f"{rejected[0].answer:.80} at {rejected[0].place}, and no other is one",
                 reason="Every completion would score 0.",
-                use="answers of another form"
-                if verifier.pattern is None
-                else f"another {_pattern_key(verifier)}",
+                use=use,
             )
         )
-    way_out = "" if verifier.pattern is None else f", or use another {_pattern_key(verifier)}"
     return [
         f"{setting} accepts no completion for {_counted(rejected, first)}, whose completions all "
         f"score 0: {_listed(rejected)}. Mend these answers{way_out}."
@@ -88,19 +89,23 @@ def _of_built_in(task: PromptsTask, number: int, verifier: Named) -> list[str]:
 
 
 def _of_exact_match(verifier: Named, first: Sequence[Prompt]) -> list[str]:
-    """Equal texts are equal; but nobody means whole solutions, such as those of GSM8K, to be
-    written word for word."""
+    """Return a note on answers of several lines.
+
+    exact_match accepts every answer, but nobody means worked solutions, such as those of GSM8K, to
+    be written word for word.
+    """
     solutions = [prompt for prompt in first if "\n" in prompt.answer.strip()]
     if not solutions:
         return []
     return [
         f"{verifier} asks a completion for the whole answer, word for word, and "
         f"{_counted(solutions, first)} have several lines, first that at {solutions[0].place}: "
-        f"{solutions[0].answer[:80]!r}. Of worked solutions keep the final answer alone."
+        f"{solutions[0].answer[:80]!r}. Keep only the final answer of worked solutions."
     ]
 
 
 def _accepts_any(task: PromptsTask, verifier: Named, rows: Iterator[Prompt]) -> bool:
+    """Return whether the verifier accepts the own answer of some prompt."""
     while chunk := list(itertools.islice(rows, FIRST)):
         if len(_rejected(task, 0, verifier, chunk)) < len(chunk):
             return True
@@ -110,8 +115,7 @@ def _accepts_any(task: PromptsTask, verifier: Named, rows: Iterator[Prompt]) -> 
 def _rejected(
     task: PromptsTask, number: int, verifier: Named, prompts: Sequence[Prompt]
 ) -> list[Prompt]:
-    """Return the prompts whose own answer a verifier of pgtoolkit's does not accept, however it is
-    written."""
+    """Return the prompts whose own answer a verifier of pgtoolkit's does not accept in any form."""
     if verifier.name == "last_number":
         return [prompt for prompt in prompts if last_number(prompt.answer) is None]
     if verifier.name == "regular_expression":
@@ -155,7 +159,7 @@ def _tried(
         messages = None
         if has_template:
             messages = prompt.messages or [QUESTION | {"content": prompt.text}]
-        # Its bytes stand for the tokens, which nobody knows before the model is loaded.
+        # Its bytes take the place of tokens, which are not known before the model is loaded.
         responses.append(
             Response(prompt, prompt.answer, True, list(prompt.answer.encode()), messages)
         )
@@ -182,7 +186,7 @@ def _tried(
 def can_capture(pattern: str, answer: str) -> bool:
     """Return whether the one group of a pattern can match an answer, up to white space around that.
 
-    True where that depends on what stands around the group.
+    True where that depends on the text around the group.
     """
     group = _group(pattern)
     if _MOVES.search(group):
@@ -197,7 +201,8 @@ def can_capture(pattern: str, answer: str) -> bool:
 
 def _group(pattern: str) -> str:
     """Return the one capturing group of a valid pattern, with its parentheses."""
-    opened, start = [], None
+    opened: list[int] = []
+    start = None
     for token in re.finditer(
         r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?!P<))?|\)", pattern, re.DOTALL
     ):

@@ -1,4 +1,4 @@
-"""The chat template of a model's tokenizer: what it writes, and what it leaves out."""
+"""The chat template of a model's tokenizer: the text that it writes, and what it leaves out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from pgtoolkit.completion import Prompt
+from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.config.schema_tasks import Chat, TaskConfig
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.system.report import listed, refusal, text
@@ -14,11 +14,9 @@ from pgtoolkit.system.report import listed, refusal, text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-QUESTION, ANSWER = (
-    {"role": "user", "content": "?"},
-    {"role": "assistant", "content": "the answer of a model"},
-)
-"""Messages to see what a template makes of them."""
+QUESTION = {"role": "user", "content": "?"}
+ANSWER = {"role": "assistant", "content": "the answer of a model"}
+"""Messages that show what a template does."""
 
 _OF_EVERY_TEMPLATE = (
     "messages",
@@ -28,20 +26,20 @@ _OF_EVERY_TEMPLATE = (
     "raise_exception",
     "strftime_now",
 )
-"""What a chat template reads that is no argument of the user's."""
+"""Names that a chat template may read besides arguments of the user's."""
 
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
 """Tags that transformers adds to the language of templates."""
 
 _SHORT = 3
-"""Characters of what a template may write that stand in many texts."""
+"""Characters of a piece of a template that is too short to tell: many texts hold it by chance."""
 
 
 class ChatTemplate:
     """The chat template of a tokenizer, under the system message of a run.
 
-    system_prompt: None for no message of the run's own. arguments: further ones of the template, by
-        name.
+    system_prompt: the content of that message; None: there is none.
+    arguments: further arguments of the template, by name.
     """
 
     def __init__(
@@ -52,19 +50,22 @@ class ChatTemplate:
     ):
         self._tokenizer = tokenizer
         self._arguments: dict[str, Any] = dict(arguments or {})
-        self._system = (
-            [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        )
+        self._system: list[Message] = []
+        if system_prompt is not None:
+            self._system = [{"role": "system", "content": system_prompt}]
 
-    def under_system(self, messages: Sequence[dict]) -> list[dict]:
-        """Messages under the run's own. ValueError for two of the system."""
+    def under_system(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages after the run's system message. ValueError if they begin with another
+        one."""
         if self._system and messages[0]["role"] == "system":
             raise ValueError("it has a system message of its own beside task.system_prompt")
         return [*self._system, *messages]
 
-    def text(self, messages: Sequence[dict], goes_on: bool = False) -> str:
-        """What the template writes; goes_on: with the beginning of an answer. ValueError says why
-        it writes nothing."""
+    def text(self, messages: Sequence[Message], goes_on: bool = False) -> str:
+        """Return the text that the template writes. ValueError says why it writes none.
+
+        goes_on: with the beginning of an answer at the end.
+        """
         try:
             written = self._tokenizer.apply_chat_template(
                 [*messages],
@@ -72,54 +73,51 @@ class ChatTemplate:
                 add_generation_prompt=goes_on,
                 **self._arguments,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # A template raises what it likes.
             raise ValueError(f"one that says: {first_line(error)}") from error
         return cast("str", written)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of each, exactly those of `apply_chat_template` with the beginning of the
-        answer.
+        """Return the tokens of each prompt: those of `apply_chat_template` with the beginning of
+        the answer.
 
-        What the template writes is all there is: the tokenizer adds no token of the beginning to
-            the template's own.
-        ValueError for a system message that it leaves out.
+        The tokenizer adds no token of the beginning to the template's own. ValueError for a system
+        message that the template leaves out.
         """
         conversations = [self.messages(prompt) for prompt in prompts]
-        first = next(
-            (messages[:1] for messages in conversations if messages[0]["role"] == "system"), None
-        )
-        if first and (got := self.problem(first)):
-            raise ValueError(f"it has a system message, and the chat template is {got}")
+        with_system = [messages for messages in conversations if messages[0]["role"] == "system"]
+        problem = self.problem(with_system[0][:1]) if with_system else None
+        if problem is not None:
+            raise ValueError(f"it has a system message, and the chat template is {problem}")
         tokens: Any = self._tokenizer.apply_chat_template(
             conversations, add_generation_prompt=True, **self._arguments
         )
         return tokens["input_ids"]
 
-    def messages(self, prompt: Prompt) -> list[dict]:
-        """Return what the template is given of a prompt; a text is the message of a user."""
+    def messages(self, prompt: Prompt) -> list[Message]:
+        """Return the messages of a prompt for the template; a text is the message of a user."""
         return self.under_system(prompt.messages or [QUESTION | {"content": prompt.text}])
 
-    def problem(self, system: list[dict] | None = None) -> str | None:
-        """Why the template leaves a system message out, if it does; None: that of the run."""
+    def problem(self, system: list[Message] | None = None) -> str | None:
+        """Return why the template leaves a system message out; None if it does not.
+
+        system: the message in a list; None: that of the run.
+        """
         system = self._system if system is None else system
         try:
             shown = self.text([*system, QUESTION])
         except ValueError as error:
             return str(error)
         # Templates strip white space around a message.
-        return (
-            None
-            if not system or system[0]["content"].strip() in shown
-            else "one that leaves it out"
-        )
+        if system and system[0]["content"].strip() not in shown:
+            return "one that leaves it out"
+        return None
 
     def notes(self, ends: Sequence[int]) -> list[str]:
         """Return what may surprise of the template; ends: ids of the end-of-sequence tokens."""
         notes = [
-            (
-                "task.chat=auto: prompts go through the chat template of the model's tokenizer; "
-                "never leaves it out."
-            )
+            "task.chat=auto: prompts go through the chat template of the model's tokenizer; "
+            "task.chat=never leaves it out."
         ]
         after = self._after_answer()
         tokens = self._tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -139,16 +137,16 @@ class ChatTemplate:
     def _after_answer(self) -> str:
         try:
             shown = self.text([QUESTION, ANSWER])
-        except ValueError:  # it has no place for answers, so that it ends none
+        except ValueError:  # It has no place for answers, so it ends none.
             return ""
         return shown.rpartition(ANSWER["content"])[2]
 
     def marks(self) -> list[str]:
-        """Return texts by which a prompt is known that is written with the template already."""
+        """Return texts that only a prompt that already went through the template holds."""
         asked = QUESTION | {"content": ANSWER["content"]}
         try:
             before, _, after = self.text([asked], goes_on=True).partition(ANSWER["content"])
-        except ValueError:  # one for other conversations
+        except ValueError:  # It is a template for other conversations.
             return []
         added = [
             token.content
@@ -161,8 +159,8 @@ class ChatTemplate:
         return written + [piece for piece in pieces if len(piece) > _SHORT]
 
 
-def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
-    """The template that prompts go through; None where they are texts alone.
+def chat_of(task: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate | None:
+    """Return the template that prompts go through; None where they are texts alone.
 
     Raises ConfigError where task.system_prompt or task.chat_arguments would be ignored.
     """
@@ -171,16 +169,18 @@ def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
     template = None
     if getattr(task, "chat", Chat.never) == Chat.auto and tokenizer.chat_template:
         template = ChatTemplate(tokenizer, system, arguments)
-    if system is not None and (got := "none" if template is None else template.problem()):
-        raise ConfigError(
-            refusal(
-                setting=f"task.system_prompt={system:.40}",
-                needs="a chat template that has a place for it",
-                got=got,
-                reason="It would be ignored.",
-                use="task.system_prompt=null, and instructions in the prompts",
+    if system is not None:
+        problem = "none" if template is None else template.problem()
+        if problem is not None:
+            raise ConfigError(
+                refusal(
+                    setting=f"task.system_prompt={system:.40}",
+                    needs="a chat template that has a place for it",
+                    got=problem,
+                    reason="It would be ignored.",
+                    use="task.system_prompt=null, and instructions in the prompts",
+                )
             )
-        )
     if arguments:
         _check_arguments(arguments, tokenizer if template is not None else None)
     return template
@@ -189,8 +189,10 @@ def chat_of(task: TaskConfig, tokenizer) -> ChatTemplate | None:
 def _check_arguments(
     arguments: Mapping[str, object], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Raise ConfigError for task.chat_arguments that a chat template does not read; tokenizer: None
-    without one."""
+    """Raise ConfigError for task.chat_arguments that the chat template does not read.
+
+    tokenizer: None without a template.
+    """
     known: list[str] = []
     if tokenizer is not None:
         from jinja2 import Environment, meta
@@ -201,15 +203,16 @@ def _check_arguments(
         known = sorted(
             read - {*_OF_EVERY_TEMPLATE, *environment.globals, *tokenizer.special_tokens_map}
         )
+    template_reads = "no template"
+    if tokenizer is not None:
+        template_reads = f"one that reads {listed(known, 8) or 'none'}"
     unread = [name for name in arguments if name not in known]
     if unread:
         raise ConfigError(
             refusal(
                 setting=f"task.chat_arguments.{unread[0]}={text(arguments[unread[0]])}",
                 needs=f"a chat template that reads {', '.join(unread)}",
-                got=f"one that reads {listed(known, 8) or 'none'}"
-                if tokenizer is not None
-                else "no template",
+                got=template_reads,
                 reason="It would be ignored.",
                 use="'task.chat_arguments={}', or arguments of the model's template",
             )

@@ -1,5 +1,5 @@
-"""Tasks of several turns: the policy and an environment take turns, and the whole conversation gets
-one score."""
+"""Tasks of several turns: the policy and an environment take turns, and each conversation gets one
+score."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from pgtoolkit.completion import Completion, Message, Prompt
 from pgtoolkit.config.schema_tasks import ConversationTaskConfig, GuessTaskConfig
@@ -24,23 +24,26 @@ from pgtoolkit.tasks.tasks import Once, PromptRows, Score, Seeds, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-ENDS = ENVIRONMENT, MAX_TURNS, LENGTH = "environment", "max_turns", "length"
-"""What may end a conversation, besides TIMEOUT and CRASH of its environment."""
+ENVIRONMENT = "environment"
+MAX_TURNS = "max_turns"
+LENGTH = "length"
+ENDS = (ENVIRONMENT, MAX_TURNS, LENGTH)
+"""The ways in which a conversation ends, besides TIMEOUT and CRASH of its environment."""
 
 
 @dataclass(eq=False)
 class Conversation:
-    """What was said so far, from the start of a prompt on.
+    """Everything that was said so far, from the start of a prompt on.
 
-    environment: as `Environments` keeps it. tokens, drawn: what follows the prompt, and of each
-        token whether the
-    policy drew it. log_probs: of the policy's turns. end: what ended it, None while it goes on.
-        failure: why the
-    environment has no score for it; asked: which of its methods that was.
+    environment: as `Environments` keeps it.
+    tokens, drawn: the tokens after the prompt, and whether the policy drew each of them.
+    log_probs: (N,) of each of the policy's turns. version: of the weights of its last turn.
+    end: what has ended it; None while it goes on.
+    failure: why the environment has no score for it. asked: the method that was called last.
     """
 
     prompt: Prompt
-    environment: Any
+    environment: object
     messages: list[Message]
     tokens: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
@@ -54,12 +57,12 @@ class Conversation:
     def turns(self) -> int:
         return len(self.log_probs)
 
-    def add_turn(self, written: Completion, text: str) -> None:
-        """What the policy drew, and the text that it is to the environment."""
-        self.add(written.tokens.tolist(), True, {"role": "assistant", "content": text})
-        self.log_probs.append(written.log_probs)
-        self.version = written.model_version
-        self.end = LENGTH if written.finish_reason == "length" else None
+    def add_turn(self, completion: Completion, text: str) -> None:
+        """Add a turn of the policy. text: the turn as the environment sees it."""
+        self.add(completion.tokens.tolist(), True, {"role": "assistant", "content": text})
+        self.log_probs.append(completion.log_probs)
+        self.version = completion.model_version
+        self.end = LENGTH if completion.finish_reason == "length" else None
 
     def add(self, tokens: list[int], drawn: bool, message: Message) -> None:
         self.tokens += tokens
@@ -71,31 +74,34 @@ class Conversation:
         return counts | {f"ended_by_{end}_fraction": float(self.end == end) for end in ENDS}
 
     def __str__(self) -> str:
-        return f"{_of(self.prompt)}, whose last message is {self.messages[-1]['content'][:200]!r}"
+        last = self.messages[-1]["content"]
+        return f"{_described(self.prompt)}, whose last message is {last[:200]!r}"
 
 
 class ConversationTask(Task):
-    """Conversations with an environment, which says what they begin with, what it answers, and what
-    they are worth.
+    """Conversations with an environment, which gives their first messages, its replies, and their
+    scores.
 
-    Prompts come from files, as those of `PromptsTask`, or, without one, are a seed each without
-    end. Each conversation has an environment of its own. A reward of 1 or more is an exact match.
+    Prompts come from files, as those of `PromptsTask`; without a file each prompt is a seed, and
+    they never end. Each conversation has an environment of its own. A reward of 1 or more is an
+    exact match.
     """
 
     def __init__(self, config: ConversationTaskConfig | GuessTaskConfig, seed: int, once: Once):
-        self.max_turns, self._seed, self._measures = config.max_turns, seed, None
+        self.max_turns = config.max_turns
         self.alphabet = getattr(config, "alphabet", None)
+        self._seed = seed
+        # The names of the environment's measures, once there is a score.
+        self._measures: frozenset[str] | None = None
         self._rows = Seeds()
         if isinstance(config, ConversationTaskConfig) and config.path is not None:
             self._rows = PromptRows(config, seed, once)
-        self._setting, processes = (
-            f"task.environment={config.environment}",
-            config.environment_processes,
-        )
+        self._setting = f"task.environment={config.environment}"
+        processes = config.environment_processes
         self._environments = Processes(
             kind=Environments,
-            told=(config.environment, config.options, processes > 0),
-            what="environment",
+            arguments=(config.environment, config.options, processes > 0),
+            noun="environment",
             setting=self._setting,
             processes=processes,
             seconds=config.environment_seconds,
@@ -103,8 +109,8 @@ class ConversationTask(Task):
         self._failed_scores = FailedScores(config)
         # A prompt begins the same whenever it comes again; those of files are all looked at as a
         # run starts.
-        kept = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
-        self._prompt = kept(lambda row: self._started([row])[0][1])
+        cached = functools.lru_cache(maxsize=1024 if self.num_prompts is None else None)
+        self._prompt = cached(lambda row: self._start([row])[0][1])
 
     @property
     def num_prompts(self) -> int | None:
@@ -123,157 +129,172 @@ class ConversationTask(Task):
         return dataclasses.replace(self._prompt(self._rows.row(index)), index=index)
 
     def begin(self, prompts: Sequence[Prompt]) -> list[Conversation]:
-        """A conversation on each of them. Raises DataError where one begins otherwise than its
-        prompt did."""
-        begun = []
-        started = self._started([self._rows.row(prompt.index) for prompt in prompts])
-        for prompt, (environment, found) in zip(prompts, started, strict=True):
-            if found.messages != prompt.messages:
+        """Begin a conversation on each prompt. Raises DataError if one begins in another way than
+        its prompt did."""
+        conversations = []
+        started = self._start([self._rows.row(prompt.index) for prompt in prompts])
+        for prompt, (environment, begun) in zip(prompts, started, strict=True):
+            if begun.messages != prompt.messages:
                 needs = (
                     f"{prompt.messages!r:.200} as before, since a group answers one prompt: "
                     "draw by prompt.seed"
                 )
-                raise self._odd("start", found.messages, needs, _of(prompt))
-            begun.append(
-                Conversation(
-                    prompt, environment, [dict(message) for message in found.messages or ()]
-                )
-            )
-        return begun
+                raise self._wrong_value("start", begun.messages, needs, _described(prompt))
+            messages = [dict(message) for message in begun.messages or ()]
+            conversations.append(Conversation(prompt, environment, messages))
+        return conversations
 
     def reply(self, conversations: Sequence[Conversation]) -> list[Message | None]:
-        """What the environment of each says; None where the conversation ends with what was said
-        before.
+        """Return the reply of each conversation's environment; None if the conversation has ended.
 
-        Also where this was the last turn: then nobody would answer.
+        It has also ended after the last turn that is allowed: nobody would answer a reply.
         """
         messages = []
-        for one, message in zip(conversations, self._ask("reply", conversations), strict=True):
-            of_another = message is None or (
-                _is_message(message) and message["role"] != "assistant"
-            )
-            if one.end is None and not of_another:
-                needs = "{'role': TEXT, 'content': TEXT}, which no assistant says, or None"
-                raise self._odd("reply", message, needs, one)
-            last = (
-                ENVIRONMENT
-                if message is None
-                else MAX_TURNS
-                if one.turns == self.max_turns
-                else None
-            )
-            one.end = one.end or last
-            messages.append(message if one.end is None else None)
+        replies = self._call("reply", conversations)
+        for conversation, reply in zip(conversations, replies, strict=True):
+            message = reply if _is_message(reply) and reply["role"] != "assistant" else None
+            if conversation.end is None and message is None and reply is not None:
+                needs = "{'role': TEXT, 'content': TEXT} of another role than assistant, or None"
+                raise self._wrong_value("reply", reply, needs, str(conversation))
+            if conversation.end is None and message is None:
+                conversation.end = ENVIRONMENT
+            elif conversation.end is None and conversation.turns == self.max_turns:
+                conversation.end = MAX_TURNS
+            messages.append(message if conversation.end is None else None)
         return messages
 
-    def judged(self, conversations: Sequence[Conversation]) -> list[Score]:
-        """Return the score of each; that of one whose environment gave no answer has failed."""
-        ask = [one for one in conversations if one.failure is None]
-        values = dict(zip(map(id, ask), self._ask("score", ask), strict=True))
-        scores = [self._score(one, values.get(id(one))) for one in conversations]
+    def score_conversations(self, conversations: Sequence[Conversation]) -> list[Score]:
+        """Return the score of each; where the environment gave no answer, the score has failed."""
+        to_score = [conversation for conversation in conversations if conversation.failure is None]
+        values = dict(zip(map(id, to_score), self._call("score", to_score), strict=True))
+        scores = [
+            self._score(conversation, values.get(id(conversation)))
+            for conversation in conversations
+        ]
         failures = []
         for conversation in conversations:
-            if (failure := conversation.failure) is not None:
-                sentence = (
-                    f"{conversation.asked} of {self._setting} {failure.reason} on {conversation}"
-                )
-                failures.append((sentence, failure))
+            failure = conversation.failure
+            if failure is not None:
+                call = f"{conversation.asked} of {self._setting}"
+                failures.append((f"{call} {failure.reason} on {conversation}", failure))
         self._failed_scores.note(failures, len(conversations))
         return scores
 
     def close(self) -> None:
         self._environments.close()
 
-    def _ask(self, method: str, conversations: Sequence[Conversation]) -> list[Any]:
-        """What each environment returns; None where there is no answer, which ends the
-        conversation.
+    def _call(self, method: str, conversations: Sequence[Conversation]) -> list[object]:
+        """Call a method of each conversation's environment, and return the values.
 
-        An environment gets messages of its own, so that it changes none of ours.
+        Where there is no answer the value is None, and the conversation ends. An environment gets a
+        copy of the messages, so that it changes none of ours.
         """
-        asked = [
-            Ask(one.environment, method, copy.deepcopy(one.messages), str(one))
-            for one in conversations
+        asks = [
+            Ask(
+                conversation.environment,
+                method,
+                copy.deepcopy(conversation.messages),
+                str(conversation),
+            )
+            for conversation in conversations
         ]
         values = []
-        for one, answer in zip(conversations, self._environments.answers(asked), strict=True):
-            one.asked = method
+        answers = self._environments.answers(asks)
+        for conversation, answer in zip(conversations, answers, strict=True):
+            conversation.asked = method
             if isinstance(answer, Failure):
-                one.end = answer.kind
-                one.failure = answer
-                answer = (None, None)
-            one.environment, value = answer
-            values.append(value)
+                conversation.end = answer.kind
+                conversation.failure = answer
+                conversation.environment = None
+                values.append(None)
+            else:
+                conversation.environment, value = answer
+                values.append(value)
         return values
 
-    def _started(self, rows: Sequence[int]) -> list[tuple[Any, Prompt]]:
-        """Of each row a new environment, and the prompt that it begins with."""
+    def _start(self, rows: Sequence[int]) -> list[tuple[object, Prompt]]:
+        """Return a new environment for each row, and the prompt that it begins with."""
         from pgtoolkit.tasks.shuffle import seed_of  # not above: `pgtk check` does without NumPy
 
         prompts = [
             dataclasses.replace(self._rows.of_row(row), seed=seed_of(self._seed, row))
             for row in rows
         ]
-        answers, started = (
-            self._environments.answers([Ask(None, "start", one, _of(one)) for one in prompts]),
-            [],
-        )
+        asks = [Ask(None, "start", prompt, _described(prompt)) for prompt in prompts]
+        answers = self._environments.answers(asks)
+        started = []
         for prompt, answer in zip(prompts, answers, strict=True):
             if isinstance(answer, Failure):
-                raise self._odd(
-                    "start", answer.kind, "in time: let reply begin what is slow", _of(prompt)
-                )
+                needs = "in time: let reply begin what is slow"
+                raise self._wrong_value("start", answer.kind, needs, _described(prompt))
             environment, messages = answer
-            is_list = (
-                isinstance(messages, list | tuple) and messages and all(map(_is_message, messages))
-            )
-            if not is_list or messages[-1]["role"] == "assistant":
+            if not _are_messages(messages) or messages[-1]["role"] == "assistant":
                 needs = (
                     "a list of {'role': TEXT, 'content': TEXT}, of which the policy answers "
                     "the last"
                 )
-                raise self._odd("start", messages, needs, _of(prompt))
+                raise self._wrong_value("start", messages, needs, _described(prompt))
             text = "".join(message["content"] for message in messages)
-            started.append(
-                (environment, dataclasses.replace(prompt, text=text, messages=tuple(messages)))
-            )
+            begun = dataclasses.replace(prompt, text=text, messages=tuple(messages))
+            started.append((environment, begun))
         return started
 
-    def _score(self, one: Conversation, value: Any) -> Score:
-        is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
-        if one.failure is None and (value is None or (is_pair and is_nothing(value[0]))):
-            one.failure = Failure(NOTHING, f"returned {value!r:.200}")
-        if one.failure is not None:
-            measures = one.measures() | self._environments.measures([one.failure])
+    def _score(self, conversation: Conversation, value: object) -> Score:
+        """Return the score that a value of the environment's `score` means."""
+        pair = _reward_and_measures(value)
+        is_missing = value is None or (pair is not None and is_nothing(pair[0]))
+        if conversation.failure is None and is_missing:
+            conversation.failure = Failure(NOTHING, f"returned {value!r:.200}")
+        if conversation.failure is not None:
+            failed = self._environments.measures([conversation.failure])
+            measures = conversation.measures() | failed
             return Score(self._failed_scores.score, False, measures, failed=True)
-        assert value is not None
-        reward, *numbers = map(as_number, (value[0], *value[1].values())) if is_pair else [math.nan]
-        if not all(map(math.isfinite, (reward, *numbers))):
-            raise self._odd("score", value, "(reward, {NAME: NUMBER}), finite numbers", one)
-        names = value[1].keys()
-        if odd := [name for name in names if not re.fullmatch(r"[A-Za-z]\w{0,39}", str(name))]:
-            raise self._odd(
-                "score", odd[0], "names of measures of letters, digits and underscores", one
-            )
-        self._measures = frozenset(names) if self._measures is None else self._measures
-        if names != self._measures:
+        reward = math.nan
+        numbers: dict[str, float] = {}
+        if pair is not None:
+            reward = as_number(pair[0])
+            numbers = {name: as_number(item) for name, item in pair[1].items()}
+        if not all(map(math.isfinite, (reward, *numbers.values()))):
+            needs = "(reward, {NAME: NUMBER}), finite numbers"
+            raise self._wrong_value("score", value, needs, str(conversation))
+        for name in numbers:
+            if not re.fullmatch(r"[A-Za-z]\w{0,39}", str(name)):
+                needs = "names of measures of letters, digits and underscores"
+                raise self._wrong_value("score", name, needs, str(conversation))
+        if self._measures is None:
+            self._measures = frozenset(numbers)
+        if numbers.keys() != self._measures:
             needs = f"measures of the same names each time, here {sorted(self._measures)}"
-            raise self._odd("score", value, needs, one)
-        own = {f"environment/{name}": number for name, number in zip(names, numbers, strict=True)}
-        return Score(
-            reward, reward >= 1, one.measures() | own | self._environments.measures([None])
-        )
+            raise self._wrong_value("score", value, needs, str(conversation))
+        measures = conversation.measures()
+        measures |= {f"environment/{name}": number for name, number in numbers.items()}
+        measures |= self._environments.measures([None])
+        return Score(reward, reward >= 1, measures)
 
-    def _odd(self, method: str, value: Any, needs: str, where: Any) -> DataError:
+    def _wrong_value(self, method: str, value: object, needs: str, place: str) -> DataError:
+        """Return the error for a value that a method must not return. place: the conversation."""
         return DataError(
-            f"{method} of {self._setting} must return {needs} (got {value!r:.200}), in {where}."
+            f"{method} of {self._setting} must return {needs} (got {value!r:.200}), in {place}."
         )
 
 
-def _of(prompt: Prompt) -> str:
+def _described(prompt: Prompt) -> str:
     return f"the conversation on {prompt.place} (seed {prompt.seed})"
 
 
-def _is_message(value: Any) -> bool:
+def _reward_and_measures(value: object) -> tuple[object, dict[str, object]] | None:
+    """Return a value of the environment's `score` if it is a pair with a dictionary; else None."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        return value
+    return None
+
+
+def _is_message(value: object) -> TypeGuard[Message]:
     return isinstance(value, dict) and all(
         isinstance(value.get(key), str) for key in ("role", "content")
     )
+
+
+def _are_messages(value: object) -> TypeGuard[Sequence[Message]]:
+    """Return whether a value is a list of messages that is not empty."""
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_message, value))

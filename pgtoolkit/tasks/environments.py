@@ -1,7 +1,6 @@
-"""Environments of conversations: a class of the user's, called here or in processes; and one that
-comes along.
+"""Environments of conversations: a class of the user's, called here or in processes; and `Guess`.
 
-Nothing large is imported, for the sake of these processes.
+Nothing large is imported, so that these processes start quickly.
 """
 
 from __future__ import annotations
@@ -9,9 +8,11 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.functions import blaming, import_function
 from pgtoolkit.system.report import refusal
@@ -20,28 +21,32 @@ METHODS = ("start", "reply", "score")
 
 
 class Ask(NamedTuple):
-    """A call of a method. environment: None for a new one. on: which conversation it is, in words,
-    for errors."""
+    """A call of a method of an environment.
 
-    environment: Any
+    environment: as `Environments` keeps it; None for a new one. on: the conversation in words, for
+        errors.
+    """
+
+    environment: object
     method: str
-    argument: Any
+    argument: object
     on: str
 
 
 class Environments:
-    """Makes environments, and calls them. Raises ConfigError for a class that cannot be imported,
-    or lacks a method.
+    """Makes environments, and calls them.
 
-    path, options: of the class, and the keywords that it is made with. pickled: between two calls
-        an environment is
-    bytes, so that any process answers for it.
+    path: of the class. options: the keywords that it is made with.
+    pickled: between two calls an environment is bytes, so that any process can answer for it.
+    Raises ConfigError for a class that cannot be imported, or lacks a method.
     """
 
-    def __init__(self, path: str, options: dict[str, Any], pickled: bool = False):
-        self._path, self._pickled = path, pickled
-        made = import_function("task.environment", path, (), tuple(options))
-        if missing := [name for name in METHODS if not callable(getattr(made, name, None))]:
+    def __init__(self, path: str, options: Mapping[str, object], pickled: bool = False):
+        self._path = path
+        self._pickled = pickled
+        kind = import_function("task.environment", path, (), tuple(options))
+        missing = [name for name in METHODS if not callable(getattr(kind, name, None))]
+        if missing:
             raise ConfigError(
                 refusal(
                     setting=f"task.environment={path}",
@@ -51,59 +56,62 @@ class Environments:
                     use=f"a class with def {missing[0]}(self, ...)",
                 )
             )
-        self._make = partial(made, **options)
+        self._make = partial(kind, **options)
 
-    def answer(self, ask: Ask) -> tuple[Any, Any]:
-        """The environment after the call, and what it returned; DataError where it fails."""
-        with blaming(f"{ask.method} of task.environment={self._path}", DataError, ask.on):
-            known = (
-                pickle.loads(ask.environment)
-                if self._pickled and ask.environment
-                else ask.environment
-            )
-            environment = self._make() if known is None else known
+    def answer(self, ask: Ask) -> tuple[object, object]:
+        """Call the method; return the environment after it, and its result. DataError where it
+        fails."""
+        setting = f"task.environment={self._path}"
+        with blaming(f"{ask.method} of {setting}", DataError, ask.on):
+            environment = ask.environment
+            if isinstance(environment, bytes) and environment and self._pickled:
+                environment = pickle.loads(environment)
+            if environment is None:
+                environment = self._make()
             value = getattr(environment, ask.method)(ask.argument)
-        with blaming(
-            f"pickling task.environment={self._path} (not with task.environment_processes=0)",
-            DataError,
-            ask.on,
-        ):
-            return pickle.dumps(environment) if self._pickled else environment, value
+        if not self._pickled:
+            return environment, value
+        action = f"pickling {setting} (not with task.environment_processes=0)"
+        with blaming(action, DataError, ask.on):
+            return pickle.dumps(environment), value
 
 
 class Guess:
-    """A number from 0 to numbers - 1 is found by "higher" and "lower"; a guess is the first number
-    in a turn.
+    """The policy guesses a number from 0 to numbers - 1, told "higher" or "lower" after each guess.
 
-    The number ends the conversation, and so does a turn without any of them. The reward is 1 for
-    the number; else half of how near the last guess came, of all that it could be away, or 0 where
-    it is none.
+    A guess is the first number in a turn. The right number ends the conversation, and so does a
+    turn without a number in the range. The reward is 1 for the right number. Otherwise it is half
+    of the nearness of the last guess, which falls from 1 to 0 over the largest possible distance;
+    0 without a guess.
     """
 
     def __init__(self, numbers: int):
         self._numbers = numbers
 
-    def start(self, prompt):
+    def start(self, prompt: Prompt) -> list[Message]:
         # A hash, not a generator of random numbers: the same in every version of every library.
         drawn = hashlib.sha256(str(prompt.seed).encode()).digest()[:8]
         self._number = int.from_bytes(drawn, "little") % self._numbers
         return [{"role": "user", "content": f"0-{self._numbers - 1}?"}]
 
-    def reply(self, messages):
+    def reply(self, messages: Sequence[Message]) -> Message | None:
         guess = self._guess(messages)
-        if guess in (None, self._number):
+        if guess is None or guess == self._number:
             return None
         return {"role": "user", "content": "higher" if guess < self._number else "lower"}
 
-    def score(self, messages):
+    def score(self, messages: Sequence[Message]) -> tuple[float, dict[str, float]]:
         guess = self._guess(messages)
-        near = 0 if guess is None else 1 - abs(guess - self._number) / (self._numbers - 1)
-        return 1 if guess == self._number else near / 2, {}
+        if guess is None:
+            return 0.0, {}
+        if guess == self._number:
+            return 1, {}
+        nearness = 1 - abs(guess - self._number) / (self._numbers - 1)
+        return nearness / 2, {}
 
-    def _guess(self, messages) -> int | None:
-        found = re.search("[0-9]+", messages[-1]["content"])
-        return (
-            int(found[0])
-            if found and len(found[0]) < 10 and int(found[0]) < self._numbers
-            else None
-        )
+    def _guess(self, messages: Sequence[Message]) -> int | None:
+        number = re.search("[0-9]+", messages[-1]["content"])
+        if number is None or len(number[0]) >= 10:
+            return None
+        guess = int(number[0])
+        return guess if guess < self._numbers else None

@@ -16,30 +16,32 @@ from pgtoolkit.config.schema_tasks import ChainSumTaskConfig, ShortestPathTaskCo
 from pgtoolkit.tasks.tasks import Score, Task
 from pgtoolkit.tasks.verifiers import last_number
 
-_SHARE = 8
-"""One of so many problems is held out."""
+_PROBLEMS_FOR_ONE_HELD_OUT = 8
+"""One of this many problems is held out."""
 
-_FURTHEST, _EDGES, _SHORTEST = 4, 2, 3
-"""Of a graph: how many nodes ahead an edge leads, edges from each node, and edges of a path that is
-asked for."""
+_FURTHEST = 4
+"""The most nodes that an edge of a graph leads ahead."""
+_EDGES = 2
+"""Edges from each node."""
+_SHORTEST = 3
+"""The fewest edges of a path that is asked for."""
 
 Draw = Callable[[], float]
-"""A number from 0 to 1, without 1; of Python's generator nothing else stays the same over its
-versions."""
+"""Returns a number from 0 to 1, without 1: the one method of Python's generator whose numbers stay
+the same over its versions."""
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a problem is held out: by a hash of its terms, or edges, whatever their order."""
+    """Return whether a problem is held out: by a hash of its terms, or edges, in any order."""
     parts = " ".join(sorted(re.findall(r"\w+", text)))
-    return hashlib.sha256(parts.encode()).digest()[0] % _SHARE == 0
+    return hashlib.sha256(parts.encode()).digest()[0] % _PROBLEMS_FOR_ONE_HELD_OUT == 0
 
 
 class DividedTask(Task):
-    """Training asks no problem that is held out, whatever the seed; an evaluation asks no other.
-    The reward is 0 or 1.
+    """A task whose problems are divided. Training asks no problem that is held out, whatever the
+    seed; an evaluation asks only those. The reward is 0 or 1.
 
-    A prompt's answer is a worked one, of which a completion need not have more than the verifier
-    looks at.
+    A prompt's answer is a worked one. A completion needs only the part of it that is verified.
     """
 
     def __init__(
@@ -49,21 +51,23 @@ class DividedTask(Task):
         held_out: bool,
     ):
         self.alphabet = getattr(config, "alphabet", None)
-        self._config, self._seed, self._held_out = config, seed, held_out
+        self._config = config
+        self._seed = seed
+        self._held_out = held_out
 
     def prompt(self, index: int) -> Prompt:
         draw = random.Random(f"{self._seed} {index}").random
-        drawn = iter(lambda: self._drawn(draw), None)
-        text, answer = next(one for one in drawn if is_held_out(one[0]) == self._held_out)
-        return Prompt(text, answer, index, f"prompt {index}")
+        while True:
+            text, answer = self._drawn(draw)
+            if is_held_out(text) == self._held_out:
+                return Prompt(text, answer, index, f"prompt {index}")
 
     def rows(self) -> Iterator[Prompt]:
-        """A few of the longest."""
-        assert not isinstance(self._config, SumsTaskConfig)  # whose task has rows of its own
+        """Return a few of the longest prompts."""
+        assert not isinstance(self._config, SumsTaskConfig)  # Its task has rows of its own.
         longest, _ = self._config.longest
-        return itertools.islice(
-            (one for one in map(self.prompt, itertools.count()) if len(one.text) == longest), 8
-        )
+        prompts = map(self.prompt, itertools.count())
+        return itertools.islice((prompt for prompt in prompts if len(prompt.text) == longest), 8)
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
         right = finished and self._is_right(prompt, completion)
@@ -71,17 +75,17 @@ class DividedTask(Task):
 
     @abstractmethod
     def _drawn(self, draw: Draw) -> tuple[str, str]:
-        """A problem, and its worked answer."""
+        """Return a problem, and its worked answer."""
 
     @abstractmethod
     def _is_right(self, prompt: Prompt, completion: str) -> bool:
-        """Of a completion that has ended by itself."""
+        """Return whether a completion that has ended by itself is right."""
 
 
 class ChainSumTask(DividedTask):
     """The sum of two-digit numbers modulo 100: `57+68+21=` is answered by `57+68=25;25+21=46;46`.
 
-    What counts is what stands behind the last semicolon, `46`.
+    Only the part after the last semicolon, `46`, is verified.
     """
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
@@ -107,7 +111,7 @@ class SumsTask(DividedTask):
     """
 
     def rows(self) -> Iterator[Prompt]:
-        """Return a few; all have equally many characters."""
+        """Return a few prompts; all have equally many characters."""
         return map(self.prompt, range(8))
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
@@ -128,9 +132,9 @@ class ShortestPathTask(DividedTask):
     """A shortest path in a directed graph without cycles: `ab bd ac cd de:ae=` is answered by
     `abde`, or by `acde`.
 
-    Two edges leave each node but the last two, to two of the next four in an order that the prompt
-    does not tell. A path that is asked for has three edges or more. Any shortest one counts; the
-    worked answer is one by chance.
+    Two edges leave each node but the last two, to two of the next four nodes in an order that the
+    prompt does not show. A path that is asked for has three edges or more. Any shortest path
+    counts; the worked answer is one of them, by chance.
     """
 
     def _drawn(self, draw: Draw) -> tuple[str, str]:
@@ -143,26 +147,26 @@ class ShortestPathTask(DividedTask):
             ]
             edges = dict(zip(nodes, ahead, strict=True))
             paths = _shortest_paths(edges, nodes[int(draw() * count)])
-            if ends := [
-                node for node in nodes if node in paths and len(paths[node][0]) > _SHORTEST
-            ]:
-                to_end = paths[ends[int(draw() * len(ends))]]
-                path = to_end[int(draw() * len(to_end))]
-                pairs = [node + after for node in nodes for after in edges[node]]
-                return f"{' '.join(_shuffled(pairs, draw))}:{path[0]}{path[-1]}=", path
+            ends = [node for node in nodes if node in paths and len(paths[node][0]) > _SHORTEST]
+            if not ends:
+                continue
+            to_end = paths[ends[int(draw() * len(ends))]]
+            path = to_end[int(draw() * len(to_end))]
+            pairs = [node + after for node in nodes for after in edges[node]]
+            return f"{' '.join(_shuffled(pairs, draw))}:{path[0]}{path[-1]}=", path
 
     def _is_right(self, prompt: Prompt, completion: str) -> bool:
         edges, question = prompt.text[:-1].split(":")
         steps = {f"{a}{b}" for a, b in itertools.pairwise(completion)}
         ends = completion[:1] + completion[-1:]
-        return (
-            len(completion) == len(prompt.answer) and ends == question and steps <= {*edges.split()}
-        )
+        is_shortest = len(completion) == len(prompt.answer)
+        return is_shortest and ends == question and steps <= {*edges.split()}
 
 
 def _shortest_paths(edges: dict[str, list[str]], start: str) -> dict[str, list[str]]:
-    """By node that can be reached: all shortest paths to it."""
-    paths, newest = {start: [start]}, {start: [start]}
+    """Return all shortest paths from the start to each node that can be reached."""
+    paths = {start: [start]}
+    newest = dict(paths)
     while newest:
         further: dict[str, list[str]] = {}
         for node, to_node in newest.items():
@@ -174,9 +178,9 @@ def _shortest_paths(edges: dict[str, list[str]], start: str) -> dict[str, list[s
     return paths
 
 
-def _between(draw: Draw, least: int, most: int) -> int:
-    """A whole number, both ends included."""
-    return least + int(draw() * (most - least + 1))
+def _between(draw: Draw, low: int, high: int) -> int:
+    """Draw a whole number, both ends included."""
+    return low + int(draw() * (high - low + 1))
 
 
 def _shuffled(items: Sequence[str], draw: Draw) -> list[str]:

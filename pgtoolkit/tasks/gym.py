@@ -1,14 +1,14 @@
-"""Data sets of the reasoning-gym package: their questions, and their scorers, in this process or in
-others.
+"""Data sets of the reasoning-gym package: their questions and scorers, in this process or others.
 
-Nothing large is imported, for the sake of these processes.
+Nothing large is imported, so that these processes start quickly.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from pgtoolkit.errors import ConfigError, first_line
 from pgtoolkit.system.report import refusal
@@ -16,8 +16,10 @@ from pgtoolkit.tasks.process_pool import CRASH, NOTHING, Failure
 
 
 class GymQuestion(NamedTuple):
-    """A completion to be scored. row: of the question that it answers. on: both in words, for
-    notes."""
+    """A completion to be scored.
+
+    row: of the question that it answers. on: the completion and its question in words, for notes.
+    """
 
     row: int
     completion: str
@@ -25,21 +27,26 @@ class GymQuestion(NamedTuple):
 
 
 class GymData:
-    """A data set of reasoning-gym with its scorer. Raises ConfigError where the package has none
-    such."""
+    """A data set of reasoning-gym with its scorer.
 
-    def __init__(self, dataset: str, options: dict[str, Any], given: dict[str, Any], seed: int):
+    options: of the data set. chosen: those of the configuration, for errors. Raises ConfigError for
+    a data set or options that the package does not have.
+    """
+
+    def __init__(
+        self, dataset: str, options: Mapping[str, object], chosen: Mapping[str, object], seed: int
+    ):
         from reasoning_gym import create_dataset  # pyright: ignore[reportMissingImports]  (an extra)
 
         try:
             data = create_dataset(dataset, seed=seed, **options)
-        except (TypeError, ValueError, AssertionError) as error:  # among them a seed of its own
+        except (TypeError, ValueError, AssertionError) as error:  # also for a seed in the options
             raise ConfigError(
                 refusal(
-                    setting=f"task.dataset={dataset} with task.options={given}",
+                    setting=f"task.dataset={dataset} with task.options={chosen}",
                     needs="a data set of reasoning-gym, and options that it has",
                     got=first_line(error),
-                    reason="Its seed is that of the run.",
+                    reason="Options are those of the data set; its seed is the run's.",
                     use="task.dataset=chain_sum",
                 )
             ) from error
@@ -50,10 +57,9 @@ class GymData:
     def answer(self, question: GymQuestion) -> float | Failure:
         """Return the package's score, or why there is none: some scorers raise for texts that they
         cannot read."""
+        completion = question.completion.strip()
         try:
-            reward = float(
-                self._score_answer(question.completion.strip(), self.entry(question.row))
-            )
+            reward = float(self._score_answer(completion, self.entry(question.row)))
         except (Exception, SystemExit) as error:
             return Failure(CRASH, f"raised {type(error).__name__} ({first_line(error)[:200]})")
         return reward if math.isfinite(reward) else Failure(NOTHING, f"returned {reward}")

@@ -12,8 +12,8 @@ from pathlib import Path
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal, text
 
-_MOST_CHARACTERS = 300
-"""Of what the package says of a data set that it cannot load."""
+_MAX_CHARACTERS = 300
+"""Characters of the package's error that are shown."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -21,26 +21,26 @@ def hub_files(name: str, config: str | None, split: str | None) -> tuple[Path, .
     """Return the Arrow files of a split, in their order, after a download where they are not in the
     cache.
 
-    Without the network the cache alone is looked at. Raises ConfigError where there is no such data
+    Without the network only the cache is used. Raises ConfigError where there is no such data
     set, configuration or split.
     """
     import datasets
 
-    setting = (
-        f"task.path={name}" if config is None else f"task.path={name} with task.config={config}"
-    )
+    setting = f"task.path={name}"
+    if config is not None:
+        setting += f" with task.config={config}"
     with _quiet():
         try:
             splits = datasets.load_dataset(name, config)
-        except Exception as error:  # the package, and those that it asks, raise what they like
+        except Exception as error:  # The package and its dependencies raise what they like.
             raise ConfigError(
                 refusal(
                     setting=setting,
                     needs="a data set of the Hugging Face hub, or of its cache on this machine",
-                    got=" ".join(str(error).split())[:_MOST_CHARACTERS],
+                    got=" ".join(str(error).split())[:_MAX_CHARACTERS],
                     reason="There is no such folder here, so it is taken for a name on the hub.",
-                    use="OWNER/NAME, task.config=NAME where it has several, or the path of a file "
-                    "or folder",
+                    use="OWNER/NAME, with task.config=NAME if it has several configurations, or "
+                    "the path of a file or folder",
                 )
             ) from error
     names = [str(name) for name in splits]

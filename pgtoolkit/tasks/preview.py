@@ -1,5 +1,4 @@
-"""The first prompt as tokens; what may surprise of prompts and answers as a model's tokenizer sees
-them."""
+"""The first prompt as tokens, and notes on prompts and answers as a model's tokenizer sees them."""
 
 from __future__ import annotations
 
@@ -21,33 +20,40 @@ from pgtoolkit.tasks.from_config import make_task
 from pgtoolkit.tasks.prompts import TokenizedTask, scored_by_nobody, tiny_tokenizer
 
 _AS_TEXTS = ("exact_match", "regular_expression")
-"""Verifiers that compare an answer with what was written, sign by sign."""
+"""Verifiers that compare an answer with the completion, character by character."""
+
+_SHOWN_TOKENS = 20
+_SHOWN_CHARACTERS = 200
 
 
 class Preview(NamedTuple):
-    """lines: show the first prompt and its tokens. notes: what may surprise of the first prompts
-    and answers."""
+    """The first prompt of a configuration.
+
+    lines: show the prompt and its tokens. notes: surprises in the first prompts and answers.
+    """
 
     lines: list[str]
     notes: list[str]
 
 
 def preview(config: Config) -> Preview:
-    """Show the first prompt; without its tokens for a model that is not here. Asks no hub.
+    """Return the first prompt; without its tokens if the model is not here. No hub is asked.
 
     Raises PgtoolkitError for prompts, or a model folder, that cannot be used.
     """
     assert isinstance(config.rollout, PolicyRolloutConfig)
-    model, longest = config.model, config.rollout.max_completion_length
+    model = config.model
+    longest = config.rollout.max_completion_length
     task = make_task(scored_by_nobody(config.task), config.seed)
     prompt = task.prompt(0)
     text = repr(prompt.text)
-    lines = [f"{prompt.place}: {text[:200]}{'...' if len(text) > 200 else ''}"]
+    dots = "..." if len(text) > _SHOWN_CHARACTERS else ""
+    lines = [f"{prompt.place}: {text[:_SHOWN_CHARACTERS]}{dots}"]
     if isinstance(model, TinyModelConfig):
-        # that of transformers around it takes a second to import
-        characters = tiny_tokenizer(task.alphabet)
-        encoding = characters.encode(prompt.text)
-        tokens, names = encoding.ids, encoding.tokens
+        # The tokenizer of transformers around this one takes a second to import.
+        encoding = tiny_tokenizer(task.alphabet).encode(prompt.text)
+        tokens = encoding.ids
+        names = encoding.tokens
         notes = []
         if _compares_texts(config.task):
             first = list(itertools.islice(task.rows(), FIRST))
@@ -62,18 +68,17 @@ def preview(config: Config) -> Preview:
         notes = [] if chat is None else chat.notes(ends)
         notes += notes_on_rows(tokenized, config.task)
     else:
-        return Preview(
-            [*lines, f"its tokens are known where model.path={model.path} is a folder"], []
-        )
-    shown = " ".join(
-        f"{name!r}={token}" for name, token in itertools.islice(zip(names, tokens, strict=True), 20)
-    )
-    more = f" and {len(tokens) - 20} more" if len(tokens) > 20 else ""
+        lines.append(f"its tokens are known where model.path={model.path} is a folder")
+        return Preview(lines, [])
+    pairs = list(zip(names, tokens, strict=True))[:_SHOWN_TOKENS]
+    shown = " ".join(f"{name!r}={token}" for name, token in pairs)
+    num_hidden = len(tokens) - len(pairs)
+    more = f" and {num_hidden} more" if num_hidden else ""
     return Preview([*lines, f"{len(tokens)} tokens: {shown}{more}"], notes)
 
 
 def notes_on_rows(tokenized: TokenizedTask, config: TaskConfig) -> list[str]:
-    """Return what may surprise of the first prompts and answers as tokens."""
+    """Return notes on surprises in the first prompts and answers as tokens."""
     # Each prompt of a conversation asks its environment, which is the user's.
     count = 1 if isinstance(tokenized.task, ConversationTask) else FIRST
     prompts = list(itertools.islice(tokenized.task.rows(), count))
@@ -85,13 +90,13 @@ def notes_on_rows(tokenized: TokenizedTask, config: TaskConfig) -> list[str]:
 
 
 def _written_with_template(chat: ChatTemplate | None, prompts: Sequence[Prompt]) -> list[str]:
-    """Prompts that hold what the chat template writes around them once more."""
+    """Return a note on prompts that already hold the text that the chat template adds to them."""
     marks = [] if chat is None else chat.marks()
-    found = [(prompt, mark) for prompt in prompts for mark in marks if mark in _contents(prompt)]
-    if not found:
+    marked = [(prompt, mark) for prompt in prompts for mark in marks if mark in _contents(prompt)]
+    if not marked:
         return []
-    places = dict.fromkeys(prompt.place for prompt, _ in found)
-    prompt, mark = found[0]
+    places = dict.fromkeys(prompt.place for prompt, _ in marked)
+    prompt, mark = marked[0]
     return [
         f"{len(places)} of the first {len(prompts)} prompts hold {mark!r}, which the chat template "
         f"writes itself, first that at {prompt.place}: they go through the template a second time. "
@@ -100,11 +105,15 @@ def _written_with_template(chat: ChatTemplate | None, prompts: Sequence[Prompt])
 
 
 def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
-    """Prompts that begin with the token of the beginning, before which the tokenizer puts
-    another."""
+    """Return a note on prompts that begin with the token of the beginning, to which the tokenizer
+    adds another."""
     beginning = tokenized.tokenizer.bos_token_id
     rows = tokenized.encode(prompts)
-    twice = [p for p, row in zip(prompts, rows, strict=True) if row[:2] == [beginning, beginning]]
+    twice = [
+        prompt
+        for prompt, row in zip(prompts, rows, strict=True)
+        if row[:2] == [beginning, beginning]
+    ]
     if not twice:
         return []
     name = tokenized.tokenizer.bos_token
@@ -116,15 +125,15 @@ def _two_beginnings(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list
 
 
 def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[str]:
-    """Answers that no completion has as its text: too long, or changed by the tokenizer."""
-    lengths, changed = [], []
+    """Return notes on answers that no completion can equal: too long, or changed by the
+    tokenizer."""
+    lengths = []
+    changed = []
     for prompt in prompts:
         answer = prompt.answer.strip()
         try:
             tokens = tokenized.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        except (
-            Exception
-        ):  # what the tokenizers library raises for a character that it has no token for
+        except Exception:  # tokenizers raises Exception for a character without a token
             tokens = []
         lengths.append(len(tokens))
         text = tokenized.text(tokens).strip()
@@ -143,7 +152,10 @@ def _unreachable(tokenized: TokenizedTask, prompts: Sequence[Prompt]) -> list[st
 
 
 def _too_long(prompts: Sequence[Prompt], lengths: Sequence[int], longest: int) -> list[str]:
-    """lengths: of the answers, in tokens. longest: most tokens of a completion."""
+    """Return a note on answers that are longer than a completion may be.
+
+    lengths: of the answers, in tokens. longest: the longest completion, in tokens.
+    """
     beyond = [
         (prompt, length)
         for prompt, length in zip(prompts, lengths, strict=True)
@@ -168,8 +180,6 @@ def _compares_texts(config: TaskConfig) -> bool:
 
 
 def _contents(prompt: Prompt) -> str:
-    return (
-        prompt.text
-        if prompt.messages is None
-        else "\n".join(one["content"] for one in prompt.messages)
-    )
+    if prompt.messages is None:
+        return prompt.text
+    return "\n".join(message["content"] for message in prompt.messages)

@@ -26,17 +26,21 @@ from pgtoolkit.system.report import refusal
 from pgtoolkit.system.terminal import output_of_child
 
 START_SECONDS = 120
-"""For a process to import what it asks, and again for its first answer, at which code may import
-what it needs."""
+"""Time for a process to import the code that answers, and again for its first answer, during which
+that code may import what it needs."""
 
-TIMEOUT, CRASH, NOTHING = "timeout", "crash", "nothing"
-"""Kinds of failures: no answer in time, none since what was asked broke, and one that says
-nothing."""
+TIMEOUT = "timeout"
+CRASH = "crash"
+NOTHING = "nothing"
+"""Kinds of failures: no answer in time; none because the process ended; an answer without a
+score."""
 
 
 class Failure(NamedTuple):
-    """What a question has in the place of an answer. reason: in words that follow the name of what
-    was asked."""
+    """Stands for the answer to a question that got none.
+
+    reason: a verb and more, to follow the name of the code that was asked.
+    """
 
     kind: str
     reason: str
@@ -50,41 +54,46 @@ channel = stay_under_guard()
 from pgtoolkit.tasks.process_pool import serve
 serve(channel)
 """
-"""The guard, which forks as soon as it can, is small."""
+"""The program of a process: it forks off its guard before it imports more, so that the guard is
+small."""
 
 _SECONDS_TO_END = 10
-"""For a guard to end what it guards, and for a process whose channel is closed to be gone."""
+"""Time for a guard to end what it guards, and for a process whose channel is closed to be gone."""
+
+_Outcome = tuple[str, Any]
+"""("answer", value), ("error", text), (TIMEOUT, seconds), or (CRASH, how the process has ended)."""
 
 
 @dataclass(eq=False)
 class Processes:
-    """At most so many processes, started when they are first needed, which answer questions, from
-    any thread.
+    """At most `processes` processes, started when they are first needed, which answer questions.
+    Any thread may ask.
 
-    kind, told: each of them makes `kind(*told)`, and asks that; where there are to be none, this
-        process does. what:
-    they are, in the names of keys and metrics. setting: what names it in the configuration.
-        seconds: the most that one
-    answer may take, but for the first one of a process, which has START_SECONDS if that is longer.
+    kind, arguments: each process makes `kind(*arguments)`, whose method `answer` takes a question;
+        with 0 processes, this process does.
+    noun: a name for the thing that answers, in keys and metrics. setting: as the configuration
+        names it.
+    seconds: the longest that one answer may take; the first one of a process has START_SECONDS if
+        that is longer.
     """
 
     kind: type
-    told: tuple
-    what: str
+    arguments: tuple
+    noun: str
     setting: str
     processes: int
     seconds: float | None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        # once it is asked: this runs code of the user's
-        self._here = functools.cache(lambda: self.kind(*self.told))
+        # Made only when it is asked, since this runs code of the user's.
+        self._here = functools.cache(lambda: self.kind(*self.arguments))
         self._workers = [
-            _Worker((self.kind, self.told), self.setting) for _ in range(self.processes)
+            _Worker(self.kind, self.arguments, self.setting) for _ in range(self.processes)
         ]
 
-    def answers(self, questions: Sequence[Any]) -> list[Any]:
-        """The answer to each question, in their order; a Failure where a process gave none.
+    def answers(self, questions: Sequence[object]) -> list[Any]:
+        """Return the answer to each question, in their order; a Failure where a process gave none.
 
         Raises DataError where a function of the user's fails, for the first such question, and
         ConfigError where a process cannot be started.
@@ -95,18 +104,17 @@ class Processes:
         with self._lock:
             return self._answers(questions)
 
-    def measures(self, outcomes: Sequence[Any]) -> dict[str, float]:
-        """Return whether one of these outcomes is a failure, by metric; none where nothing runs in
-        processes."""
+    def measures(self, outcomes: Sequence[object]) -> dict[str, float]:
+        """Return whether one of these outcomes is a failure, by metric; {} without processes."""
         kinds = (TIMEOUT, CRASH) if self._workers else ()
         failed = {outcome.kind for outcome in outcomes if isinstance(outcome, Failure)}
-        return {f"{self.what}_{kind}_fraction": float(kind in failed) for kind in kinds}
+        return {f"{self.noun}_{kind}_fraction": float(kind in failed) for kind in kinds}
 
-    def _answers(self, questions: Sequence[Any]) -> list[Any]:
-        idle = [*self._workers]
+    def _answers(self, questions: Sequence[object]) -> list[Any]:
+        idle = list(self._workers)
 
-        def outcome(question: Any) -> tuple[str, Any]:
-            worker = idle.pop()  # of those that nobody else asks, the one that was asked last
+        def outcome(question: object) -> _Outcome:
+            worker = idle.pop()  # Among the idle ones, the one that was asked last.
             try:
                 return worker.outcome(question, self.seconds)
             finally:
@@ -116,7 +124,7 @@ class Processes:
             try:
                 outcomes = list(threads.map(outcome, questions))
             except BaseException:
-                self.close()  # of answers that nobody waits for any more
+                self.close()  # Nobody waits for their answers any more.
                 raise
         for kind, value in outcomes:
             if kind == "error":
@@ -125,32 +133,35 @@ class Processes:
             value if kind == "answer" else self._failure(kind, value) for kind, value in outcomes
         ]
 
-    def _failure(self, kind: str, value: Any) -> Failure:
+    def _failure(self, kind: str, value: str | float) -> Failure:
         if kind == CRASH:
             return Failure(kind, f"ended its process: {value}")
         if value == self.seconds:
-            return Failure(kind, f"gave no answer within task.{self.what}_seconds={value:g}")
+            return Failure(kind, f"gave no answer within task.{self.noun}_seconds={value:g}")
         return Failure(
             kind,
             f"gave no answer within the {value:g} seconds that the first call of a process has",
         )
 
     def close(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes, whatever they are doing."""
         for worker in self._workers:
             if worker.process is not None:
                 worker.end(worker.process)
 
 
 class _Worker:
-    """One process at a time, started when it is first asked and after one that has ended."""
+    """One process at a time, started for the first question, and anew after it has ended."""
 
-    def __init__(self, made: tuple[type, tuple], setting: str):
-        self._made, self._setting, self.process, self._has_answered = made, setting, None, False
+    def __init__(self, kind: type, arguments: tuple, setting: str):
+        self._kind = kind
+        self._arguments = arguments
+        self._setting = setting
+        self._has_answered = False
+        self.process: Child | None = None
 
-    def outcome(self, question: Any, seconds: float | None) -> tuple[str, Any]:
-        """("answer", value), ("error", text), TIMEOUT with the limit, or CRASH with how the process
-        has ended."""
+    def outcome(self, question: object, seconds: float | None) -> _Outcome:
+        """Ask the process a question, and return what came of it."""
         if self.process is None:
             self._start()
             self._has_answered = False
@@ -166,27 +177,28 @@ class _Worker:
         with output_of_child() as printed:
             self.process = Child(command, printed=printed)
         self._connection = self.process.connection()
-        kind, value = self._ask(self._made, START_SECONDS)
+        kind, value = self._ask((self._kind, self._arguments), START_SECONDS)
         if kind == "error":
             raise ConfigError(value)
         if kind != "ready":
+            took_too_long = f"none within {START_SECONDS} seconds"
             raise ConfigError(
                 refusal(
                     setting=self._setting,
                     needs="a process that imports it",
-                    got=f"none within {START_SECONDS} seconds"
-                    if kind == TIMEOUT
-                    else f"one that ended: {value}",
+                    got=took_too_long if kind == TIMEOUT else f"one that ended: {value}",
                     reason="Importing it runs its code.",
                     use="a module that can be imported in seconds",
                 )
             )
 
-    def _ask(self, told: Any, seconds: float) -> tuple[str, Any]:
-        kind, process = TIMEOUT, self.process
+    def _ask(self, message: object, seconds: float) -> _Outcome:
+        """Send a message to the process, and return its answer; end it if there is none."""
+        process = self.process
         assert process is not None
+        kind = TIMEOUT
         try:
-            self._connection.send(told)
+            self._connection.send(message)
             if self._connection.poll(seconds):
                 return self._connection.recv()
         except (EOFError, OSError):
@@ -195,7 +207,7 @@ class _Worker:
         return kind, self.end(process)
 
     def end(self, process: Child) -> str:
-        """End a process with what it has started. Return how it had ended by itself."""
+        """End a process with what it has started. Return how it had ended by itself, if it had."""
         self.process = None
         code = process.poll()
         process.end(_SECONDS_TO_END)
@@ -203,28 +215,30 @@ class _Worker:
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer questions, which come in over the channel: what to make, then one at a time.
+    """Answer the questions that come in over the channel, one at a time.
 
-    Out: a first answer once it is made, then one for each question, as `_Worker.outcome` has it.
+    The first message names the object that answers. An outcome goes out once that is made, and
+    after each question.
     """
-    os.setsid()  # code that signals its own process group does not reach the guard
+    os.setsid()  # Code that signals its own process group does not reach the guard.
     connection = Connection(channel.detach())
     process_id = os.getpid()
-    made = None
+    answering = None
     while True:
         try:
-            told = connection.recv()
+            message = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
         try:
-            if made is None:
-                kind, arguments = told
-                made, answer = kind(*arguments), ("ready", None)
+            if answering is None:
+                kind, arguments = message
+                answering = kind(*arguments)
+                outcome = ("ready", None)
             else:
-                answer = "answer", made.answer(told)
+                outcome = ("answer", answering.answer(message))
         except (ConfigError, DataError) as error:
-            answer = "error", str(error)
-        # What the user's code has forked, and which came back as well, would answer once more.
+            outcome = ("error", str(error))
+        # A fork by the user's code comes back here as well, and would answer once more.
         if os.getpid() != process_id:
             os._exit(0)
-        connection.send(answer)
+        connection.send(outcome)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ UNUSED_TOOLS = (
     "Describe them in a system message, and remove the column"
 )
 
-_USUAL = ("train", "test", "validation", "valid", "dev", "eval")
-"""Names of splits; a folder with files of several is not meant as a whole."""
+_SPLITS = ("train", "test", "validation", "valid", "dev", "eval")
+"""Common names of splits; nobody means all files of a folder that has several of them."""
+
+_Row = dict[str, Any]
+"""A row of a file: its columns by name."""
 
 
 def prompt_files(path: str, split: str | None, config: str | None = None) -> list[Path]:
@@ -39,7 +42,7 @@ def prompt_files(path: str, split: str | None, config: str | None = None) -> lis
     folder `train`, at any depth. Anything else is a file, a folder of files, a glob, or the name of
     a data set on the hub. Raises ConfigError where the split does not fit, DataError without files.
     """
-    from pgtoolkit.tasks.row_files import SUFFIXES, find_files
+    from pgtoolkit.tasks.row_files import find_files
 
     if is_data_set_name(path):
         return list(hub_files(path, config, split))
@@ -53,45 +56,58 @@ def prompt_files(path: str, split: str | None, config: str | None = None) -> lis
         if split in (None, *splits):
             return _saved(folder)
     else:
-        files = [
-            file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.is_file()
-        ]
-        files = [
-            file
-            for file in files
-            if not any(part.startswith(".") for part in file.relative_to(folder).parts)
-        ]
+        files = _files_below(folder)
         here = [file for file in files if file.parent == folder]
-        splits = sorted(
-            {name for file in here or files for name in _USUAL if _is_of(file, name)}
-        ) or [None]
+        splits = _splits_of(here or files)
         if split is None and (splits == [None] or (here and len(splits) == 1)):
             return find_files(path, "task.path")
-        if split is not None and (files := [file for file in files if _is_of(file, split)]):
-            return _of_one_data_set(path, split, folder, files)
-    known = ", ".join(map(text, splits))
-    raise ConfigError(
-        refusal(
-            setting=f"task.split={text(split)} with task.path={path}",
-            needs=f"one of {known}" if len(splits) > 1 else known,
-            got=split,
-            reason="These are the splits that it has.",
-            use=" or ".join(f"task.split={text(name)}" for name in splits),
-        )
+        of_split = [file for file in files if split is not None and _is_of(file, split)]
+        if split is not None and of_split:
+            return _of_one_data_set(path, split, folder, of_split)
+    raise ConfigError(_split_refusal(path, split, splits))
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder, at any depth, without hidden ones."""
+    from pgtoolkit.tasks.row_files import SUFFIXES
+
+    files = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES]
+    return [
+        file
+        for file in files
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+    ]
+
+
+def _splits_of(files: Sequence[Path]) -> list[str] | list[None]:
+    """Return the common names of splits that files have; [None] if they have none."""
+    names = {name for file in files for name in _SPLITS if _is_of(file, name)}
+    return sorted(names) or [None]
+
+
+def _split_refusal(path: str, split: str | None, splits: Sequence[str | None]) -> str:
+    names = ", ".join(map(text, splits))
+    return refusal(
+        setting=f"task.split={text(split)} with task.path={path}",
+        needs=f"one of {names}" if len(splits) > 1 else names,
+        got=split,
+        reason="These are the splits that it has.",
+        use=" or ".join(f"task.split={text(name)}" for name in splits),
     )
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The Arrow files of one data set."""
+    """Return the Arrow files of one data set that `save_to_disk` has written."""
     state = _json(folder / "state.json")
     if state.get("_indices_data_files"):
-        reason = "An old version of datasets kept an order beside the rows"
         raise DataError(
-            f"{folder} needs rows in the order of its files. {reason}. Save it again with a newer "
-            "one."
+            f"{folder} needs rows in the order of its files. An old version of datasets kept an "
+            "order beside the rows. Save it again with a newer one."
         )
-    files = [folder / Path(one["filename"]).name for one in state["_data_files"]]
-    if missing := [file.name for file in files if not file.is_file()]:
+    files = [folder / Path(file["filename"]).name for file in state["_data_files"]]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
         raise DataError(
             f"{folder} lacks {', '.join(missing)}, which its state.json names. Copy or save it "
             "again."
@@ -100,18 +116,18 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _of_one_data_set(path: str, split: str, folder: Path, files: list[Path]) -> list[Path]:
-    """The files of a split; ConfigError where they are of several data sets."""
+    """Return the files of a split. ConfigError if they belong to several data sets."""
     homes = sorted(
         {file.parent.parent if file.parent.name == split else file.parent for file in files}
     )
     if len(homes) > 1:
+        shown = ", ".join(str(home.relative_to(folder)) for home in homes[:4])
         raise ConfigError(
             refusal(
                 setting=f"task.path={path}",
                 needs="one data set",
                 got=len(homes),
-                reason="The split is in "
-                f"{', '.join(str(home.relative_to(folder)) for home in homes[:4])}.",
+                reason=f"The split is in {shown}.",
                 use=f"task.path={homes[0]}",
             )
         )
@@ -141,12 +157,13 @@ def read_prompts(
     answer_pattern: str | None = None,
     keep_rows: bool = False,
 ) -> list[Prompt]:
-    """Return the rows of all files, by their numbers.
+    """Return the prompts of all files, by their numbers.
 
-    answer_pattern: its one group is the answer, where it matches last; None: the whole field is.
-        keep_rows: with all
-    their columns, of which `answer` is then the answer.
-    Raises DataError with all that is wrong with them.
+    answer_pattern: the answer is what its one group captures last in the field; None: the answer is
+        the field.
+    keep_rows: each prompt keeps all columns of its row, and with answer_pattern the answer as the
+        column `answer`.
+    Raises DataError that lists the problems of all rows.
     """
     from pgtoolkit.tasks.row_files import Problems, open_files
 
@@ -159,31 +176,34 @@ def read_prompts(
             if isinstance(row, str):
                 problems.add(place, row)
                 continue
-            there = ", ".join(file.names or row) or "no fields"
             if _is_of_verl(row, answer_field):
                 row[answer_field] = row[_VERL]["ground_truth"]
             if has_tools(row):
                 problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
-            values = []
-            readers = {
-                "prompt": _prompt,
-                "answer": functools.partial(_answer, pattern=answer_pattern),
-            }
-            for key, column in (("prompt", prompt_field), ("answer", answer_field)):
-                try:
-                    if row.get(column) is None:
-                        raise ValueError("is missing")
-                    values.append(readers[key](row[column]))
-                except ValueError as reason:
-                    other = "messages" if key == "prompt" and "messages" in row else "COLUMN"
-                    use = "" if column in row else f". Use task.{key}_field={other}"
-                    problems.add(f"{place}:{column}", f"{reason}; the row has {there}{use}")
-            if len(values) == 2:
-                (asked, messages), answer = values
-                kept = {name: _plain(value) for name, value in row.items()} if keep_rows else None
-                if kept is not None and answer_pattern is not None:
+            columns_there = ", ".join(file.names or row) or "no fields"
+            prompt = answer = None
+            try:
+                prompt = _prompt(_value(row, prompt_field))
+            except ValueError as error:
+                other = "messages" if "messages" in row else "COLUMN"
+                use = "" if prompt_field in row else f". Use task.prompt_field={other}"
+                reason = f"{error}; the row has {columns_there}{use}"
+                problems.add(f"{place}:{prompt_field}", reason)
+            try:
+                answer = _answer(_value(row, answer_field), answer_pattern)
+            except ValueError as error:
+                use = "" if answer_field in row else ". Use task.answer_field=COLUMN"
+                reason = f"{error}; the row has {columns_there}{use}"
+                problems.add(f"{place}:{answer_field}", reason)
+            if prompt is None or answer is None:
+                continue
+            kept = None
+            if keep_rows:
+                kept = {name: _plain(value) for name, value in row.items()}
+                if answer_pattern is not None:
                     kept["answer"] = answer
-                prompts.append(Prompt(asked, answer, len(prompts), place, messages, row=kept))
+            question, messages = prompt
+            prompts.append(Prompt(question, answer, len(prompts), place, messages, row=kept))
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")
@@ -193,7 +213,7 @@ def read_prompts(
 def notes_on_columns(
     path: str, split: str | None, config: str | None, answer_field: str
 ) -> list[str]:
-    """Return what may surprise of the columns that are read, by the first row."""
+    """Return a note if the first row shows that prompts and answers are in verl's columns."""
     from pgtoolkit.tasks.row_files import open_files
 
     (file,) = open_files(prompt_files(path, split, config)[:1], (answer_field, _VERL))
@@ -203,11 +223,19 @@ def notes_on_columns(
     return [
         f"{file.label} has prompts as verl writes them: the answer is {_VERL}.ground_truth. "
         "data_source, by which verl chooses how to score, ability and extra_info are not read: "
-        "task.verifier scores."
+        "task.verifier decides how to score."
     ]
 
 
-def has_tools(row: dict[str, Any]) -> bool:
+def _value(row: _Row, column: str) -> object:
+    """Return the value of a column. ValueError if the row has none."""
+    value = row.get(column)
+    if value is None:
+        raise ValueError("is missing")
+    return value
+
+
+def has_tools(row: _Row) -> bool:
     """Return whether a row has tools; some files keep them as JSON."""
     tools = row.get(TOOLS)
     if tools is None or isinstance(tools, str):
@@ -215,8 +243,8 @@ def has_tools(row: dict[str, Any]) -> bool:
     return not hasattr(tools, "__len__") or len(tools) > 0
 
 
-def _is_of_verl(row: dict[str, Any], answer_field: str) -> bool:
-    """Return whether a row has its answer where verl keeps it, and no other was asked for."""
+def _is_of_verl(row: _Row, answer_field: str) -> bool:
+    """Return whether a row has its answer where verl keeps it, and no other field is configured."""
     verl = row.get(_VERL)
     return (
         answer_field == "answer"
@@ -226,8 +254,8 @@ def _is_of_verl(row: dict[str, Any], answer_field: str) -> bool:
     )
 
 
-def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
-    """The prompt's text, and the messages if it is a chat. ValueError says what is wrong."""
+def _prompt(value: object) -> tuple[str, tuple[Message, ...] | None]:
+    """Return the prompt's text, and the messages if it is a chat. ValueError says what is wrong."""
     if isinstance(value, str) and value:
         return value, None
     messages = messages_of(value, "a text or a list of chat messages")
@@ -237,36 +265,42 @@ def _prompt(value: Any) -> tuple[str, tuple[Message, ...] | None]:
     return last["content"], tuple(messages)
 
 
-def messages_of(value: Any, needs: str = "a list of chat messages") -> list[Message]:
-    """The messages of a chat. ValueError says what is wrong."""
-    messages = value.tolist() if hasattr(value, "tolist") else value
+def messages_of(value: object, needs: str = "a list of chat messages") -> list[Message]:
+    """Return the messages of a chat. ValueError says what is wrong; needs: the words for it."""
+    messages = _without_arrays(value)
     if (
         not isinstance(messages, list)
         or not messages
-        or not all(isinstance(one, dict) for one in messages)
+        or not all(isinstance(message, dict) for message in messages)
     ):
         raise ValueError(f"needs {needs} (got {messages!r:.40})")
-    for one in messages:
-        if not all(isinstance(one.get(key), str) for key in ("role", "content")):
+    for message in messages:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(
-                f"needs chat messages whose role and content are texts (got {one!r:.60})"
+                f"needs chat messages whose role and content are texts (got {message!r:.60})"
             )
     # Columnar files give each message all keys that any of them has.
-    return [{key: item for key, item in one.items() if item is not None} for one in messages]
+    return [
+        {key: item for key, item in message.items() if item is not None} for message in messages
+    ]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of a row without arrays of NumPy, as which columnar files give lists."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+def _without_arrays(value: object) -> object:
+    """Return an array of NumPy, which is a list of a columnar file, as a list."""
+    to_list = getattr(value, "tolist", None)
+    return value if to_list is None else to_list()
+
+
+def _plain(value: object) -> object:
+    """Return a value of a row, and all in it, without arrays of NumPy."""
+    value = _without_arrays(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value
 
 
-def _answer(value: Any, pattern: str | None = None) -> str:
-    """Return the text of an answer, or the part of it that the group of a pattern has matched
-    last."""
+def _answer(value: object, pattern: str | None = None) -> str:
+    """Return the text of an answer, or the part that the group of a pattern captures last in it."""
     answer = _text_of_answer(value)
     if pattern is None:
         return answer
@@ -279,10 +313,10 @@ def _answer(value: Any, pattern: str | None = None) -> str:
     return captured[-1].strip()
 
 
-def _text_of_answer(value: Any) -> str:
-    if type(value) is int:
+def _text_of_answer(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if type(value) is float and math.isfinite(value):
+    if isinstance(value, float) and math.isfinite(value):
         return _number(value)
     if isinstance(value, str) and value:
         return value
@@ -290,8 +324,8 @@ def _text_of_answer(value: Any) -> str:
 
 
 def _number(value: float) -> str:
-    """Write a number as a model would: whole ones without a point, those of a float32 column in its
-    own digits."""
+    """Return a number as a model would write it: a whole number without a point, and one of a
+    float32 column with the digits of float32."""
     import numpy as np
 
     if value.is_integer() and abs(value) < 1e16:

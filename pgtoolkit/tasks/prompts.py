@@ -1,5 +1,4 @@
-"""Prompts as tokens: how a model's tokenizer and its chat template see them, and whether there is
-room for them."""
+"""Prompts as tokens: how a model's tokenizer and chat template see them, and the room for them."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from pgtoolkit.completion import Completion, Prompt
 from pgtoolkit.config.schema_tasks import PromptsTaskConfig, TaskConfig
@@ -23,12 +22,14 @@ from pgtoolkit.tasks.tasks import Once, Score, Task
 from pgtoolkit.tasks.verifiers import Response
 
 if TYPE_CHECKING:  # `pgtk check` does without torch
+    from tokenizers import Tokenizer
     from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("pgtoolkit")
 
 _CHUNK = 1000
-"""Prompts given to a tokenizer in one call; it encodes them in parallel."""
+"""Number of prompts that a tokenizer gets in one call; it encodes them in parallel."""
 
 Answer = tuple[str, bool]
 """The text of a completion that is scored, and whether the completion ended by itself."""
@@ -37,9 +38,11 @@ END = "<end>"
 _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 
 
-def tiny_tokenizer(alphabet: str | None):
-    """The tiny model's tokenizer, of the tokenizers library: a token per character (None: printable
-    ASCII), and END."""
+def tiny_tokenizer(alphabet: str | None) -> Tokenizer:
+    """Return the tiny model's tokenizer, of the tokenizers library: a token per character, and END.
+
+    alphabet: the characters; None: printable ASCII.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = [*dict.fromkeys(alphabet or _PRINTABLE), END]
@@ -53,18 +56,18 @@ def tiny_tokenizer(alphabet: str | None):
 class TokenizedTask:
     """A task as a model's tokenizer, of transformers, sees it.
 
-    ends: ids of the end-of-sequence tokens. chat: the template that prompts go through; None: they
-        are texts alone.
-    stop: texts that end a completion. vocabulary: how many tokens the model has weights of; None:
-        not asked.
-    reference_prompt: the template, of `prompt` and `answer`, of what a reference reads in the place
-        of the prompt.
-    longest: most tokens of a completion; of a conversation, of all that follows its prompt.
+    ends: ids of the end-of-sequence tokens.
+    chat: the template that prompts go through; None: they are texts alone.
+    stop: texts that end a completion.
+    vocabulary: the number of tokens that the model has weights of; None: not checked.
+    reference_prompt: the template, of `prompt` and `answer`, of the text that a reference reads
+        instead of the prompt.
+    longest: the most tokens of a completion; in a conversation, of all that follows its prompt.
     max_steps: updates of the run, for reward functions that ask for them.
     """
 
     task: Task
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     ends: Sequence[int] = ()
     chat: ChatTemplate | None = None
     stop: Sequence[str] = ()
@@ -73,7 +76,7 @@ class TokenizedTask:
     longest: int = 0
     max_steps: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._stops = StopStrings(self.stop, self.tokenizer)
         self.between = Between(self.tokenizer, self.ends, self.chat)
 
@@ -81,50 +84,49 @@ class TokenizedTask:
         return self.task.prompt(index)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens of each prompt: through the chat template, if there is one, exactly what that
-        gives.
+        """Return the tokens of each prompt: those that the chat template gives, if there is one.
 
         A text alone gets the special tokens that the tokenizer adds by default, such as the first;
-        an end-of-sequence token at the end is left out, after which a model begins another text.
+        an end-of-sequence token at the end is left out, since a model begins another text after it.
         Raises DataError that names a prompt that the tokenizer or the model has no tokens for, or a
         chat without a template.
         """
         try:
             tokens = self._tokens(prompts) if prompts else []
-            if self.vocabulary and (
-                foreign := [token for row in tokens for token in row if token >= self.vocabulary]
-            ):
-                raise ValueError(
-                    f"it gives token {foreign[0]}, and the model has weights of {self.vocabulary} "
-                    "tokens"
-                )
-        except (
-            Exception
-        ) as error:  # what the tokenizers library raises for a character it has no token for
+            self._check_vocabulary(tokens)
+        except Exception as error:  # tokenizers raises Exception for a character without a token
             if len(prompts) > 1:
                 return [self.encode([prompt])[0] for prompt in prompts]
+            prompt = prompts[0]
             reason = first_line(error)
-            # of the tiny model, whose tokens are the characters that its task has
             if "[UNK]" in reason:
-                foreign = listed(
-                    [
-                        repr(sign)
-                        for sign in sorted({*prompts[0].text} - {*self.tokenizer.get_vocab()})
-                    ],
-                    5,
-                )
+                # The tiny model's tokens are the characters of its task.
+                unknown = sorted({*prompt.text} - {*self.tokenizer.get_vocab()})
+                characters = listed([repr(character) for character in unknown], 5)
                 reason = (
-                    f"it has no token for {foreign}, which prompts and answers of training lack"
+                    f"it has no token for {characters}, which prompts and answers of training lack"
                 )
             raise DataError(
-                f"the prompt {prompts[0].text[:60]!r} at {prompts[0].place} cannot be encoded by "
+                f"the prompt {prompt.text[:60]!r} at {prompt.place} cannot be encoded by "
                 f"the model's tokenizer: {reason}"
             ) from error
         return tokens
 
+    def _check_vocabulary(self, tokens: list[list[int]]) -> None:
+        """Raise ValueError for a token that the model has no weights of."""
+        if not self.vocabulary:
+            return
+        for row in tokens:
+            for token in row:
+                if token >= self.vocabulary:
+                    raise ValueError(
+                        f"it gives token {token}, and the model has weights of {self.vocabulary} "
+                        "tokens"
+                    )
+
     def encode_for_reference(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """The tokens that a reference reads in the place of each prompt's. DataError for a missing
-        answer."""
+        """Return the tokens that a reference reads instead of each prompt's. DataError for a
+        missing answer."""
         return self.encode([self._for_reference(prompt) for prompt in prompts])
 
     def _for_reference(self, prompt: Prompt) -> Prompt:
@@ -135,8 +137,8 @@ class TokenizedTask:
                     setting=f"kl.reference_prompt={self.reference_prompt:.40}",
                     needs="the answer of each prompt",
                     got=f"none at {prompt.place}",
-                    reason="The template puts it before the reference.",
-                    use="a template of {prompt} alone",
+                    reason="The template shows it to the reference.",
+                    use="a template with {prompt} only",
                 )
             )
         text = self.reference_prompt.format(prompt=prompt.text, answer=prompt.answer)
@@ -149,26 +151,26 @@ class TokenizedTask:
     def _tokens(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         if self.chat is not None:
             return self.chat.encode(prompts)
-        if any(prompt.messages is not None for prompt in prompts) and not isinstance(
-            self.task, ConversationTask
-        ):
+        is_chat = any(prompt.messages is not None for prompt in prompts)
+        if is_chat and not isinstance(self.task, ConversationTask):
             raise ValueError(
                 "it is a list of chat messages, and there is no chat template, or task.chat=never"
             )
-        tokens = self.tokenizer([prompt.text for prompt in prompts])["input_ids"]
+        encoded = self.tokenizer([prompt.text for prompt in prompts])
+        tokens = cast("list[list[int]]", encoded["input_ids"])
         for row in tokens:
             while row and row[-1] in self.ends:
                 row.pop()
         return tokens
 
     def answers(self, completions: Sequence[Completion]) -> list[Answer]:
-        """Return what `scores` reads of completions: of conversations, which hold their texts,
-        nothing."""
-        return (
-            []
-            if isinstance(self.task, ConversationTask)
-            else [self.answer(one) for one in completions]
-        )
+        """Return the answer of each completion, for `scores`.
+
+        Return [] for conversations, which hold their texts.
+        """
+        if isinstance(self.task, ConversationTask):
+            return []
+        return [self.answer(completion) for completion in completions]
 
     def scores(
         self,
@@ -176,10 +178,13 @@ class TokenizedTask:
         completions: Sequence[Completion],
         answers: Sequence[Answer] | None = None,
     ) -> list[Score]:
-        """Of each completion, of the prompt at its place. answers: those of the completions, where
-        they are known."""
+        """Return the score of each completion of the prompt at its place.
+
+        answers: of the completions, where they are known.
+        """
         if isinstance(self.task, ConversationTask):
-            return self.task.judged([completion.conversation for completion in completions])
+            conversations = [completion.conversation for completion in completions]
+            return self.task.score_conversations(conversations)
         if answers is None:
             answers = self.answers(completions)
         responses = []
@@ -196,11 +201,11 @@ class TokenizedTask:
         self.task.close()
 
     def answer(self, completion: Completion) -> Answer:
-        """Return the text that is scored, or said to an environment, and whether the completion
+        """Return the text that is scored, or that an environment reads, and whether the completion
         ended by itself.
 
-        The end is no part of the text, whether or not the tokenizer holds it for a special token;
-        nor is a stop string.
+        The end-of-sequence token is no part of the text, whether or not the tokenizer calls it
+        special; nor is a stop string.
         """
         finished = completion.finish_reason == "stop"
         tokens = completion.tokens
@@ -209,12 +214,13 @@ class TokenizedTask:
         return self.text(tokens), finished
 
     def text(self, tokens: Sequence[int] | Tensor) -> str:
-        """Return what tokens say up to a stop string, special tokens such as `<think>` included."""
-        text = self.tokenizer.decode(tokens)
+        """Return the text of tokens up to a stop string, special tokens such as `<think>`
+        included."""
+        text = str(self.tokenizer.decode(cast("list[int]", tokens)))
         if not self._stops:
             return text
         # Completions end by their text without special tokens, see `StopStrings`.
-        plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        plain = str(self.tokenizer.decode(cast("list[int]", tokens), skip_special_tokens=True))
         before = self._stops.before(plain)
         cut_off = plain[len(before) :]
         return text.removesuffix(cut_off) if text.endswith(cut_off) else before
@@ -227,64 +233,82 @@ class TokenizedTask:
         longest_prompt: int | None = None,
         once: Once = lambda measure: measure(),
     ) -> None:
-        """Measure all prompts: refuse those without a token or longer than one may be (DataError),
-        or drop them.
+        """Measure all prompts; refuse those without a token and those that are too long
+        (DataError), or drop them.
 
-        All lengths in tokens. longest_prompt: None for as many as leave room for a completion. Of a
-            task without end
-        a few of its longest prompts tell.
+        All lengths are in tokens. longest_prompt: None for as many as leave room for a completion.
+        Of a task without end, a few of its longest prompts are measured.
         """
-        room, task = max(0, longest_document - longest_completion), self.task
+        task = self.task
+        room = max(0, longest_document - longest_completion)
         room = min(longest_prompt or room, room)
-        total, bad = once(functools.partial(self._misfits, room))
-        if not bad:
+        num_prompts, misfits = once(functools.partial(self._misfits, room))
+        if not misfits:
             return
-        several = (
-            f"{len(bad)} of {'the longest ' if task.num_prompts is None else ''}{total} prompts"
-        )
-        several += ", or what kl.reference_prompt makes of them," if self.reference_prompt else ""
-        lengths = listed([f"{prompt.place} has {length}" for prompt, length in bad], 5)
-        needed = f"{f'do not have 1 to {room} tokens' if room else 'have no room'}: {lengths}"
-        skippable = task.num_prompts is not None and len(bad) < total
-        if skip and skippable:
-            log.warning(f"note: task.too_long=skip leaves out {several}, which {needed}.")
-            task.drop({prompt.index for prompt, _ in bad})
+        of = "the longest " if task.num_prompts is None else ""
+        subject = f"{len(misfits)} of {of}{num_prompts} prompts"
+        if self.reference_prompt:
+            subject += ", or what kl.reference_prompt makes of them,"
+        lengths = listed([f"{prompt.place} has {length}" for prompt, length in misfits], 5)
+        verb = f"do not have 1 to {room} tokens" if room else "have no room"
+        problem = f"{verb}: {lengths}"
+        can_skip = task.num_prompts is not None and len(misfits) < num_prompts
+        if skip and can_skip:
+            log.warning(f"note: task.too_long=skip leaves out {subject}, which {problem}.")
+            task.drop({prompt.index for prompt, _ in misfits})
             return
-        longest = max(length for _, length in bad)
-        ways = ["task.too_long=skip"] if skippable else []
-        ways += [f"task.max_prompt_length={longest}"] if longest_prompt is not None else []
-        if (tokens := longest + longest_completion) > longest_document > longest:
-            ways.append(f"rollout.max_completion_length={longest_document - longest}")
-        if tokens > longest_document:
-            ways.append(
-                f"a model of {tokens} positions, in training with accumulation.max_tokens={tokens}"
-            )
-        ways.append("other prompts")
+        longest = max(length for _, length in misfits)
+        ways = ["task.too_long=skip"] if can_skip else []
+        if longest_prompt is not None:
+            ways.append(f"task.max_prompt_length={longest}")
+        ways += _ways_to_make_room(longest, longest_completion, longest_document)
         raise DataError(
-            f"{several} {needed}. A document of at most {longest_document} tokens holds a prompt "
+            f"{subject} {problem}. A document of at most {longest_document} tokens holds a prompt "
             f"and a completion of up to rollout.max_completion_length={longest_completion}. Use "
             f"{', or '.join(ways)}."
         )
 
     def _misfits(self, room: int) -> tuple[int, list[tuple[Prompt, int]]]:
-        """How many prompts there are, and those that do not have 1 to `room` tokens, with how many
-        they have."""
-        rows, total, bad = self.task.rows(), 0, []
+        """Return the number of prompts, and those that do not have 1 to `room` tokens, with their
+        lengths."""
+        rows = self.task.rows()
+        num_prompts = 0
+        misfits = []
         while prompts := list(itertools.islice(rows, _CHUNK)):
-            total += len(prompts)
-            lengths = [*map(len, self.encode(prompts))]
+            num_prompts += len(prompts)
+            lengths = [len(tokens) for tokens in self.encode(prompts)]
             if self.reference_prompt is not None:
-                lengths = map(max, lengths, map(len, self.encode_for_reference(prompts)))
-            bad += [
-                (p, length)
-                for p, length in zip(prompts, lengths, strict=True)
+                of_reference = [len(tokens) for tokens in self.encode_for_reference(prompts)]
+                lengths = map(max, lengths, of_reference)
+            misfits += [
+                (prompt, length)
+                for prompt, length in zip(prompts, lengths, strict=True)
                 if not 0 < length <= room
             ]
-        return total, bad
+        return num_prompts, misfits
+
+
+def _ways_to_make_room(longest: int, longest_completion: int, longest_document: int) -> list[str]:
+    """Return the settings by which the longest prompt would fit a document, all lengths in
+    tokens."""
+    ways = []
+    tokens = longest + longest_completion
+    if tokens > longest_document > longest:
+        ways.append(f"rollout.max_completion_length={longest_document - longest}")
+    if tokens > longest_document:
+        ways.append(
+            f"a model of {tokens} positions, in training with accumulation.max_tokens={tokens}"
+        )
+    return [*ways, "other prompts"]
 
 
 def scored_by_nobody(task: TaskConfig) -> TaskConfig:
-    """The same prompts where nothing is scored, without a verifier of the user's, whose code would
-    run."""
-    nobody = {"verifier": "exact_match", "pattern": None, "verifiers": {}, "verifier_processes": 0}
-    return dataclasses.replace(task, **nobody) if isinstance(task, PromptsTaskConfig) else task
+    """Return a task with the same prompts and no verifier of the user's, whose code would run.
+
+    For commands that score nothing.
+    """
+    if not isinstance(task, PromptsTaskConfig):
+        return task
+    return dataclasses.replace(
+        task, verifier="exact_match", pattern=None, verifiers={}, verifier_processes=0
+    )

@@ -1,7 +1,6 @@
-"""Reward functions of the user's own: what their parameters ask for, how they are called, and when
-again.
+"""Reward functions of the user's: the arguments that their parameters ask for, and their calls.
 
-Nothing large is imported, for the sake of the processes of verifiers.
+Nothing large is imported, so that the processes of verifiers start quickly.
 """
 
 from __future__ import annotations
@@ -11,23 +10,26 @@ import math
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pgtoolkit.errors import ConfigError, DataError, first_line
 from pgtoolkit.system.functions import blaming, import_function
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.process_pool import NOTHING, TIMEOUT, Failure
 
+if TYPE_CHECKING:
+    import asyncio
+
 UNREACHABLE = "unreachable"
 """The kind of failure of a function whose server cannot be reached."""
 
 NOT_REACHED = "could not reach the server that it asks: "
-"""What the reason of such a failure begins with, before what Python says."""
+"""The beginning of the reason of such a failure; Python's message follows."""
 
 SINGLE = ("completion", "answer", "prompt", "row")
-"""What a function that scores one completion may ask for, by the names of its parameters."""
+"""Names of the parameters that a function that scores one completion may have."""
 
 OF_A_BATCH = (
     "completions",
@@ -37,29 +39,39 @@ OF_A_BATCH = (
     "log_extra",
     "log_metric",
 )
-"""What a function that scores a whole batch may ask for, in TRL's words, besides the columns of the
-file."""
+"""Names of the parameters, as TRL has them, that a function that scores a batch may have, besides
+the columns of the file."""
 
 WAITS = (0.5, 2.0, 8.0)
 """Seconds before each further call of a function whose server could not be reached."""
 
-_LONGEST_LOGGED = 1000
-"""The most characters that are kept of a value that a function logs of a completion."""
+_MAX_LOGGED_CHARACTERS = 1000
+"""Characters that are kept of a value that a function logs of a completion."""
 
-_NOT_REACHED = {"ConnectionError", "TimeoutError", "URLError", "gaierror", "HTTPException"}
-_NOT_REACHED |= {"Timeout", "TransportError", "ClientConnectionError", "APIConnectionError"}
-"""Exceptions that say so: of Python, requests, httpx, aiohttp, and the clients of OpenAI and
-Anthropic."""
+_NOT_REACHED_EXCEPTIONS = {
+    "ConnectionError",
+    "TimeoutError",
+    "URLError",
+    "gaierror",
+    "HTTPException",
+    "Timeout",
+    "TransportError",
+    "ClientConnectionError",
+    "APIConnectionError",
+}
+"""Exceptions that mean that a server was not reached: of Python, requests, httpx, aiohttp, and the
+clients of OpenAI and Anthropic."""
 
 _BUSY = (408, 425, 429)
-"""Statuses of HTTP below 500 with which a server asks to be called again."""
+"""HTTP statuses below 500 with which a server asks to be called again."""
+
+_Value = TypeVar("_Value")
 
 
 class TrainerState(NamedTuple):
-    """How far training is, to a reward function in TRL's form.
+    """The progress of training, for a reward function in TRL's form.
 
-    global_step: updates of the weights that wrote the completions. max_steps: updates of the whole
-        run.
+    global_step: updates of the weights that wrote the completions. max_steps: updates of the run.
     """
 
     global_step: int
@@ -67,12 +79,12 @@ class TrainerState(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What a reward function is called with.
+    """The arguments that a reward function is called with.
 
     is_batch: whether one call scores all completions. is_async: whether it is awaited.
     names: the parameters that it gets by name; None: it gets (completion, answer) by position.
-    takes_all: whether it gets whatever else there is, too.
-    needed: of `names`, those without a default.
+    takes_all: whether it gets all other arguments by name as well.
+    needed: parameters without a default.
     """
 
     is_batch: bool
@@ -104,7 +116,7 @@ class Signature(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a verifier is asked about one completion.
+    """A completion for a verifier.
 
     number: of the verifier, among those of the run. on: the completion in words, for errors.
     more: prompt and row by these names, where the verifier asks for them.
@@ -119,11 +131,10 @@ class Question(NamedTuple):
 
 @dataclass
 class BatchScores:
-    """What a function says of a batch.
+    """The scores that a function gives a batch, and everything that it has logged.
 
     scores: of each completion; None where the function does not score it.
-    metrics: by name the numbers that it has logged. columns: by name what it has logged of each
-        completion, as text.
+    metrics: logged numbers by name. columns: logged texts by name, one for each completion.
     """
 
     scores: Sequence[float | Failure | None]
@@ -132,9 +143,9 @@ class BatchScores:
 
 
 class RewardFunction:
-    """A function at a dotted path, called as its parameters ask.
+    """A function at a dotted path, called with the arguments that its parameters ask for.
 
-    Raises ConfigError for one that cannot be imported, or asks for what there is not.
+    Raises ConfigError for one that cannot be imported, or that asks for other arguments.
     """
 
     def __init__(self, key: str, path: str):
@@ -151,9 +162,8 @@ class RewardFunction:
     ) -> float | Failure:
         """Return the score of one completion, or why there is none.
 
-        more: the prompt and the row, where the function asks for them. Raises DataError for what is
-            no score, and
-        whatever the function raises.
+        more: the prompt and the row, where the function asks for them. Raises DataError for a value
+        that is no score, and whatever the function raises.
         """
         positional, named = self._arguments(completion, answer, more or {})
         return self._single(self._called(lambda: self._function(*positional, **named)))
@@ -164,29 +174,29 @@ class RewardFunction:
         answer: str,
         more: Mapping[str, object] | None = None,
     ) -> float | Failure:
-        """Return the same of an `async def`."""
+        """Return the same for an `async def`."""
         positional, named = self._arguments(completion, answer, more or {})
         return self._single(await self._awaited(lambda: self._function(*positional, **named)))
 
     def scores(self, inputs: Mapping[str, object], count: int) -> BatchScores:
-        """Return what the function says of `count` completions in one call.
+        """Return the function's scores of `count` completions, by one call.
 
-        inputs: by parameter. Raises DataError for what is no list of scores, and whatever the
-            function raises.
+        inputs: by parameter. Raises DataError for a value that is no list of scores, and whatever
+        the function raises.
         """
         logged = _Logged(self.setting)
         named = self._batch_arguments(inputs, logged)
         return self._batch(self._called(lambda: self._function(**named)), count, logged)
 
     async def awaited_scores(self, inputs: Mapping[str, object], count: int) -> BatchScores:
-        """Return the same of an `async def`."""
+        """Return the same for an `async def`."""
         logged = _Logged(self.setting)
         named = self._batch_arguments(inputs, logged)
         return self._batch(await self._awaited(lambda: self._function(**named)), count, logged)
 
     def _called(self, call: Callable[[], object]) -> object:
-        """Return what a call returns, or the Failure of the last one that did not reach its
-        server."""
+        """Call the function, again if it does not reach its server; return its value, or the
+        Failure of the last call."""
         failure = None
         for wait in self._retries.waits():
             time.sleep(wait)
@@ -203,7 +213,7 @@ class RewardFunction:
         return failure
 
     async def _awaited(self, call: Callable[[], Awaitable[object]]) -> object:
-        """Return the same of a call that is awaited."""
+        """Await the function in the same way."""
         import asyncio
 
         failure = None
@@ -227,15 +237,15 @@ class RewardFunction:
         answer: str,
         more: Mapping[str, object],
     ) -> tuple[tuple[str, ...], dict[str, object]]:
-        """Return the positional arguments and the keywords of a call on one completion."""
+        """Return the positional arguments and the keywords for one completion."""
         if self.signature.names is None:
             return (completion, answer), {}
         values = {"completion": completion, "answer": answer, **more}
         return (), {name: value for name, value in values.items() if self.signature.wants(name)}
 
     def _batch_arguments(self, inputs: Mapping[str, object], logged: _Logged) -> dict[str, object]:
-        given = {**inputs, "log_extra": logged.extra, "log_metric": logged.metric}
-        return {name: value for name, value in given.items() if self.signature.wants(name)}
+        values = {**inputs, "log_extra": logged.extra, "log_metric": logged.metric}
+        return {name: value for name, value in values.items() if self.signature.wants(name)}
 
     def _single(self, reward: object) -> float | Failure:
         if isinstance(reward, Failure):
@@ -277,22 +287,22 @@ class RewardFunction:
 
 
 class Awaited:
-    """Awaits reward functions, so many calls at a time, in an event loop that lasts as long as the
-    run.
+    """Awaits reward functions, up to `concurrency` calls at a time and each for up to `seconds`.
 
-    A client of HTTP that a module keeps belongs to the loop that it was first used in.
+    One event loop lasts as long as the run, since an HTTP client that a module keeps belongs to the
+    loop that it was first used in.
     """
 
     def __init__(self, concurrency: int, seconds: float | None):
         self._concurrency = concurrency
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._runner = None
+        self._runner: asyncio.Runner | None = None
 
     def each(
         self, function: RewardFunction, questions: Sequence[Question]
     ) -> list[float | Failure]:
-        """Return the score that the function gives each, in their order."""
+        """Return the function's score of each completion, in their order."""
         import asyncio
 
         free = asyncio.Semaphore(self._concurrency)
@@ -317,6 +327,8 @@ class Awaited:
         count: int,
         on: str,
     ) -> BatchScores:
+        """Return the function's scores of a batch. on: the batch in words, for errors."""
+
         async def scores() -> BatchScores:
             with blaming(function.setting, DataError, on):
                 outcome = await self._limited(function.awaited_scores(inputs, count))
@@ -328,8 +340,8 @@ class Awaited:
         if self._runner is not None:
             self._runner.close()
 
-    async def _limited(self, call: Any) -> Any:
-        """Await a call for as long as it may take."""
+    async def _limited(self, call: Awaitable[_Value]) -> _Value | Failure:
+        """Await a call for up to `seconds`; return its value, or a Failure if it takes longer."""
         import asyncio
 
         limit = asyncio.timeout(self._seconds)
@@ -343,7 +355,7 @@ class Awaited:
                 TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}"
             )
 
-    def _run(self, scores: Callable[[], Any]) -> Any:
+    def _run(self, scores: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value:
         import asyncio
 
         with self._lock:
@@ -357,37 +369,36 @@ class Awaited:
 
 @dataclass
 class _Retries:
-    """How often a function is called again.
+    """The waits before the calls of a function.
 
-    is_down: whether its server was not reached in time; until it is, further completions do not
-        wait for it.
+    is_down: whether its server could not be reached; until it is reached again, further completions
+        do not wait for it.
     """
 
     is_down: bool = False
 
     def waits(self) -> tuple[float, ...]:
-        """Return how long to wait before each call."""
+        """Return the seconds to wait before each call."""
         return (0.0,) if self.is_down else (0.0, *WAITS)
 
 
 def _not_reached(setting: str, error: Exception) -> Failure | None:
-    """Return the failure of a call that could not reach its server; None where the error is
-    another.
+    """Return the failure of a call that could not reach its server; None for any other error.
 
     Raises DataError, of one line, for a call that the server refuses.
     """
     status = _status(error)
-    said = f"{type(error).__name__}: {first_line(error)}"
+    message = f"{type(error).__name__}: {first_line(error)}"
     if status is not None and status < 500 and status not in _BUSY:
-        raise DataError(f"{setting} is refused by the server that it asks: {said}") from error
+        raise DataError(f"{setting} is refused by the server that it asks: {message}") from error
     names = {kind.__name__ for kind in type(error).__mro__}
-    if status is None and not names & _NOT_REACHED:
+    if status is None and not names & _NOT_REACHED_EXCEPTIONS:
         return None
-    return Failure(UNREACHABLE, NOT_REACHED + said)
+    return Failure(UNREACHABLE, NOT_REACHED + message)
 
 
 class _Logged:
-    """Takes what a function in TRL's form logs."""
+    """The numbers and texts that a function in TRL's form logs."""
 
     def __init__(self, setting: str):
         self._setting = setting
@@ -397,19 +408,20 @@ class _Logged:
     def metric(self, name: str, value: object) -> None:
         number = as_number(value)
         if not re.fullmatch(r"[A-Za-z][\w/]{0,39}", str(name)) or not math.isfinite(number):
-            needs = "a name of up to 40 letters, digits, '_' and '/', and a finite number"
             raise DataError(
-                f"log_metric of {self._setting} needs {needs} (got {name!r:.60} and {value!r:.60})"
+                f"log_metric of {self._setting} needs a name of up to 40 letters, digits, '_' and "
+                f"'/', and a finite number (got {name!r:.60} and {value!r:.60})"
             )
         self.metrics.setdefault(str(name), []).append(number)
 
     def extra(self, column: str, values: Sequence[object]) -> None:
-        self.columns[str(column)[:40]] = [str(value)[:_LONGEST_LOGGED] for value in values]
+        texts = [str(value)[:_MAX_LOGGED_CHARACTERS] for value in values]
+        self.columns[str(column)[:40]] = texts
 
 
 def as_number(value: Any) -> float:
-    """Return a number that the user's code gave, such as a bool or a scalar of NumPy; NaN for
-    anything else."""
+    """Return a value of the user's code as a number, such as a bool or a scalar of NumPy; NaN if it
+    is none."""
     try:
         return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -417,23 +429,29 @@ def as_number(value: Any) -> float:
 
 
 def is_nothing(reward: object) -> bool:
-    """Return whether code of the user's gave no score: None, or NaN as a number."""
+    """Return whether a value of the user's code means no score: None or NaN."""
     return reward is None or (not isinstance(reward, str) and reward != reward)
 
 
 def _signature(setting: str, function: Callable[..., object]) -> Signature:
-    """Read from the parameters of a function how it is called; ConfigError where they ask for what
-    there is not."""
+    """Return how a function is called, by its parameters. ConfigError if they ask for other
+    arguments."""
     call = getattr(function, "__call__", None)  # noqa: B004
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some functions written in C do not tell their parameters
+    except ValueError:  # The parameters of some functions written in C are not known.
         return Signature(False, is_async, None, False, ())
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    plain = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    by_name = [p.name for p in plain if p.kind is not p.POSITIONAL_ONLY]
-    needed = [p.name for p in plain if p.default is p.empty]
+    plain = [
+        parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    by_name = [
+        parameter.name for parameter in plain if parameter.kind is not parameter.POSITIONAL_ONLY
+    ]
+    needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
     if {"completions", "completion_ids", "prompts"} & set(by_name):
         names = tuple(by_name)
         return Signature(True, is_async, names, takes_all, tuple(needed))
@@ -446,15 +464,15 @@ def _signature(setting: str, function: Callable[..., object]) -> Signature:
     )
     if not in_other_order and _takes_two(function):
         return Signature(False, is_async, None, False, ())
+    name = getattr(function, "__name__", type(function).__name__)
     raise ConfigError(
         refusal(
             setting=setting,
             needs=f"a function with parameters among {', '.join(SINGLE)}, or with completions for "
             "a whole batch",
-            got=getattr(function, "__name__", type(function).__name__)
-            + str(inspect.signature(function)),
-            reason="Its parameters say by name what it gets; two of other names are the completion "
-            "and its answer.",
+            got=f"{name}{inspect.signature(function)}",
+            reason="It gets arguments by the names of its parameters; two parameters of other "
+            "names get the completion and its answer.",
             use="def score(completion, answer)",
         )
     )
@@ -469,7 +487,7 @@ def _takes_two(function: Callable[..., object]) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """Return the status of HTTP that an exception of some client has, if it has one."""
+    """Return the HTTP status in an exception of some client; None without one."""
     response = getattr(error, "response", None)
     for holder in (error, response):
         for name in ("status_code", "code", "status"):
@@ -480,6 +498,6 @@ def _status(error: Exception) -> int | None:
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """Return the first exception of a group, however deep it lies."""
+    """Return the first exception of a group, also out of groups within it."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,5 +1,4 @@
-"""Reads the files that rollouts and prompts are kept in, JSONL, Parquet and Arrow, one row at a
-time."""
+"""Files of rollouts and prompts, JSONL, Parquet and Arrow, read one row at a time."""
 
 from __future__ import annotations
 
@@ -15,50 +14,56 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pgtoolkit.errors import DataError
-from pgtoolkit.system.report import listed
+from pgtoolkit.system.report import listed, plural
 
 SUFFIXES = (".jsonl", ".parquet")
 MAX_ROW_GROUP_BYTES = 512 * 2**20
 MAX_PROBLEMS = 10
+
 _COUNTED_BYTES = 2**30
+"""The largest JSONL file whose lines are counted."""
+
 _BATCH_ROWS = 256
+
+_Row = dict[str, Any]
+"""A row of a file: its columns by name."""
+
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Problems:
-    """Collects what is wrong with the data and raises one DataError that lists it; at once at the
-    tenth problem."""
+    """Collects the problems of data, and raises one DataError that lists them; at the tenth
+    problem at once.
 
-    def __init__(self, what: str):
-        self._what = what
+    title: the first line of that error.
+    """
+
+    def __init__(self, title: str):
+        self._title = title
         self._lines: list[str] = []
 
     def add(self, place: str, reason: str) -> None:
         self._lines.append(f"  {place}: {reason}")
         if len(self._lines) == MAX_PROBLEMS:
-            self._raise(
-                f"{self._what}: {MAX_PROBLEMS} problems or more, the first {MAX_PROBLEMS} are"
-            )
+            self._raise(f"{MAX_PROBLEMS} problems or more, the first {MAX_PROBLEMS} are")
 
     def raise_if_any(self) -> None:
         if self._lines:
-            self._raise(
-                f"{self._what}: {len(self._lines)} problem{'s' if len(self._lines) > 1 else ''}"
-            )
+            self._raise(plural(len(self._lines), "problem"))
 
-    def _raise(self, title: str) -> None:
-        raise DataError("\n".join([title, *self._lines]))
+    def _raise(self, count: str) -> NoReturn:
+        raise DataError("\n".join([f"{self._title}: {count}", *self._lines]))
 
 
 def count_rows(path: str, key: str) -> int | None:
-    """How many rows the files of `find_files` have; None where that cannot be said without reading
-    them at length."""
+    """Return the number of rows in the files of `find_files`; None where counting would take
+    long."""
     count = 0
     for file in find_files(path, key):
         if file.suffix == ".parquet":
@@ -72,49 +77,50 @@ def count_rows(path: str, key: str) -> int | None:
 
 
 def find_files(path: str, key: str) -> list[Path]:
-    """The JSONL and Parquet files that a file, a folder or a glob names, ordered by name with 2
-    before 10.
+    """Return the JSONL and Parquet files that a file, a folder or a glob names, in `in_order`.
 
     Raises DataError that starts with the configuration key and says what is there instead.
     """
     place = Path(path).expanduser()
+    got = "no such file"
     if place.is_dir():
-        files = [file for file in place.iterdir() if file.suffix in SUFFIXES and file.is_file()]
-        files = [file for file in files if not file.name.startswith(".")]
+        files = [
+            file
+            for file in place.iterdir()
+            if file.suffix in SUFFIXES and file.is_file() and not file.name.startswith(".")
+        ]
+        names = sorted(file.name for file in place.iterdir())
+        got = f"a folder with {listed(names, 8) or 'nothing'}"
+    elif place.exists():
+        files = [place]
     else:
-        files = (
-            [place]
-            if place.exists()
-            else [Path(name) for name in glob.glob(str(place), recursive=True)]
-        )
+        files = [Path(name) for name in glob.glob(str(place), recursive=True)]
     if not files:
-        there = (
-            listed(sorted(file.name for file in place.iterdir()), 8) or "nothing"
-            if place.is_dir()
-            else ""
-        )
-        got = f"a folder with {there}" if there else "no such file"
         raise DataError(f"{key}={path} needs .jsonl or .parquet files (got {got}).")
     for file in files:
         if file.suffix not in SUFFIXES:
             raise DataError(
-                f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it: "
+                f"{key}={path} needs .jsonl or .parquet files (got {file.name}). Convert it; see "
                 "docs/data.md."
             )
     return in_order(files)
 
 
 def in_order(files: list[Path]) -> list[Path]:
-    """Ordered by name, with 2 before 10."""
-    return sorted(
-        files,
-        key=lambda file: [int(s) if s.isdigit() else s for s in re.split(r"(\d+)", str(file))],
-    )
+    """Return files ordered by name, with 2 before 10."""
+
+    def pieces(file: Path) -> list[int | str]:
+        split = re.split(r"(\d+)", str(file))
+        return [int(piece) if piece.isdigit() else piece for piece in split]
+
+    return sorted(files, key=pieces)
 
 
 def open_files(paths: Sequence[Path], columns: Collection[str] | None) -> list[RowFile]:
-    """The files, ready to read `columns` (None: all); labelled by their paths below the folder that
-    holds them all."""
+    """Return the files, ready to read `columns` (None: all).
+
+    Their labels are their paths below the folder that holds them all.
+    """
     common = os.path.commonpath([file.absolute().parent for file in paths])
     kinds = {".jsonl": JsonlFile, ".parquet": ParquetFile, ".arrow": ArrowFile}
     return [
@@ -129,9 +135,11 @@ class RowFile:
 
     names: all its columns, where the file has columns; known at the latest with its first row.
     rows(): number from 1, place, and fields of every row, or the reason why a line is no row;
-    row(place): one of them. What rows() has read is in `digest`, the SHA-256 of the whole file once
-    it has come to its end. Raise DataError for a file that cannot be read or is damaged, row also
-    for one that was changed meanwhile.
+    row(place): one of them. The bytes that rows() has read are in `digest`, which is the SHA-256 of
+    the file once rows() has come to its end.
+
+    Both raise DataError for a file that cannot be read or is damaged, and row() for one that was
+    changed since.
     """
 
     names: list[str] | None = None
@@ -145,13 +153,13 @@ class RowFile:
     def _is_wanted(self, column: str) -> bool:
         return self._columns is None or column in self._columns
 
-    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
         raise NotImplementedError
 
-    def _row(self, place: int) -> dict | str:
+    def _row(self, place: int) -> _Row | str:
         raise NotImplementedError
 
-    def row(self, place: int) -> dict | str:
+    def row(self, place: int) -> _Row | str:
         try:
             return self._row(place)
         except (DataError, pa.ArrowException, OSError, IndexError) as error:
@@ -165,23 +173,24 @@ class RowFile:
         )
 
     @contextlib.contextmanager
-    def _whole(self, kind: str) -> Iterator[None]:
-        """Names the file where it cannot be read, or pyarrow finds it damaged."""
+    def _naming_the_file(self, kind: str) -> Iterator[None]:
+        """Inside the block, errors of a file that cannot be read or is damaged become DataError
+        with its name."""
         try:
             yield
         except DataError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(
-                f"{self.label} is not a whole {kind}: {error}. Copy or write it again."
+                f"{self.label} is not a complete {kind}: {error}. Copy or write it again."
             ) from error
 
 
 class JsonlFile(RowFile):
     """A JSONL file, one object per line; the place of a row is its byte offset."""
 
-    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        with self._whole("JSONL file"), open(self.path, "rb") as file:
+    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
+        with self._naming_the_file("JSONL file"), open(self.path, "rb") as file:
             offset = 0
             for number, line in enumerate(file, 1):
                 self.digest.update(line)
@@ -189,7 +198,7 @@ class JsonlFile(RowFile):
                     yield number, offset, _parse_line(line)
                 offset += len(line)
 
-    def _row(self, place: int) -> dict | str:
+    def _row(self, place: int) -> _Row | str:
         with open(self.path, "rb") as file:
             file.seek(place)
             return _parse_line(file.readline())
@@ -208,52 +217,57 @@ class ParquetFile(RowFile):
         with self._opened() as file:
             return file.schema_arrow.names
 
-    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
+    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
         return _numbered(map(rows_of, self.batches()))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """The rows, many at a time."""
-        with self._opened() as file, open(self.path, "rb") as whole:
+        """Yield the rows, up to _BATCH_ROWS at a time."""
+        with self._opened() as file, open(self.path, "rb") as raw:
             for number in range(file.num_row_groups):
-                group, wanted = file.metadata.row_group(number), self._wanted(file, number)
+                group = file.metadata.row_group(number)
+                wanted = self._wanted(file, number)
                 size = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                # before it is decoded, so that the disk is read once
-                self._read_on(whole, whole.tell() + size)
+                # Before the group is decoded, so that it is read from the disk once.
+                self._add_to_digest(raw, raw.tell() + size)
                 yield from file.iter_batches(_BATCH_ROWS, [number], wanted, use_threads=False)
-            self._read_on(whole, math.inf)
+            self._add_to_digest(raw, math.inf)
 
-    def _read_on(self, whole: BinaryIO, end: float) -> None:
-        """Add the file to the digest, up to about this place."""
-        while whole.tell() < end and (block := whole.read(2**20)):
+    def _add_to_digest(self, raw: BinaryIO, end: float) -> None:
+        """Add the bytes of the file to the digest, up to about this place."""
+        while raw.tell() < end:
+            block = raw.read(2**20)
+            if not block:
+                return
             self.digest.update(block)
 
-    def _row(self, place: int) -> dict | str:
+    def _row(self, place: int) -> _Row | str:
         group = bisect.bisect_right(self._starts, place) - 1
         return self._row_group(group)[place - self._starts[group]]
 
     @functools.cached_property
     def _starts(self) -> list[int]:
-        """The first row of each row group, and the end."""
+        """The number of the first row of each row group, and of all rows."""
         with self._opened() as file:
             sizes = [
                 file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)
             ]
         return [0, *itertools.accumulate(sizes)]
 
-    def _read_row_group(self, group: int) -> list[dict]:
+    def _read_row_group(self, group: int) -> list[_Row]:
         with self._opened() as file:
             table = file.read_row_group(group, self._wanted(file, group), use_threads=False)
         return [row for batch in table.to_batches() for row in rows_of(batch)]
 
     def _wanted(self, file: pq.ParquetFile, group: int) -> list[str]:
-        """The wanted columns that the file has. DataError where those of a row group are too
+        """Return the wanted columns that the file has. DataError if those of a row group are too
         large."""
         metadata = file.metadata.row_group(group)
         columns = [metadata.column(place) for place in range(metadata.num_columns)]
         wanted = [
             column for column in columns if self._is_wanted(column.path_in_schema.partition(".")[0])
         ]
-        if (size := sum(column.total_uncompressed_size for column in wanted)) > MAX_ROW_GROUP_BYTES:
+        size = sum(column.total_uncompressed_size for column in wanted)
+        if size > MAX_ROW_GROUP_BYTES:
             raise DataError(
                 f"{self.label} has a row group of {size / 2**20:.0f} MiB; the limit is "
                 f"{MAX_ROW_GROUP_BYTES // 2**20} MiB. Row groups are read whole. Write the file "
@@ -265,20 +279,21 @@ class ParquetFile(RowFile):
     def _opened(self) -> Iterator[pq.ParquetFile]:
         options = {"page_checksum_verification": True, "pre_buffer": False, "buffer_size": 2**20}
         with (
-            self._whole("Parquet file, truncated or damaged"),
+            self._naming_the_file("Parquet file, truncated or damaged"),
             pq.ParquetFile(self.path, **options) as file,
         ):
             yield file
 
 
 class ArrowFile(RowFile):
-    """An Arrow stream, as `save_to_disk` of datasets writes it; read from the first row to the last
-    only."""
+    """An Arrow stream, as `save_to_disk` of datasets writes it; rows are read only in their
+    order."""
 
-    def rows(self) -> Iterator[tuple[int, int, dict | str]]:
-        with self._whole("Arrow stream"), pa.memory_map(str(self.path)) as file:
+    def rows(self) -> Iterator[tuple[int, int, _Row | str]]:
+        with self._naming_the_file("Arrow stream"), pa.memory_map(str(self.path)) as file:
             file.seek(max(0, file.size() - len(_END_OF_STREAM)))
-            if file.read() != _END_OF_STREAM:  # without which a stream may end after any batch
+            # Without this mark a stream could be cut off after any batch.
+            if file.read() != _END_OF_STREAM:
                 raise pa.ArrowInvalid("its end is missing")
             file.seek(0)
             with pa.ipc.open_stream(file) as stream:
@@ -288,15 +303,15 @@ class ArrowFile(RowFile):
                 yield from _numbered(rows_of(batch.select(wanted)) for batch in stream)
 
 
-def _numbered(batches: Iterable[list[dict]]) -> Iterator[tuple[int, int, dict]]:
+def _numbered(batches: Iterable[list[_Row]]) -> Iterator[tuple[int, int, _Row]]:
     return (
         (place + 1, place, row) for place, row in enumerate(itertools.chain.from_iterable(batches))
     )
 
 
-def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Its rows; lists as NumPy arrays."""
-    rows: list[dict[str, Any]] = [{} for _ in range(batch.num_rows)]
+def rows_of(batch: pa.RecordBatch) -> list[_Row]:
+    """Return the rows of a batch; lists as NumPy arrays."""
+    rows: list[_Row] = [{} for _ in range(batch.num_rows)]
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         for row, value in zip(rows, _values(column), strict=True):
             row[name] = value
@@ -304,21 +319,23 @@ def rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _values(column: pa.Array) -> list:
-    """What a column has in each row; lists as NumPy arrays, which share its memory."""
+    """Return the value of a column in each row; lists as NumPy arrays, which share its memory."""
     if pa.types.is_fixed_size_list(column.type):
         column = column.cast(pa.list_(column.type.value_type))
     if not isinstance(column, (pa.ListArray, pa.LargeListArray)):
         return column.to_pylist()
-    # a null within a list makes another type of that list alone
+    # Each list by itself, since a null in it changes the type of its array.
     if column.null_count or column.values.null_count:
         return [
             cell.values.to_numpy(zero_copy_only=False) if cell.is_valid else None for cell in column
         ]
-    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_pylist()
+    values = column.values.to_numpy(zero_copy_only=False)
+    ends = column.offsets.to_pylist()
     return [values[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _parse_line(line: bytes) -> dict | str:
+def _parse_line(line: bytes) -> _Row | str:
+    """Return the row of a line, or why it is none."""
     try:
         row = json.loads(line, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -328,18 +345,16 @@ def _parse_line(line: bytes) -> dict | str:
                 "Remove the row"
             )
         return f"not JSON: {error}"
-    return (
-        row
-        if isinstance(row, dict)
-        else f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
-    )
+    if not isinstance(row, dict):
+        return f"not a JSON object (got {type(row).__name__}); JSONL has one per line"
+    return row
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, object]]) -> _Row:
+    """Return a JSON object. ValueError for a key that appears twice."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(
-            f"the key {next(name for name in names if names.count(name) > 1)!r} appears twice"
-        )
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {duplicate!r} appears twice")
     return row

@@ -6,8 +6,8 @@ import numpy as np
 
 
 def shuffled(count: int, seed: int, number: int) -> np.ndarray:
-    """A permutation of range(count), (count,) int64: a pure function of the seed and the number of
-    the pass.
+    """Return a permutation of range(count), (count,) int64: a pure function of the seed and the
+    number of the pass.
 
     It sorts the raw words of PCG64, which NumPy guarantees not to change; `Generator.permutation`
     may.
@@ -16,6 +16,6 @@ def shuffled(count: int, seed: int, number: int) -> np.ndarray:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """A seed below 2^32 of its own for each prompt by its number: a pure function of the run's seed
-    and the number."""
+    """Return a seed below 2^32 for the prompt of this number: a pure function of the run's seed and
+    the number."""
     return int(np.random.PCG64([seed, number]).random_raw() >> 32)

@@ -1,17 +1,20 @@
-"""Texts that end a completion: which of its tokens are the last, and which part of its text is
-scored."""
+"""Texts that end a completion: its last token, and the part of its text that is scored."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pgtoolkit.errors import ConfigError
 from pgtoolkit.system.report import refusal
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _MARGIN = 8
-"""Tokens before those of a stop string, since some decoders treat the first token of a text as they
-treat no other."""
+"""Tokens that are decoded before those of a stop string, since some decoders treat the first token
+of a text in another way."""
 
 
 class StopStrings:
@@ -20,25 +23,30 @@ class StopStrings:
     A completion ends with the first token after which its text contains one of the strings. The
     text is what the tokenizer decodes without special tokens, of the completion alone: a string
     that begins in the prompt ends nothing.
-    strings: those of `rollout.stop`. window: tokens in which the end of a completion is seen.
+    strings: those of `rollout.stop`. window: the last tokens of a completion that show whether it
+        ends.
     Raises ConfigError for a string with a special token, which no text contains.
     """
 
-    def __init__(self, strings: Sequence[str], tokenizer):
+    def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase):
         self.strings = list(strings)
         self._tokenizer = tokenizer
-        # in bytes: no token of a text has less
-        longest = max((len(one.encode()) for one in strings), default=0)
+        # In bytes, since each token of a text has at least one.
+        longest = max((len(string.encode()) for string in strings), default=0)
         self.window = longest + _MARGIN
-        for one in strings:
-            added = [
-                token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-            ]
-            if names := [
-                token
-                for token in dict.fromkeys([*tokenizer.all_special_tokens, *added])
-                if token in one
-            ]:
+        self._check_special_tokens()
+
+    def _check_special_tokens(self) -> None:
+        """Raise ConfigError for the first string with a special token."""
+        added = [
+            token.content
+            for token in self._tokenizer.added_tokens_decoder.values()
+            if token.special
+        ]
+        special = dict.fromkeys([*self._tokenizer.all_special_tokens, *added])
+        for string in self.strings:
+            names = [token for token in special if token in string]
+            if names:
                 raise ConfigError(
                     refusal(
                         setting=f"rollout.stop={self.strings}",
@@ -56,38 +64,32 @@ class StopStrings:
         return bool(self.strings)
 
     def end(self, tokens: Sequence[int]) -> int | None:
-        """How many of a completion's tokens it takes until it ends; None if no string is in its
-        text."""
-        if not self.strings or not self._found(self._text(tokens)):
+        """Return the number of tokens up to where a completion ends; None if its text has no
+        string."""
+        if not self.strings or not self._has_string(self._text(tokens)):
             return None
-        return (
-            bisect.bisect_left(
-                range(len(tokens)), True, key=lambda n: self._found(self._text(tokens[: n + 1]))
-            )
-            + 1
-        )
 
-    def seem_to_end(self, last_tokens: Sequence[Sequence[int]]) -> list[bool]:
-        """Whether completions may end here, by their last `window` tokens alone: quick, for a
-        sampler as it goes on.
+        def has_ended(place: int) -> bool:
+            return self._has_string(self._text(tokens[: place + 1]))
 
-        What ends is not missed, except after special tokens; whether and where it ends, `end` says.
+        return bisect.bisect_left(range(len(tokens)), True, key=has_ended) + 1
+
+    def seem_to_end(self, last_tokens: list[list[int]]) -> list[bool]:
+        """Return whether completions may end here, by their last `window` tokens alone.
+
+        This is quick, for a sampler while it samples. No end is missed, except after special
+        tokens; `end` says whether and where a completion really ends.
         """
-        return [
-            self._found(text)
-            for text in self._tokenizer.batch_decode(last_tokens, skip_special_tokens=True)
-        ]
+        texts = self._tokenizer.batch_decode(last_tokens, skip_special_tokens=True)
+        return [self._has_string(text) for text in texts]
 
     def before(self, text: str) -> str:
-        """The text up to where the first of the strings begins."""
-        return text[
-            : min(
-                (place for one in self.strings if (place := text.find(one)) >= 0), default=len(text)
-            )
-        ]
+        """Return the text up to where the first of the strings begins."""
+        starts = [text.find(string) for string in self.strings]
+        return text[: min((start for start in starts if start >= 0), default=len(text))]
 
-    def _found(self, text: str) -> bool:
-        return any(one in text for one in self.strings)
+    def _has_string(self, text: str) -> bool:
+        return any(string in text for string in self.strings)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""Tasks: prompts by number, what a sampler is asked and what it writes, and the score of that."""
+"""Tasks: prompts by number, and the scores of their completions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from pgtoolkit.tasks.verifiers import Named, Response, Scoring
 
 @dataclass(frozen=True)
 class Score:
-    """reward: finite; None where scoring failed and the completion is left out
-    (`task.verifier_failure=exclude`).
+    """The score of a completion.
 
-    exact_match: whether the completion is right, whatever partial reward there is. measures:
-        further numbers of the
-    document by name, see there. failed: whether scoring failed, also where `task.failure_score`
-        took its place.
-    logged: what reward functions have logged of it, by name.
+    reward: finite; None where scoring failed and the completion is left out
+        (`task.verifier_failure=exclude`).
+    exact_match: whether the completion is right, whatever partial reward it gets.
+    measures: further numbers of the document by name; see `Document`.
+    failed: whether scoring failed, also if `task.failure_score` is the reward then.
+    logged: texts that reward functions have logged of it, by name.
     """
 
     reward: float | None
@@ -47,7 +47,8 @@ class Score:
 
 
 class Task:
-    """Endless prompts by index, a pure function of the seed and the index, and their verification.
+    """Endless prompts by index, a pure function of the seed and the index, and the scores of their
+    completions.
 
     num_prompts: number of different prompts, after which they come again; None: they never end.
     alphabet: the characters of prompts and answers; None: unknown, expect any printable ASCII.
@@ -60,21 +61,24 @@ class Task:
         raise NotImplementedError
 
     def row(self, index: int) -> int:
-        """Return the number of the row that a prompt is; without an end each is a row of its
-        own."""
+        """Return the number of a prompt's row. If prompts never end, each is a row by itself."""
         return index
 
     def rows(self) -> Iterator[Prompt]:
-        """Each different prompt once, by the number of its row; where they never end a few, some of
-        the longest."""
+        """Return each different prompt once, by the number of its row.
+
+        If prompts never end, return a few, some of the longest among them.
+        """
         return map(self.prompt, range(64))
 
     def drop(self, rows: set[int]) -> None:
-        """Never ask these again; not of a task without end."""
+        """Never ask these rows again. Not for a task without end."""
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        """finished: whether the completion ended by itself, with the end of the sequence or a stop
-        string."""
+        """Return the score of a completion.
+
+        finished: whether it ended by itself, with the end of the sequence or a stop string.
+        """
         raise NotImplementedError
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
@@ -88,15 +92,15 @@ class Task:
 
 
 Once = Callable[[Callable[[], Any]], Any]
-"""Calls what reads or measures files, on some ranks, and gives all what it returns."""
+"""Calls a function that reads or measures files on some ranks, and returns its result on all."""
 
 
 class ReverseTask(Task):
     """A number written backwards: `482913=` asks for `319284` and the end of the sequence.
 
-    The reward is the fraction of right positions among the n digits and the end: the end is right
-    if it comes after exactly n characters. So a policy without any skill gets some reward, and
-    every position is learnt by itself.
+    The reward is the fraction of right positions among the n digits and the end, which is right if
+    it comes after exactly n characters. So a policy without any skill gets some reward, and each
+    position can be learned by itself.
     """
 
     alphabet = ReverseTaskConfig.alphabet
@@ -110,26 +114,19 @@ class ReverseTask(Task):
         return Prompt(digits + "=", digits[::-1], index, f"prompt {index}")
 
     def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
-        right = sum(
-            given == wanted for given, wanted in zip(completion, prompt.answer, strict=False)
-        )
-        ends = finished and len(completion) == len(prompt.answer)
-        return Score(
-            (right + ends) / (len(prompt.answer) + 1), ends and completion == prompt.answer
-        )
+        answer = prompt.answer
+        right = sum(digit == wanted for digit, wanted in zip(completion, answer, strict=False))
+        ends = finished and len(completion) == len(answer)
+        return Score((right + ends) / (len(answer) + 1), ends and completion == answer)
 
     def _digit(self, index: int, place: int) -> int:
         # A hash, not a generator of random numbers: the same in every version of every library.
-        return (
-            int.from_bytes(
-                hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()[:8], "little"
-            )
-            % 10
-        )
+        digest = hashlib.sha256(f"{self._seed} {index} {place}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") % 10
 
 
 class Seeds(Task):
-    """Endless prompts without words, for whoever makes some of their numbers."""
+    """Endless prompts without text, for tasks that make their text from the number."""
 
     def of_row(self, row: int) -> Prompt:
         return Prompt("", "", row, f"prompt {row}")
@@ -139,7 +136,7 @@ class Seeds(Task):
 
 
 class _NumberedRows(Task):
-    """What tasks of a finite number of rows share."""
+    """A task with a finite number of rows."""
 
     def __init__(self, num_rows: int):
         self._kept: Sequence[int] = range(num_rows)
@@ -165,8 +162,8 @@ class _NumberedRows(Task):
 
 
 class ReasoningGymTask(_NumberedRows):
-    """A data set of the reasoning-gym package, which writes its questions from a seed and scores
-    answers itself.
+    """A data set of the reasoning-gym package, which writes questions from a seed and scores the
+    answers.
 
     The package's score, 0 to 1, is the reward; the completion is stripped of white space around it
     first. `options` are the data set's own, among them `size`, the number of different questions.
@@ -174,14 +171,18 @@ class ReasoningGymTask(_NumberedRows):
 
     def __init__(self, config: ReasoningGymTaskConfig, seed: int):
         options = {"size": QUESTIONS} | config.options
-        told = (config.dataset, options, config.options, seed)
+        arguments = (config.dataset, options, config.options, seed)
         super().__init__(options["size"])
         self._dataset = config.dataset
-        self._data = GymData(*told)
+        self._data = GymData(*arguments)
         self._has_processes = config.verifier_processes > 0
-        limits = config.verifier_processes, config.verifier_seconds
         self._scorers = Processes(
-            GymData, told, "verifier", f"task.dataset={config.dataset}", *limits
+            kind=GymData,
+            arguments=arguments,
+            noun="verifier",
+            setting=f"task.dataset={config.dataset}",
+            processes=config.verifier_processes,
+            seconds=config.verifier_seconds,
         )
         self._failed_scores = FailedScores(config)
 
@@ -193,13 +194,11 @@ class ReasoningGymTask(_NumberedRows):
             GymQuestion(self.row(response.prompt.index), response.text, str(response))
             for response in responses
         ]
-        ask = self._scorers.answers if self._has_processes else self._answers_here
-        outcomes = ask(questions)
+        answers = self._scorers.answers if self._has_processes else self._answers_here
+        outcomes = answers(questions)
+        scorer = f"the scorer of {self._dataset} of reasoning-gym"
         failures = [
-            (
-                f"the scorer of {self._dataset} of reasoning-gym {outcome.reason} on {question.on}",
-                outcome,
-            )
+            (f"{scorer} {outcome.reason} on {question.on}", outcome)
             for question, outcome in zip(questions, outcomes, strict=True)
             if isinstance(outcome, Failure)
         ]
@@ -224,8 +223,7 @@ class ReasoningGymTask(_NumberedRows):
 
 
 class PromptRows(_NumberedRows):
-    """Prompts from files, all of them read at the start. They come in another seeded order in every
-    pass."""
+    """Prompts from files, which are all read at the start. Every pass has another seeded order."""
 
     def __init__(
         self,
@@ -234,52 +232,66 @@ class PromptRows(_NumberedRows):
         once: Once,
         keep_rows: bool = False,
     ):
-        # not above: `pgtk check` does without NumPy and pyarrow
+        # Not above: `pgtk check` does without NumPy and pyarrow.
         from pgtoolkit.tasks.shuffle import shuffled
 
-        chosen = config.path, config.split, config.prompt_field, config.answer_field
-        cut = getattr(config, "config", None), getattr(config, "answer_pattern", None)
-        self._read = once(functools.partial(read_prompts, *chosen, *cut, keep_rows))
-        super().__init__(len(self._read))
-        self.alphabet = "".join(
-            sorted({character for row in self._read for character in row.text + row.answer})
+        read = functools.partial(
+            read_prompts,
+            config.path,
+            config.split,
+            config.prompt_field,
+            config.answer_field,
+            config=getattr(config, "config", None),
+            answer_pattern=getattr(config, "answer_pattern", None),
+            keep_rows=keep_rows,
         )
+        self._prompts: list[Prompt] = once(read)
+        super().__init__(len(self._prompts))
+        characters = {
+            character for prompt in self._prompts for character in prompt.text + prompt.answer
+        }
+        self.alphabet = "".join(sorted(characters))
         # The number of prompts is among the arguments since some may be dropped.
         self._order = functools.lru_cache(maxsize=2)(
-            lambda number, count: shuffled(count, seed, number)
+            lambda epoch, count: shuffled(count, seed, epoch)
         )
 
     def row(self, index: int) -> int:
-        number, place = divmod(index, self.num_prompts)
-        return self._kept[self._order(number, self.num_prompts)[place]]
+        epoch, place = divmod(index, self.num_prompts)
+        return self._kept[self._order(epoch, self.num_prompts)[place]]
 
     def of_row(self, row: int) -> Prompt:
-        return self._read[row]
+        return self._prompts[row]
 
 
 class PromptsTask(PromptRows):
     """Prompts with reference answers from files, scored by verifiers.
 
     Verifiers see the text of a completion whether it was finished or cut off at its maximum length.
-    The reward is the sum of each one's score times its weight, of those that score the completion;
-    a score of 1 or more by the first of them is an exact match.
+    The reward is the weighted sum of the scores of the verifiers that score the completion; a score
+    of 1 or more by the first of them is an exact match.
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
-        chosen = config.verifiers or {"": {"verifier": config.verifier, "pattern": config.pattern}}
-        self._weights = {name: float(one.get("weight", 1)) for name, one in chosen.items()}
+        only = {"": {"verifier": config.verifier, "pattern": config.pattern}}
+        verifiers = config.verifiers or only
+        self._weights = {
+            name: float(options.get("weight", 1)) for name, options in verifiers.items()
+        }
         self.named = [
             Named(
                 f"task.verifiers.{name}.verifier" if name else "task.verifier",
-                one["verifier"],
-                one.get("pattern"),
+                options["verifier"],
+                options.get("pattern"),
             )
-            for name, one in chosen.items()
+            for name, options in verifiers.items()
         ]
         self._failed_scores = FailedScores(config)
-        processes = config.verifier_processes
         self._scoring = Scoring(
-            self.named, processes, config.verifier_seconds, config.verifier_concurrency
+            self.named,
+            config.verifier_processes,
+            config.verifier_seconds,
+            config.verifier_concurrency,
         )
         self.signatures = self._scoring.signatures
         keep_rows = any(
@@ -294,37 +306,36 @@ class PromptsTask(PromptRows):
         return self.scores([Response(prompt, completion, finished)])[0]
 
     def scores(self, responses: Sequence[Response]) -> list[Score]:
-        said = [self._scoring.scores(number, responses) for number in range(len(self.named))]
+        by_verifier = [self._scoring.scores(number, responses) for number in range(len(self.named))]
         outcomes = [
             list(of_response)
-            for of_response in zip(*(of_one.scores for of_one in said), strict=True)
+            for of_response in zip(*(batch.scores for batch in by_verifier), strict=True)
         ]
         for of_response in outcomes:
             if all(outcome is None for outcome in of_response):
                 of_response[:] = [Failure(NOTHING, "returned None")] * len(of_response)
         self._note_failures(responses, outcomes)
-        metrics = self._metrics(said)
+        metrics = self._metrics(by_verifier)
         return [
-            replace(self._score(of_response, metrics), logged=self._logged(said, place))
+            replace(self._score(of_response, metrics), logged=self._logged(by_verifier, place))
             for place, of_response in enumerate(outcomes)
         ]
 
     def outcomes(
         self, number: int, responses: Sequence[Response]
     ) -> Sequence[float | Failure | None]:
-        """Return what the verifier of this number in `named` says of each; None where it does not
-        score it."""
+        """Return the scores by the verifier of this number in `named`; None for a completion that
+        it does not score."""
         return self._scoring.scores(number, responses).scores
 
     def close(self) -> None:
         self._scoring.close()
 
     def _check_columns(self, verifier: Named, signature: Signature) -> None:
-        """Raise DataError where a row lacks a column that a function asks for."""
+        """Raise DataError if a row lacks a column that a function asks for."""
         for name in signature.columns:
-            lacking = next(
-                (prompt for prompt in self.rows() if name not in (prompt.row or {})), None
-            )
+            without = (prompt for prompt in self.rows() if name not in (prompt.row or {}))
+            lacking = next(without, None)
             if lacking is not None:
                 raise DataError(
                     refusal(
@@ -337,22 +348,20 @@ class PromptsTask(PromptRows):
                     )
                 )
 
-    def _metrics(self, said: Sequence[BatchScores]) -> dict[str, float]:
-        """Return what functions have logged of these completions as a whole, by metric."""
+    def _metrics(self, by_verifier: Sequence[BatchScores]) -> dict[str, float]:
+        """Return the metrics that functions have logged of all these completions together."""
         metrics = {}
-        for name, scores in zip(self._weights, said, strict=True):
+        for name, scores in zip(self._weights, by_verifier, strict=True):
             prefix = f"verifier/{name}/" if name else "verifier/"
-            metrics |= {
-                prefix + metric: sum(values) / len(values)
-                for metric, values in scores.metrics.items()
-            }
+            for metric, values in scores.metrics.items():
+                metrics[prefix + metric] = sum(values) / len(values)
         return metrics
 
-    def _logged(self, said: Sequence[BatchScores], place: int) -> dict[str, str]:
-        """Return what functions have logged of the completion at this place; a verifier's name
-        tells equal columns."""
+    def _logged(self, by_verifier: Sequence[BatchScores], place: int) -> dict[str, str]:
+        """Return the texts that functions have logged of the completion at this place, by column,
+        each under the name of its verifier."""
         logged = {}
-        for name, scores in zip(self._weights, said, strict=True):
+        for name, scores in zip(self._weights, by_verifier, strict=True):
             for column, texts in scores.columns.items():
                 logged[f"{name}/{column}" if name else column] = texts[place]
         return logged
@@ -360,21 +369,23 @@ class PromptsTask(PromptRows):
     def _note_failures(
         self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]
     ) -> None:
-        """Tell of each completion's first failure. outcomes: of each completion what its verifiers
-        say."""
+        """Log notes on each completion's first failure.
+
+        outcomes: for each completion, those of all verifiers.
+        """
         failures = []
         for response, of_response in zip(responses, outcomes, strict=True):
-            asked = zip(self.named, of_response, strict=True)
-            failed = [
-                (verifier, outcome) for verifier, outcome in asked if isinstance(outcome, Failure)
-            ]
-            for verifier, failure in failed[:1]:
-                failures.append((f"{verifier} {failure.reason} on {response}", failure))
+            for verifier, outcome in zip(self.named, of_response, strict=True):
+                if isinstance(outcome, Failure):
+                    failures.append((f"{verifier} {outcome.reason} on {response}", outcome))
+                    break
         self._failed_scores.note(failures, len(responses))
 
     def _score(self, outcomes: list[float | Failure | None], metrics: dict[str, float]) -> Score:
-        """Return the score of one completion; without that of a verifier that failed there is no
-        sum."""
+        """Return the score of one completion.
+
+        There is no reward without the score of a verifier that failed.
+        """
         failed = any(isinstance(outcome, Failure) for outcome in outcomes)
         scored = [
             (name, weight, self._failed_scores.score if isinstance(outcome, Failure) else outcome)
@@ -386,6 +397,7 @@ class PromptsTask(PromptRows):
         measures = {
             f"reward/{name}": score for name, _, score in scored if name and score is not None
         }
+        # None stands for a verifier that does not score this completion.
         first = next(outcome for outcome in outcomes if outcome is not None)
         is_right = not isinstance(first, Failure) and first >= 1
         measures |= metrics | self._scoring.measures(outcomes)

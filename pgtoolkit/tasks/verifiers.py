@@ -1,5 +1,5 @@
-"""Verifiers: whether a completion answers its prompt; in this process, or in some of their own with
-a time limit."""
+"""Verifiers, which score whether a completion answers its prompt, here or in processes of their
+own."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ Verifier = Callable[[str, str], float | Failure]
 
 
 class Named(NamedTuple):
-    """A verifier of the configuration: its key there, which names it or has its dotted path, and
-    its pattern."""
+    """A verifier of the configuration.
+
+    key: of the configuration. name: its value, a name or a dotted path. pattern: of
+        regular_expression.
+    """
 
     key: str
     name: str
@@ -50,7 +53,7 @@ class Response:
     finished: whether it ended by itself, with the end of the sequence or a stop string.
     tokens: of the completion, its end included.
     messages: the prompt as the chat template was given it; None where there is no template.
-    trainer_state: how far training was when it was written.
+    trainer_state: the progress of training when it was written.
     """
 
     prompt: Prompt
@@ -68,8 +71,11 @@ class Response:
 
 
 class BatchQuestion(NamedTuple):
-    """What a verifier is asked about several completions at once. inputs: by its parameters. on:
-    them in words."""
+    """Several completions for a verifier that scores them at once.
+
+    number: of the verifier. inputs: its arguments by name. on: the completions in words, for
+        errors.
+    """
 
     number: int
     inputs: dict[str, object]
@@ -82,16 +88,19 @@ class Verifiers:
 
     def __init__(self, named: Sequence[Named]):
         self._named = named
-        self._functions = [make_verifier(one.name, one.pattern, one.key) for one in named]
+        self._functions = [
+            make_verifier(verifier.name, verifier.pattern, verifier.key) for verifier in named
+        ]
 
     def answer(
         self,
         question: Question | BatchQuestion | None,
     ) -> float | Failure | BatchScores | list[Signature | None]:
-        """Return the score, or why there is none; of None the signature of each verifier, if it is
-        the user's.
+        """Return the score, or why there is none. Raises DataError where a function of the user's
+        fails.
 
-        Raises DataError where a function of the user's fails.
+        For the question None, return the signature of each verifier that is the user's, and None
+        for each of pgtoolkit's.
         """
         if question is None:
             return [getattr(function, "signature", None) for function in self._functions]
@@ -108,7 +117,7 @@ class Verifiers:
 class Scoring:
     """Scores completions by the verifiers of a run: here, in processes, or awaited.
 
-    concurrency: how many calls of an `async def` are awaited at a time.
+    concurrency: the number of calls of an `async def` that are awaited at a time.
     signatures: of each verifier; None for one of pgtoolkit's.
     Raises ConfigError for a verifier that cannot be imported.
     """
@@ -122,7 +131,7 @@ class Scoring:
         if any(verifier.name not in VERIFIERS for verifier in named):
             (self.signatures,) = self._pool.answers([None])
         self._awaited = Awaited(concurrency, seconds)
-        # These wait most of the time, so that no process of their own is needed.
+        # These wait most of the time, and need no process of their own.
         self._async_functions = {
             number: RewardFunction(verifier.key, verifier.name)
             for number, (verifier, signature) in enumerate(zip(named, self.signatures, strict=True))
@@ -130,7 +139,7 @@ class Scoring:
         }
 
     def scores(self, number: int, responses: Sequence[Response]) -> BatchScores:
-        """Return what the verifier of this number says of each; DataError where a function of the
+        """Return the scores by the verifier of this number. DataError where a function of the
         user's fails."""
         signature = self.signatures[number]
         function = self._async_functions.get(number)
@@ -180,7 +189,8 @@ def _more(signature: Signature | None, response: Response) -> dict[str, object] 
 
 
 def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, object]:
-    """Return what a function that scores a batch asks for, each as TRL's trainers have it."""
+    """Return the arguments of a function that scores a batch, in the form that TRL's trainers give
+    them."""
     inputs: dict[str, object] = {}
     rows = [
         {"answer": response.prompt.answer, **(response.prompt.row or {})} for response in responses
@@ -188,16 +198,17 @@ def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, ob
     for name in dict.fromkeys(name for row in rows for name in row):
         if signature.wants(name) and (name != "prompt" or name in signature.named):
             inputs[name] = [row.get(name) for row in rows]
-    inputs["prompts"] = [
-        response.prompt.text if response.messages is None else [*response.messages]
-        for response in responses
-    ]
-    inputs["completions"] = [
-        response.text
-        if response.messages is None
-        else [{"role": "assistant", "content": response.text}]
-        for response in responses
-    ]
+    prompts: list[str | list[Message]] = []
+    completions: list[str | list[Message]] = []
+    for response in responses:
+        if response.messages is None:
+            prompts.append(response.prompt.text)
+            completions.append(response.text)
+        else:
+            prompts.append([*response.messages])
+            completions.append([{"role": "assistant", "content": response.text}])
+    inputs["prompts"] = prompts
+    inputs["completions"] = completions
     inputs["completion_ids"] = [[*response.tokens] for response in responses]
     inputs["trainer_state"] = max(response.trainer_state for response in responses)
     return inputs
@@ -206,22 +217,30 @@ def _inputs(signature: Signature, responses: Sequence[Response]) -> dict[str, ob
 def verifiers_of(
     named: Sequence[Named], processes: int = 0, seconds: float | None = None
 ) -> Processes:
-    """The verifiers of a run. Raises ConfigError for one that cannot be imported, where this
-    process asks it."""
+    """Return the verifiers of a run.
+
+    With processes=0, raises ConfigError for one that cannot be imported.
+    """
     verifiers = Processes(
-        Verifiers, ([*named],), "verifier", ", ".join(map(str, named)), processes, seconds
+        kind=Verifiers,
+        arguments=([*named],),
+        noun="verifier",
+        setting=", ".join(map(str, named)),
+        processes=processes,
+        seconds=seconds,
     )
-    verifiers.answers([])  # this process imports them now
+    verifiers.answers([])  # Without processes, they are imported here and now.
     return verifiers
 
 
 def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifier") -> Verifier:
-    """The verifier of that name, or the function at a dotted path `package.module.function`.
+    """Return the verifier of this name, or the function at a dotted path
+    `package.module.function`.
 
     exact_match: the completion is the answer, up to white space around both.
     last_number: the last number of the completion is the answer, as a number; see `last_number`.
-    regular_expression: what the one group of `pattern` captured last in the completion is the
-        answer, likewise.
+    regular_expression: the text that the one group of `pattern` captured last in the completion is
+        the answer, up to white space around both.
     math_verify: both are mathematically equal, by the math-verify package; `math_golds` says how
         answers are read.
     A function of the user's is a `RewardFunction`.
@@ -241,12 +260,12 @@ def make_verifier(name: str, pattern: str | None = None, key: str = "task.verifi
 
 
 _A_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212])?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?")
-"""A number with a sign, perhaps with commas at thousands; a minus behind a number or a word
-subtracts."""
+"""A number with its sign, perhaps with commas at thousands. A minus after a number or a word is no
+sign."""
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text, None without one."""
+    """Return the last number of a text; None without a number."""
     numbers = _A_NUMBER.findall(text)
     if not numbers:
         return None
@@ -254,19 +273,18 @@ def last_number(text: str) -> Decimal | None:
 
 
 def _is_last_number(completion: str, answer: str) -> float:
-    found = last_number(completion)
-    return float(found is not None and found == last_number(answer))
+    number = last_number(completion)
+    return float(number is not None and number == last_number(answer))
 
 
 def _regular_expression(pattern: str) -> Verifier:
     expression = re.compile(pattern)
 
     def verify(completion: str, answer: str) -> float:
-        # The last match: a completion that reasons may mention other candidates first.
         captured = [match.group(1) for match in expression.finditer(completion)]
-        return float(
-            bool(captured) and captured[-1] is not None and captured[-1].strip() == answer.strip()
-        )
+        # The last match: a completion that reasons may mention other candidates first.
+        last = captured[-1] if captured else None
+        return float(last is not None and last.strip() == answer.strip())
 
     return verify
 
@@ -274,7 +292,7 @@ def _regular_expression(pattern: str) -> Verifier:
 def _math_verify() -> Verifier:
     import math_verify
 
-    library: Any = math_verify  # None, which its types lack, is no time limit
+    library: Any = math_verify  # None means no time limit, which its types lack.
 
     def equal(completion: str, answer: str) -> float:
         # Its time limit is a signal, which only the main thread may set.
@@ -294,17 +312,16 @@ _DELIMITED = re.compile(r"(?<!\\)\$.*(?<!\\)\$|(?<!\\)\\[(\[]|\\boxed\b", re.DOT
 """LaTeX that is marked as such: between dollars, \\( and \\), \\[ and \\], or boxed."""
 
 _WITH_UNIT = re.compile(r"(-?\\?\$?[\d., /]*\d)(?:\s*\\?%|\s+[A-Za-z]{4}[A-Za-z. ]*)")
-"""A number with a percent sign or words behind it."""
+"""A number followed by a percent sign or words."""
 
 
 def math_golds(answer: str) -> list[str]:
-    """Return the texts that math-verify is to read an answer from; a completion may equal any of
-    them.
+    """Return the forms of an answer for math-verify; a completion may equal any of them.
 
-    math-verify reads LaTeX only where it is marked, and in other texts the last plain number: of
-    `3\\sqrt{2}` it would be 3. So an answer without marks is put into a box, as verl does. Of a
-    number with its unit the number alone is right as well, which in a box math-verify knows only of
-    units that it has a list of.
+    math-verify reads LaTeX only where it is marked. In other texts it reads the last plain number,
+    which of `3\\sqrt{2}` would be 3. So an answer without marks is put into a box, as verl does.
+    For a number with its unit the number alone is right as well; in a box math-verify knows that
+    only for units that are in its list.
     """
     if _DELIMITED.search(answer):
         return [answer]

@@ -112,8 +112,8 @@ def test_worked_solutions_that_exact_match_would_want_word_for_word(tmp_path):
     assert problems == []
     assert notes == [
         "task.verifier=exact_match asks a completion for the whole answer, word for word, and 2 of "
-        f"the first 3 answers have several lines, first that at p.jsonl:2: {solution!r}. Of worked "
-        "solutions keep the final answer alone."
+        f"the first 3 answers have several lines, first that at p.jsonl:2: {solution!r}. Keep only "
+        "the final answer of worked solutions."
     ]
 
 
@@ -234,5 +234,5 @@ def test_prompts_of_verl_are_read_and_what_is_not_is_said(tmp_path):
     assert report.notes == [
         "v.jsonl has prompts as verl writes them: the answer is reward_model.ground_truth. "
         "data_source, by which verl chooses how to score, ability and extra_info are not read: "
-        "task.verifier scores."
+        "task.verifier decides how to score."
     ]

@@ -86,9 +86,9 @@ NO_ANSWERS = (
 @pytest.mark.parametrize(
     ("template", "got"),
     [
-        (LAST, "writes messages in another way when more is said"),
-        (COUNTED, "writes messages in another way when more is said"),
-        (HOISTED, "writes messages in another way when more is said"),
+        (LAST, "writes messages in another way when more messages follow"),
+        (COUNTED, "writes messages in another way when more messages follow"),
+        (HOISTED, "writes messages in another way when more messages follow"),
         (BARE, "ends an answer with none of eos_token_id in generation_config.json"),
         (NO_ANSWERS, "one that leaves out an answer, or the message after it"),
     ],

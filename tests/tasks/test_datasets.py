@@ -99,7 +99,7 @@ def test_a_saved_data_set_that_is_not_whole(tmp_path):
     for damaged in (whole[:-8], whole[: len(whole) // 2], b""):
         file.write_bytes(damaged)
         with pytest.raises(
-            DataError, match=r"data-00000-of-00002\.arrow is not a whole Arrow stream"
+            DataError, match=r"data-00000-of-00002\.arrow is not a complete Arrow stream"
         ):
             texts(folder)
     file.unlink()
