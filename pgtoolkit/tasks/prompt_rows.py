@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pgtoolkit.completion import Message, Prompt
 from pgtoolkit.config.schema_tasks import is_data_set_name
@@ -14,6 +15,9 @@ from pgtoolkit.errors import ConfigError, DataError
 from pgtoolkit.system.plain_files import json_object
 from pgtoolkit.system.report import refusal, text
 from pgtoolkit.tasks.hub_data import hub_files
+
+if TYPE_CHECKING:  # `pgtk check` does without pyarrow
+    from pgtoolkit.tasks.row_files import Problems
 
 _VERL = "reward_model"
 """The column in which verl keeps the answer, as `ground_truth`."""
@@ -168,6 +172,7 @@ def read_prompts(
     from pgtoolkit.tasks.row_files import Problems, open_files
 
     problems = Problems(f"the prompts of task.path={path} cannot be used")
+    reader = _PromptReader(prompt_field, answer_field, answer_pattern, keep_rows, problems)
     prompts = []
     columns = None if keep_rows else (prompt_field, answer_field, _VERL, TOOLS)
     for file in open_files(prompt_files(path, split, config), columns):
@@ -176,38 +181,56 @@ def read_prompts(
             if isinstance(row, str):
                 problems.add(place, row)
                 continue
-            if _is_of_verl(row, answer_field):
-                row[answer_field] = row[_VERL]["ground_truth"]
-            if has_tools(row):
-                problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
-            columns_there = ", ".join(file.names or row) or "no fields"
-            prompt = answer = None
-            try:
-                prompt = _prompt(_value(row, prompt_field))
-            except ValueError as error:
-                other = "messages" if "messages" in row else "COLUMN"
-                use = "" if prompt_field in row else f". Use task.prompt_field={other}"
-                reason = f"{error}; the row has {columns_there}{use}"
-                problems.add(f"{place}:{prompt_field}", reason)
-            try:
-                answer = _answer(_value(row, answer_field), answer_pattern)
-            except ValueError as error:
-                use = "" if answer_field in row else ". Use task.answer_field=COLUMN"
-                reason = f"{error}; the row has {columns_there}{use}"
-                problems.add(f"{place}:{answer_field}", reason)
-            if prompt is None or answer is None:
-                continue
-            kept = None
-            if keep_rows:
-                kept = {name: _plain(value) for name, value in row.items()}
-                if answer_pattern is not None:
-                    kept["answer"] = answer
-            question, messages = prompt
-            prompts.append(Prompt(question, answer, len(prompts), place, messages, row=kept))
+            prompt = reader.prompt(row, file.names or list(row), len(prompts), place)
+            if prompt is not None:
+                prompts.append(prompt)
     problems.raise_if_any()
     if not prompts:
         raise DataError(f"task.path={path} needs at least one prompt (got none).")
     return prompts
+
+
+@dataclass(frozen=True)
+class _PromptReader:
+    """Makes a prompt of each row. See `read_prompts` for the fields."""
+
+    prompt_field: str
+    answer_field: str
+    answer_pattern: str | None
+    keep_rows: bool
+    problems: Problems
+
+    def prompt(self, row: _Row, names: Sequence[str], index: int, place: str) -> Prompt | None:
+        """Return the prompt of a row; None if there are problems with it, which are collected.
+
+        names: of all columns. index: of the prompt.
+        """
+        if _is_of_verl(row, self.answer_field):
+            row[self.answer_field] = row[_VERL]["ground_truth"]
+        if has_tools(row):
+            self.problems.add(f"{place}:{TOOLS}", UNUSED_TOOLS)
+        there = f"the row has {', '.join(names) or 'no fields'}"
+        question = answer = None
+        try:
+            question = _prompt(_value(row, self.prompt_field))
+        except ValueError as error:
+            column = "messages" if "messages" in row else "COLUMN"
+            use = "" if self.prompt_field in row else f". Use task.prompt_field={column}"
+            self.problems.add(f"{place}:{self.prompt_field}", f"{error}; {there}{use}")
+        try:
+            answer = _answer(_value(row, self.answer_field), self.answer_pattern)
+        except ValueError as error:
+            use = "" if self.answer_field in row else ". Use task.answer_field=COLUMN"
+            self.problems.add(f"{place}:{self.answer_field}", f"{error}; {there}{use}")
+        if question is None or answer is None:
+            return None
+        kept = None
+        if self.keep_rows:
+            kept = {name: _plain(value) for name, value in row.items()}
+            if self.answer_pattern is not None:
+                kept["answer"] = answer
+        asked, messages = question
+        return Prompt(asked, answer, index, place, messages, row=kept)
 
 
 def notes_on_columns(

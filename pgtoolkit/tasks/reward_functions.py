@@ -1,46 +1,27 @@
-"""Reward functions of the user's: the arguments that their parameters ask for, and their calls.
+"""Reward functions of the user's, and how they are called: again where a server was not reached.
 
 Nothing large is imported, so that the processes of verifiers start quickly.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from pgtoolkit.errors import ConfigError, DataError, first_line
-from pgtoolkit.system.functions import blaming, import_function
-from pgtoolkit.system.report import refusal
-from pgtoolkit.tasks.process_pool import NOTHING, TIMEOUT, Failure
-
-if TYPE_CHECKING:
-    import asyncio
+from pgtoolkit.errors import DataError, first_line
+from pgtoolkit.system.functions import import_function
+from pgtoolkit.tasks.process_pool import NOTHING, Failure
+from pgtoolkit.tasks.signatures import signature_of
 
 UNREACHABLE = "unreachable"
 """The kind of failure of a function whose server cannot be reached."""
 
 NOT_REACHED = "could not reach the server that it asks: "
 """The beginning of the reason of such a failure; Python's message follows."""
-
-SINGLE = ("completion", "answer", "prompt", "row")
-"""Names of the parameters that a function that scores one completion may have."""
-
-OF_A_BATCH = (
-    "completions",
-    "prompts",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-)
-"""Names of the parameters, as TRL has them, that a function that scores a batch may have, besides
-the columns of the file."""
 
 WAITS = (0.5, 2.0, 8.0)
 """Seconds before each further call of a function whose server could not be reached."""
@@ -65,8 +46,6 @@ clients of OpenAI and Anthropic."""
 _BUSY = (408, 425, 429)
 """HTTP statuses below 500 with which a server asks to be called again."""
 
-_Value = TypeVar("_Value")
-
 
 class TrainerState(NamedTuple):
     """The progress of training, for a reward function in TRL's form.
@@ -76,43 +55,6 @@ class TrainerState(NamedTuple):
 
     global_step: int
     max_steps: int
-
-
-class Signature(NamedTuple):
-    """The arguments that a reward function is called with.
-
-    is_batch: whether one call scores all completions. is_async: whether it is awaited.
-    names: the parameters that it gets by name; None: it gets (completion, answer) by position.
-    takes_all: whether it gets all other arguments by name as well.
-    needed: parameters without a default.
-    """
-
-    is_batch: bool
-    is_async: bool
-    names: tuple[str, ...] | None
-    takes_all: bool
-    needed: tuple[str, ...]
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        return self.names or ("completion", "answer")
-
-    def wants(self, name: str) -> bool:
-        return self.takes_all or name in self.named
-
-    @property
-    def wants_rows(self) -> bool:
-        """Return whether it asks for more of a row than its prompt and its answer."""
-        if not self.is_batch:
-            return self.wants("row")
-        return self.takes_all or bool(set(self.named) - set(OF_A_BATCH))
-
-    @property
-    def columns(self) -> list[str]:
-        """Return the columns that every row must have."""
-        return [
-            name for name in self.needed if self.is_batch and name not in (*OF_A_BATCH, "answer")
-        ]
 
 
 class Question(NamedTuple):
@@ -151,7 +93,7 @@ class RewardFunction:
     def __init__(self, key: str, path: str):
         self.setting = f"{key}={path}"
         self._function = import_function(key, path, None)
-        self.signature = _signature(self.setting, self._function)
+        self.signature = signature_of(self.setting, self._function)
         self._retries = _Retries()
 
     def __call__(
@@ -286,87 +228,6 @@ class RewardFunction:
         return number
 
 
-class Awaited:
-    """Awaits reward functions, up to `concurrency` calls at a time and each for up to `seconds`.
-
-    One event loop lasts as long as the run, since an HTTP client that a module keeps belongs to the
-    loop that it was first used in.
-    """
-
-    def __init__(self, concurrency: int, seconds: float | None):
-        self._concurrency = concurrency
-        self._seconds = seconds
-        self._lock = threading.Lock()
-        self._runner: asyncio.Runner | None = None
-
-    def each(
-        self, function: RewardFunction, questions: Sequence[Question]
-    ) -> list[float | Failure]:
-        """Return the function's score of each completion, in their order."""
-        import asyncio
-
-        free = asyncio.Semaphore(self._concurrency)
-
-        async def score(question: Question) -> float | Failure:
-            async with free:
-                with blaming(function.setting, DataError, question.on):
-                    call = function.awaited(question.completion, question.answer, question.more)
-                    return await self._limited(call)
-
-        async def scores() -> list[float | Failure]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(score(question)) for question in questions]
-            return [task.result() for task in tasks]
-
-        return self._run(scores)
-
-    def batch(
-        self,
-        function: RewardFunction,
-        inputs: Mapping[str, object],
-        count: int,
-        on: str,
-    ) -> BatchScores:
-        """Return the function's scores of a batch. on: the batch in words, for errors."""
-
-        async def scores() -> BatchScores:
-            with blaming(function.setting, DataError, on):
-                outcome = await self._limited(function.awaited_scores(inputs, count))
-            return BatchScores([outcome] * count) if isinstance(outcome, Failure) else outcome
-
-        return self._run(scores)
-
-    def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-
-    async def _limited(self, call: Awaitable[_Value]) -> _Value | Failure:
-        """Await a call for up to `seconds`; return its value, or a Failure if it takes longer."""
-        import asyncio
-
-        limit = asyncio.timeout(self._seconds)
-        try:
-            async with limit:
-                return await call
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return Failure(
-                TIMEOUT, f"gave no answer within task.verifier_seconds={self._seconds:g}"
-            )
-
-    def _run(self, scores: Callable[[], Coroutine[Any, Any, _Value]]) -> _Value:
-        import asyncio
-
-        with self._lock:
-            if self._runner is None:
-                self._runner = asyncio.Runner()
-            try:
-                return self._runner.run(scores())
-            except BaseExceptionGroup as group:
-                raise _first(group) from None
-
-
 @dataclass
 class _Retries:
     """The waits before the calls of a function.
@@ -433,59 +294,6 @@ def is_nothing(reward: object) -> bool:
     return reward is None or (not isinstance(reward, str) and reward != reward)
 
 
-def _signature(setting: str, function: Callable[..., object]) -> Signature:
-    """Return how a function is called, by its parameters. ConfigError if they ask for other
-    arguments."""
-    call = getattr(function, "__call__", None)  # noqa: B004
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # The parameters of some functions written in C are not known.
-        return Signature(False, is_async, None, False, ())
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    plain = [
-        parameter
-        for parameter in parameters
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    by_name = [
-        parameter.name for parameter in plain if parameter.kind is not parameter.POSITIONAL_ONLY
-    ]
-    needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
-    if {"completions", "completion_ids", "prompts"} & set(by_name):
-        names = tuple(by_name)
-        return Signature(True, is_async, names, takes_all, tuple(needed))
-    names = tuple(name for name in by_name if name in SINGLE)
-    if (names or takes_all) and set(needed) <= set(names):
-        return Signature(False, is_async, names, takes_all, tuple(needed))
-    first_two = [parameter.name for parameter in plain[:2]]
-    in_other_order = any(
-        name in SINGLE and name != SINGLE[place] for place, name in enumerate(first_two)
-    )
-    if not in_other_order and _takes_two(function):
-        return Signature(False, is_async, None, False, ())
-    name = getattr(function, "__name__", type(function).__name__)
-    raise ConfigError(
-        refusal(
-            setting=setting,
-            needs=f"a function with parameters among {', '.join(SINGLE)}, or with completions for "
-            "a whole batch",
-            got=f"{name}{inspect.signature(function)}",
-            reason="It gets arguments by the names of its parameters; two parameters of other "
-            "names get the completion and its answer.",
-            use="def score(completion, answer)",
-        )
-    )
-
-
-def _takes_two(function: Callable[..., object]) -> bool:
-    try:
-        inspect.signature(function).bind("", "")
-    except TypeError:
-        return False
-    return True
-
-
 def _status(error: Exception) -> int | None:
     """Return the HTTP status in an exception of some client; None without one."""
     response = getattr(error, "response", None)
@@ -495,9 +303,3 @@ def _status(error: Exception) -> int | None:
             if type(status) is int and 400 <= status < 600:
                 return status
     return None
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    """Return the first exception of a group, also out of groups within it."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

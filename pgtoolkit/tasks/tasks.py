@@ -23,7 +23,8 @@ from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.gym import GymData, GymQuestion
 from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
 from pgtoolkit.tasks.prompt_rows import read_prompts
-from pgtoolkit.tasks.reward_functions import BatchScores, Signature
+from pgtoolkit.tasks.reward_functions import BatchScores
+from pgtoolkit.tasks.signatures import Signature
 from pgtoolkit.tasks.verifiers import Named, Response, Scoring
 
 

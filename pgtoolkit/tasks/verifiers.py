@@ -15,14 +15,8 @@ from pgtoolkit.config.schema_tasks import VERIFIERS
 from pgtoolkit.errors import DataError
 from pgtoolkit.system.functions import blaming
 from pgtoolkit.tasks.process_pool import Failure, Processes
-from pgtoolkit.tasks.reward_functions import (
-    Awaited,
-    BatchScores,
-    Question,
-    RewardFunction,
-    Signature,
-    TrainerState,
-)
+from pgtoolkit.tasks.reward_functions import BatchScores, Question, RewardFunction, TrainerState
+from pgtoolkit.tasks.signatures import Signature
 
 Verifier = Callable[[str, str], float | Failure]
 """`verifier(completion, answer)` returns the reward; 1 or more counts as an exact match."""
@@ -125,6 +119,9 @@ class Scoring:
     def __init__(
         self, named: Sequence[Named], processes: int, seconds: float | None, concurrency: int
     ):
+        # Not above: asyncio takes a while to import, which processes of verifiers need not do.
+        from pgtoolkit.tasks.awaited import Awaited
+
         self._named = named
         self._pool = verifiers_of(named, processes, seconds)
         self.signatures: list[Signature | None] = [None] * len(named)

@@ -1,0 +1,114 @@
+"""The arguments that a reward function is called with, by its parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pgtoolkit.errors import ConfigError
+from pgtoolkit.system.report import refusal
+
+SINGLE = ("completion", "answer", "prompt", "row")
+"""Names of the parameters that a function that scores one completion may have."""
+
+OF_A_BATCH = (
+    "completions",
+    "prompts",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+"""Names of the parameters, as TRL has them, that a function that scores a batch may have, besides
+the columns of the file."""
+
+
+class Signature(NamedTuple):
+    """The arguments that a reward function is called with.
+
+    is_batch: whether one call scores all completions. is_async: whether it is awaited.
+    names: the parameters that it gets by name; None: it gets (completion, answer) by position.
+    takes_all: whether it gets all other arguments by name as well.
+    needed: parameters without a default.
+    """
+
+    is_batch: bool
+    is_async: bool
+    names: tuple[str, ...] | None
+    takes_all: bool
+    needed: tuple[str, ...]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return self.names or ("completion", "answer")
+
+    def wants(self, name: str) -> bool:
+        return self.takes_all or name in self.named
+
+    @property
+    def wants_rows(self) -> bool:
+        """Return whether it asks for more of a row than its prompt and its answer."""
+        if not self.is_batch:
+            return self.wants("row")
+        return self.takes_all or bool(set(self.named) - set(OF_A_BATCH))
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the columns that every row must have."""
+        return [
+            name for name in self.needed if self.is_batch and name not in (*OF_A_BATCH, "answer")
+        ]
+
+
+def signature_of(setting: str, function: Callable[..., object]) -> Signature:
+    """Return how a function is called, by its parameters. ConfigError if they ask for other
+    arguments."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # The parameters of some functions written in C are not known.
+        return Signature(False, is_async, None, False, ())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    plain = [
+        parameter
+        for parameter in parameters
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    by_name = [
+        parameter.name for parameter in plain if parameter.kind is not parameter.POSITIONAL_ONLY
+    ]
+    needed = [parameter.name for parameter in plain if parameter.default is parameter.empty]
+    if {"completions", "completion_ids", "prompts"} & set(by_name):
+        names = tuple(by_name)
+        return Signature(True, is_async, names, takes_all, tuple(needed))
+    names = tuple(name for name in by_name if name in SINGLE)
+    if (names or takes_all) and set(needed) <= set(names):
+        return Signature(False, is_async, names, takes_all, tuple(needed))
+    first_two = [parameter.name for parameter in plain[:2]]
+    in_other_order = any(
+        name in SINGLE and name != SINGLE[place] for place, name in enumerate(first_two)
+    )
+    if not in_other_order and _takes_two(function):
+        return Signature(False, is_async, None, False, ())
+    name = getattr(function, "__name__", type(function).__name__)
+    raise ConfigError(
+        refusal(
+            setting=setting,
+            needs=f"a function with parameters among {', '.join(SINGLE)}, or with completions for "
+            "a whole batch",
+            got=f"{name}{inspect.signature(function)}",
+            reason="It gets arguments by the names of its parameters; two parameters of other "
+            "names get the completion and its answer.",
+            use="def score(completion, answer)",
+        )
+    )
+
+
+def _takes_two(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind("", "")
+    except TypeError:
+        return False
+    return True
