@@ -13,8 +13,8 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.system.report import refusal
 from pgtoolkit.tasks.chat_template import QUESTION
 from pgtoolkit.tasks.process_pool import Failure
+from pgtoolkit.tasks.prompt_tasks import PromptsTask
 from pgtoolkit.tasks.reward_functions import NOT_REACHED, UNREACHABLE
-from pgtoolkit.tasks.tasks import PromptsTask
 from pgtoolkit.tasks.verifiers import Named, Response, last_number, math_golds
 
 FIRST = 100

@@ -18,8 +18,9 @@ from pgtoolkit.errors import DataError
 from pgtoolkit.tasks.environments import Ask, Environments
 from pgtoolkit.tasks.failed_scores import FailedScores
 from pgtoolkit.tasks.process_pool import NOTHING, Failure, Processes
+from pgtoolkit.tasks.prompt_tasks import PromptRows
 from pgtoolkit.tasks.reward_functions import as_number, is_nothing
-from pgtoolkit.tasks.tasks import Once, PromptRows, Score, Seeds, Task
+from pgtoolkit.tasks.tasks import Once, Score, Seeds, Task
 
 if TYPE_CHECKING:
     from torch import Tensor

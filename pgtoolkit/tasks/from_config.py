@@ -15,7 +15,8 @@ from pgtoolkit.config.schema_tasks import (
 )
 from pgtoolkit.tasks.conversation import ConversationTask
 from pgtoolkit.tasks.generated import ChainSumTask, ShortestPathTask, SumsTask
-from pgtoolkit.tasks.tasks import Once, PromptsTask, ReasoningGymTask, ReverseTask, Task
+from pgtoolkit.tasks.prompt_tasks import PromptsTask
+from pgtoolkit.tasks.tasks import Once, ReasoningGymTask, ReverseTask, Task
 
 
 def make_task(

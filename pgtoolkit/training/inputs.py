@@ -186,7 +186,7 @@ def _report_on_task(
     from pgtoolkit.tasks.accepted import notes_on_answers
     from pgtoolkit.tasks.from_config import make_task
     from pgtoolkit.tasks.prompt_rows import notes_on_columns
-    from pgtoolkit.tasks.tasks import PromptsTask
+    from pgtoolkit.tasks.prompt_tasks import PromptsTask
 
     task_config = pickle.loads(pickled_task)
     report = Report()

@@ -1,0 +1,201 @@
+"""Tasks whose prompts come from files, and the scores that verifiers give their completions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pgtoolkit.completion import Prompt
+from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig
+from pgtoolkit.errors import DataError
+from pgtoolkit.system.report import refusal
+from pgtoolkit.tasks.failed_scores import FailedScores
+from pgtoolkit.tasks.process_pool import NOTHING, Failure
+from pgtoolkit.tasks.prompt_rows import read_prompts
+from pgtoolkit.tasks.reward_functions import BatchScores
+from pgtoolkit.tasks.signatures import Signature
+from pgtoolkit.tasks.tasks import NumberedRows, Once, Score
+from pgtoolkit.tasks.verifiers import Named, Response, Scoring
+
+
+class PromptRows(NumberedRows):
+    """Prompts from files, which are all read at the start. Every pass has another seeded order."""
+
+    def __init__(
+        self,
+        config: PromptsTaskConfig | ConversationTaskConfig,
+        seed: int,
+        once: Once,
+        keep_rows: bool = False,
+    ):
+        # Not above: `pgtk check` does without NumPy and pyarrow.
+        from pgtoolkit.tasks.shuffle import shuffled
+
+        read = functools.partial(
+            read_prompts,
+            config.path,
+            config.split,
+            config.prompt_field,
+            config.answer_field,
+            config=getattr(config, "config", None),
+            answer_pattern=getattr(config, "answer_pattern", None),
+            keep_rows=keep_rows,
+        )
+        self._prompts: list[Prompt] = once(read)
+        super().__init__(len(self._prompts))
+        characters = {
+            character for prompt in self._prompts for character in prompt.text + prompt.answer
+        }
+        self.alphabet = "".join(sorted(characters))
+        # The number of prompts is among the arguments since some may be dropped.
+        self._order = functools.lru_cache(maxsize=2)(
+            lambda epoch, count: shuffled(count, seed, epoch)
+        )
+
+    def row(self, index: int) -> int:
+        epoch, place = divmod(index, self.num_prompts)
+        return self._kept[self._order(epoch, self.num_prompts)[place]]
+
+    def of_row(self, row: int) -> Prompt:
+        return self._prompts[row]
+
+
+class PromptsTask(PromptRows):
+    """Prompts with reference answers from files, scored by verifiers.
+
+    Verifiers see the text of a completion whether it was finished or cut off at its maximum length.
+    The reward is the weighted sum of the scores of the verifiers that score the completion; a score
+    of 1 or more by the first of them is an exact match.
+    """
+
+    def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
+        only = {"": {"verifier": config.verifier, "pattern": config.pattern}}
+        verifiers = config.verifiers or only
+        self._weights = {
+            name: float(options.get("weight", 1)) for name, options in verifiers.items()
+        }
+        self.named = [
+            Named(
+                f"task.verifiers.{name}.verifier" if name else "task.verifier",
+                options["verifier"],
+                options.get("pattern"),
+            )
+            for name, options in verifiers.items()
+        ]
+        self._failed_scores = FailedScores(config)
+        self._scoring = Scoring(
+            self.named,
+            config.verifier_processes,
+            config.verifier_seconds,
+            config.verifier_concurrency,
+        )
+        self.signatures = self._scoring.signatures
+        keep_rows = any(
+            signature is not None and signature.wants_rows for signature in self.signatures
+        )
+        super().__init__(config, seed, once, keep_rows)
+        for verifier, signature in zip(self.named, self.signatures, strict=True):
+            if signature is not None:
+                self._check_columns(verifier, signature)
+
+    def score(self, prompt: Prompt, completion: str, finished: bool) -> Score:
+        return self.scores([Response(prompt, completion, finished)])[0]
+
+    def scores(self, responses: Sequence[Response]) -> list[Score]:
+        by_verifier = [self._scoring.scores(number, responses) for number in range(len(self.named))]
+        outcomes = [
+            list(of_response)
+            for of_response in zip(*(batch.scores for batch in by_verifier), strict=True)
+        ]
+        for of_response in outcomes:
+            if all(outcome is None for outcome in of_response):
+                of_response[:] = [Failure(NOTHING, "returned None")] * len(of_response)
+        self._note_failures(responses, outcomes)
+        metrics = self._metrics(by_verifier)
+        return [
+            replace(self._score(of_response, metrics), logged=self._logged(by_verifier, place))
+            for place, of_response in enumerate(outcomes)
+        ]
+
+    def outcomes(
+        self, number: int, responses: Sequence[Response]
+    ) -> Sequence[float | Failure | None]:
+        """Return the scores by the verifier of this number in `named`; None for a completion that
+        it does not score."""
+        return self._scoring.scores(number, responses).scores
+
+    def close(self) -> None:
+        self._scoring.close()
+
+    def _check_columns(self, verifier: Named, signature: Signature) -> None:
+        """Raise DataError if a row lacks a column that a function asks for."""
+        for name in signature.columns:
+            without = (prompt for prompt in self.rows() if name not in (prompt.row or {}))
+            lacking = next(without, None)
+            if lacking is not None:
+                raise DataError(
+                    refusal(
+                        setting=str(verifier),
+                        needs=f"a column {name} in every row, which its function asks for",
+                        got=f"{', '.join(lacking.row or {})} at {lacking.place}",
+                        reason="Parameters without a default are columns of the file, beside "
+                        "completions and prompts.",
+                        use=f"a file with this column, or a default: {name}=None",
+                    )
+                )
+
+    def _metrics(self, by_verifier: Sequence[BatchScores]) -> dict[str, float]:
+        """Return the metrics that functions have logged of all these completions together."""
+        metrics = {}
+        for name, scores in zip(self._weights, by_verifier, strict=True):
+            prefix = f"verifier/{name}/" if name else "verifier/"
+            for metric, values in scores.metrics.items():
+                metrics[prefix + metric] = sum(values) / len(values)
+        return metrics
+
+    def _logged(self, by_verifier: Sequence[BatchScores], place: int) -> dict[str, str]:
+        """Return the texts that functions have logged of the completion at this place, by column,
+        each under the name of its verifier."""
+        logged = {}
+        for name, scores in zip(self._weights, by_verifier, strict=True):
+            for column, texts in scores.columns.items():
+                logged[f"{name}/{column}" if name else column] = texts[place]
+        return logged
+
+    def _note_failures(
+        self, responses: Sequence[Response], outcomes: list[list[float | Failure | None]]
+    ) -> None:
+        """Log notes on each completion's first failure.
+
+        outcomes: for each completion, those of all verifiers.
+        """
+        failures = []
+        for response, of_response in zip(responses, outcomes, strict=True):
+            for verifier, outcome in zip(self.named, of_response, strict=True):
+                if isinstance(outcome, Failure):
+                    failures.append((f"{verifier} {outcome.reason} on {response}", outcome))
+                    break
+        self._failed_scores.note(failures, len(responses))
+
+    def _score(self, outcomes: list[float | Failure | None], metrics: dict[str, float]) -> Score:
+        """Return the score of one completion.
+
+        There is no reward without the score of a verifier that failed.
+        """
+        failed = any(isinstance(outcome, Failure) for outcome in outcomes)
+        scored = [
+            (name, weight, self._failed_scores.score if isinstance(outcome, Failure) else outcome)
+            for (name, weight), outcome in zip(self._weights.items(), outcomes, strict=True)
+            if outcome is not None
+        ]
+        counted = [weight * score for _, weight, score in scored if score is not None]
+        reward = sum(counted) if len(counted) == len(scored) else None
+        measures = {
+            f"reward/{name}": score for name, _, score in scored if name and score is not None
+        }
+        # None stands for a verifier that does not score this completion.
+        first = next(outcome for outcome in outcomes if outcome is not None)
+        is_right = not isinstance(first, Failure) and first >= 1
+        measures |= metrics | self._scoring.measures(outcomes)
+        return Score(reward, is_right, measures, failed)
