@@ -34,7 +34,8 @@ class StopStrings:
         # In bytes, since each token of a text has at least one.
         longest = max((len(string.encode()) for string in strings), default=0)
         self.window = longest + _MARGIN
-        self._check_special_tokens()
+        if self.strings:
+            self._check_special_tokens()
 
     def _check_special_tokens(self) -> None:
         """Raise ConfigError for the first string with a special token."""

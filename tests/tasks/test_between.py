@@ -97,7 +97,7 @@ NO_ANSWERS = (
 def test_a_template_that_does_not_add_to_its_end_is_refused(template, got):
     _, between = between_of(template, "Be brief.")
     with pytest.raises(
-        ConfigError, match=rf"{got}.*Use task\.chat=never, with which contents follow each other"
+        ConfigError, match=rf"{got}.*Use task\.chat=never, which writes the contents"
     ):
         between.check(START)
 

@@ -208,8 +208,8 @@ def test_notes_say_what_the_template_does():
     tokenizer = tokenizer_of(CHATML)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     used = (
-        "task.chat=auto: prompts go through the chat template of the model's tokenizer; never "
-        "leaves it out."
+        "task.chat=auto: prompts go through the chat template of the model's tokenizer; "
+        "task.chat=never leaves it out."
     )
     assert ChatTemplate(tokenizer).notes([tokenizer.eos_token_id, end]) == [used]
     first, second = ChatTemplate(tokenizer).notes([tokenizer.eos_token_id])
