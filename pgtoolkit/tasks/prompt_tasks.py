@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pgtoolkit.completion import Prompt
 from pgtoolkit.config.schema_tasks import ConversationTaskConfig, PromptsTaskConfig
@@ -32,6 +33,7 @@ class PromptRows(NumberedRows):
         # Not above: `pgtk check` does without NumPy and pyarrow.
         from pgtoolkit.tasks.shuffle import shuffled
 
+        assert config.path is not None
         read = functools.partial(
             read_prompts,
             config.path,
@@ -70,8 +72,10 @@ class PromptsTask(PromptRows):
     """
 
     def __init__(self, config: PromptsTaskConfig, seed: int, once: Once):
-        only = {"": {"verifier": config.verifier, "pattern": config.pattern}}
-        verifiers = config.verifiers or only
+        single: dict[str, dict[str, Any]] = {
+            "": {"verifier": config.verifier, "pattern": config.pattern}
+        }
+        verifiers = config.verifiers or single
         self._weights = {
             name: float(options.get("weight", 1)) for name, options in verifiers.items()
         }

@@ -322,7 +322,7 @@ def test_a_conversation_goes_through_the_template(folder):
     (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
     own.remove("task.system_prompt=Brief.")
     with pytest.raises(
-        ConfigError, match=r"task\.chat=auto needs a chat template .*Use task\.chat=never"
+        ConfigError, match=r"needs a model with a chat template .*Use task\.chat=never"
     ):
         build(config_of(*own))
     _, loader = build(config_of(*own, "task.chat=never"))
