@@ -1,13 +1,13 @@
-"""How Hydra reads files of options: ours with the types of the schema, those of a user only if they
-are plain YAML."""
+"""Reads files of options for Hydra: ours with the types of the schema, and those of a user only if
+they are plain YAML."""
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -43,12 +43,13 @@ def compose_choices(
 def _compose_cached(
     choices: tuple[str, ...], config_dir: Path | None, sweep_file: Path | None
 ) -> DictConfig:
-    # The runs of a sweep often choose the same files and differ only in single keys.
+    # The runs of a sweep often choose the same files, and differ only in single keys.
     register()
     primary = sweep_file or config_directory() / "config.yaml"
     overrides = list(choices)
-    # Hydra looks beside the primary file first, in --config-dir next, and in conf/ last.
-    if places := [place for place in (config_dir, sweep_file and config_directory()) if place]:
+    # Hydra searches the primary file's folder first, then --config-dir, and conf/ last.
+    places = [place for place in (config_dir, sweep_file and config_directory()) if place]
+    if places:
         folders = ",".join(f"'file://{Path(place).resolve()}'" for place in places)
         overrides.insert(0, f"hydra.searchpath=[{folders}]")
     with hydra.initialize_config_dir(str(primary.parent), version_base="1.3"):
@@ -68,14 +69,13 @@ class _LocalLauncher:
 
 
 class UserFiles(FileConfigSource):
-    """Files of options as Hydra reads them, those of a user's own only if they are YAML without
-    aliases.
+    """The reader of files of options.
 
     A file without a list `defaults` has the keys of its group's schema, with their types. The
-    dotted path of own code in the place of an option is a file, too, see `own_code`.
+    dotted path of own code in the place of an option counts as a file, too, see `own_code`.
 
-    Raises ConfigError for such a file, for one that has Hydra import packages, and for a sweep's
-    with options as keys.
+    Raises ConfigError for a file of the user's that is no YAML without aliases, makes Hydra import
+    packages, or sets options as keys.
     """
 
     def is_config(self, config_path: str) -> bool:
@@ -97,16 +97,16 @@ class UserFiles(FileConfigSource):
             values = read_options(file)
             if value_of(values, "hydra.searchpath"):
                 raise ConfigError(refusals.SEARCH_PATH)
-            if "/" not in config_path and (problem := refusals.options_as_keys(values, options())):
+            problem = None
+            if "/" not in config_path:
+                problem = refusals.options_as_keys(values, options())
+            if problem is not None:
                 raise ConfigError(problem)
         result = super().load_config(config_path)
         keys = result.config
         group = config_path.rpartition("/")[0]
-        if (
-            group in Config.__annotations__
-            and isinstance(keys, DictConfig)
-            and "defaults" not in keys
-        ):
+        is_group = group in Config.__annotations__
+        if is_group and isinstance(keys, DictConfig) and "defaults" not in keys:
             schema = "schema" if group in SCHEMAS else f"schema_{keys.get('name')}"
             if group in SCHEMAS or f"{group}/{keys.get('name')}" in SCHEMAS:
                 keys.defaults = [schema, "_self_"]
@@ -114,18 +114,18 @@ class UserFiles(FileConfigSource):
 
 
 def _own_option(group: str, path: str) -> DictConfig:
-    """Return what stands in the file of an option that is own code."""
+    """Return the keys of an option that is own code, as if from a file."""
     key = OWN_CODE[group]
     option = OmegaConf.create({"defaults": [key.stands_for, "_self_"], key.leaf: path})
     if group in PARAMETERS:
-        # files may set parameters of the class, see `_gather_parameters`
+        # Files may set parameters of the class, see `_gather_parameters`.
         OmegaConf.set_struct(option, False)
     return option
 
 
 def _gather_parameters(config: DictConfig) -> None:
-    """Move the parameters of own code, which files set as keys of its group, to where the schema
-    has them."""
+    """Move the parameters of own code, which files set as keys of its group, to the key that the
+    schema has for them."""
     for group, parameters in PARAMETERS.items():
         values = config.get(group)
         if not isinstance(values, DictConfig) or key_named(parameters, config) is None:
@@ -142,9 +142,9 @@ def _gather_parameters(config: DictConfig) -> None:
 
 @functools.cache
 def register() -> None:
-    """Make the schemas and the resolvers of conf/ known, and how files are read; once in a
+    """Register the schemas, the resolvers of conf/ and the reader of files with Hydra, once in a
     process."""
-    Plugins.instance()  # which names Hydra's own reader of files
+    Plugins.instance()  # it registers Hydra's own reader of files
     SourcesRegistry.instance().types["file"] = UserFiles
     store = ConfigStore.instance()
     store.store(name="schema", node=changeable(Config))
@@ -166,7 +166,7 @@ def register() -> None:
         OmegaConf.register_new_resolver(f"pgtk.{name}", resolver, replace=True)
 
 
-def _run_name(_overrides=None, *, _root_: DictConfig) -> str:
+def _run_name(_overrides: object = None, *, _root_: DictConfig) -> str:
     return name_in(_root_)
 
 
@@ -174,28 +174,25 @@ def _digest(*, _root_: DictConfig) -> str:
     groups = {}
     for group, value in _root_.items():
         if group != "hydra":
-            value = (
-                OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            )
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
             groups[str(group)] = plain(value)
     return digest(groups)
 
 
-def _sweep_name(overrides, *, _root_: DictConfig) -> str:
-    # What varies comes first: a long name is cut at its end.
-    typed = sorted(
-        (one for one in overrides if one not in NO_CHOICE), key=lambda one: not is_swept(one)
-    )
+def _sweep_name(overrides: Sequence[str], *, _root_: DictConfig) -> str:
+    typed = [override for override in overrides if override not in NO_CHOICE]
+    # What varies comes first, since a long name is cut at its end.
+    typed.sort(key=lambda override: not is_swept(override))
     file = _root_.hydra.job.config_name
     changed = name_from(typed, {}) if typed else "default"
-    return (
-        "_".join(name for name in (file, changed) if name not in ("config", "default")) or "default"
-    )
+    parts = [name for name in (file, changed) if name not in ("config", "default")]
+    return "_".join(parts) or "default"
 
 
 def _divide(dividend: float, divisor: float) -> float:
-    """For files of sweeps: what must change as another key does, such as steps for a number of
-    documents."""
+    """Return a quotient, for keys in files of sweeps that must change with another key, such as the
+    steps of a number of documents."""
     return dividend // divisor if dividend % divisor == 0 else dividend / divisor
 
 
@@ -203,5 +200,7 @@ def _if(condition: str, value: float, otherwise: float, *, _root_: DictConfig) -
     return ByCondition(condition, value, otherwise).resolve(_root_)
 
 
-def _by_weights(random: Any, trained: Any, adapters: Any = None, *, _root_: DictConfig) -> Any:
+def _by_weights(
+    random: float, trained: float, adapters: float | None = None, *, _root_: DictConfig
+) -> float:
     return ByWeights(random, trained, adapters).resolve(_root_)

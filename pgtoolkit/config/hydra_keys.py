@@ -1,5 +1,5 @@
-"""Hydra's own keys: which of them act and who may set them, where runs are written, what runs a
-sweep's jobs."""
+"""Hydra's own keys: which of them act, who may set them, and the folders and launchers that they
+name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ from pgtoolkit.errors import first_line
 from pgtoolkit.runs.records import leaves
 from pgtoolkit.system.report import key_of, refusal, text
 
-_ACTING = (
-    *("hydra.mode", "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.name"),
-    *("hydra.job.config.override_dirname", "hydra.launcher", "hydra.sweeper"),
-    *("hydra/launcher", "hydra/sweeper"),
-)
-"""Keys of Hydra's that change what pgtk does, with those inside of them."""
-
 _OF_FILES = (
     "hydra.mode",
     "hydra.run.dir",
@@ -38,10 +31,21 @@ _OF_FILES = (
     "hydra.sweep.subdir",
     "hydra.job.name",
 )
-"""Those that a file of the user's may set, beside keys of its launcher and sweeper."""
+"""Keys that a file of the user's may set, besides keys of its launcher and sweeper."""
+
+_ACTING = (
+    *_OF_FILES,
+    "hydra.job.config.override_dirname",
+    "hydra.launcher",
+    "hydra.sweeper",
+    "hydra/launcher",
+    "hydra/sweeper",
+)
+"""Keys of Hydra that change what pgtk does, with the keys inside them."""
 
 _ONLY_TYPED = {"setup", "additional_parameters", "submitit_folder", "address"}
-"""Keys of launchers whose values are run, or name a place or a server that is given what runs."""
+"""Keys of launchers whose values are executed, or name a folder or server that gets the code to
+execute."""
 
 _COMPUTED = (
     "hydra.runtime",
@@ -50,14 +54,11 @@ _COMPUTED = (
     "hydra.job.override_dirname",
     "hydra.job.config_name",
 )
-"""What Hydra or pgtk itself fills in, whatever a file says."""
+"""Keys that Hydra or pgtk itself sets, whatever a file says."""
 
 _INSTEAD = {
     "hydra.output_subdir": (
-        (
-            "A run directory has its configuration in config.yaml, and Hydra's copies of it are "
-            "not written."
-        ),
+        "A run directory has its configuration in config.yaml; Hydra's copies are not written.",
         "config.yaml and overrides.yaml in the run directory",
     ),
     "hydra.job.env_set": (
@@ -65,14 +66,11 @@ _INSTEAD = {
         "NAME=VALUE in front of the command",
     ),
     "hydra.job.chdir": (
-        (
-            "Relative paths of the configuration, and those that are printed, are seen from where "
-            "pgtk is started."
-        ),
+        "Relative paths, also those that are printed, are seen from where pgtk is started.",
         "cd FOLDER before the command",
     ),
     "hydra.sweeper.max_batch_size": (
-        "Jobs follow one another as there is room.",
+        "A job starts as soon as another ends.",
         "hydra.launcher.n_jobs=N",
     ),
     "hydra.callbacks": ("A configuration never names code to be run.", "a script that calls pgtk"),
@@ -87,14 +85,14 @@ _INSTEAD = {
         ("Hydra logs nothing here.", "run.log in the run directory"),
     ),
 }
-"""Key of Hydra's that does nothing here -> why, and what to use."""
+"""Key of Hydra that has no effect here -> the reason, and what to use instead."""
 
 _FIXED = {
     f"hydra.{node}.{leaf}"
     for node in ("launcher", "sweeper")
     for leaf in ("kind", "_target_", "max_batch_size")
 }
-"""Keys of launchers and sweepers that nobody sets."""
+"""Keys of launchers and sweepers that no one may set."""
 
 _NO_CODE = (
     "A configuration never names code to be run.",
@@ -104,41 +102,36 @@ _NAMES_A_FOLDER = "It names a folder; a value in it could otherwise write anywhe
 
 
 def without_effect(override: Override) -> Iterator[str]:
-    """Yield a problem for each key of Hydra's in an override that does nothing here."""
+    """Yield a problem for each key of Hydra in an override that has no effect here."""
     for key, value in leaves({override.key_or_group: override.value()}):
         if not any(is_inside(key, acting) for acting in _ACTING) or key in _FIXED:
             yield _does_nothing(key, value)
 
 
 def _does_nothing(key: str, value: Any) -> str:
-    """Return the refusal of a key of Hydra's that does nothing here."""
-    if key.endswith("._target_"):
-        return refusal(f"{key}={text(value)}", "to be left out", value, *_NO_CODE)
-    if key in ("hydra.launcher.kind", "hydra.sweeper.kind"):
-        group = key.removesuffix(".kind").replace(".", "/")
-        return refusal(
-            f"{key}={text(value)}",
-            "to be left out",
-            value,
-            "It comes with its option.",
-            f"{group}={value}",
-        )
+    """Refuse a key of Hydra that has no effect here."""
     reason = "pgtk does not read it."
     use = f"one of {', '.join(_ACTING)}"
-    for name, instead in _INSTEAD.items():
-        if is_inside(key, name):
-            reason, use = instead
+    if key.endswith("._target_"):
+        reason, use = _NO_CODE
+    elif key in ("hydra.launcher.kind", "hydra.sweeper.kind"):
+        group = key.removesuffix(".kind").replace(".", "/")
+        reason = "It comes with its option."
+        use = f"{group}={value}"
+    else:
+        for name, instead in _INSTEAD.items():
+            if is_inside(key, name):
+                reason, use = instead
     return refusal(f"{key}={text(value)}", "to be left out", value, reason, use)
 
 
 def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[str]:
-    """Return the problems with the node `hydra`: what files of the user's have set in it, and code
-    that it names.
+    """Return the problems with the node `hydra`: code that it names, and keys that only the command
+    line may set.
 
-    without_files: the node as it is without these files; None where there are none. A file sets
-        where runs are
-    written, what is swept, and plain values of those keys of its launcher and sweeper that are in
-    conf/.
+    without_files: the node as it is without the user's files; None if there are none. A file may
+    set where runs are written, what is swept, and plain values of those keys of its launcher and
+    sweeper that conf/ has.
     """
     problems = []
     known = dict(_leaves(without_files))
@@ -150,7 +143,7 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
                     setting=setting,
                     needs=f"one of the options of hydra/{path[0]}",
                     got=value,
-                    reason="It is what runs the jobs, and its settings.",
+                    reason="The option runs the jobs, by its settings.",
                     use=f"hydra/{path[0]}=OPTION",
                 )
             )
@@ -160,7 +153,7 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
             without_files is None
             or any(is_inside(setting, computed) for computed in _COMPUTED)
             or (path in known and known[path] == value)
-            or _may_stand_in_files(path, setting, value, known)
+            or _may_be_in_files(path, setting, value, known)
         ):
             continue
         elif "_target_" in path:
@@ -180,14 +173,17 @@ def set_by_files(hydra: DictConfig, without_files: DictConfig | None) -> list[st
     return problems
 
 
-def _may_stand_in_files(path: tuple, setting: str, value: Any, known: dict[tuple, Any]) -> bool:
-    """known: the values without the files."""
-    # a line of a job's script; a secret
+def _may_be_in_files(path: tuple, setting: str, value: Any, known: dict[tuple, Any]) -> bool:
+    """Return whether a file of the user's may set this value.
+
+    path, setting: the key, in parts and as one types it. known: the values without the files.
+    """
+    # A line break could add a line to a job's script, and oc.env could reveal a secret.
     is_plain = not isinstance(value, str) or not re.search(r"\n|oc\.env", value)
     if path[-1] in ("_target_", "kind"):
         return False
     if path[0] in ("launcher", "sweeper", "job", "mode") and "${" in str(value):
-        return False  # it could stand for anything
+        return False  # an interpolation could have any value
     if path[:2] == ("sweeper", "params") and len(path) == 3:
         return is_plain and not path[2].lstrip("+~").startswith("hydra")
     if path[0] in ("launcher", "sweeper"):
@@ -208,9 +204,10 @@ def name_in(config: DictConfig) -> str:
     """Return a run's name: tracking.run_name, or its loss, its aggregation and what its overrides
     change.
 
-    In a sweep what varies, also options that are the default, for comparison.
+    The name of a sweep's job has what varies, default options included, so that jobs compare.
     """
-    if chosen := _value(config, "tracking.run_name"):
+    chosen = _value(config, "tracking.run_name")
+    if chosen:
         return chosen
     hydra = config.hydra
     unnamed = hydra.job.config.override_dirname.exclude_keys
@@ -223,16 +220,18 @@ def name_in(config: DictConfig) -> str:
 
 
 def _value(config: DictConfig, key: str) -> str | None:
-    """Return the value of a key; None where it is not there, or refers to what does not resolve."""
+    """Return the value of a key as text; None for a missing key, and for a value that does not
+    resolve."""
     try:
         value = OmegaConf.select(config, key)
-    except OmegaConfBaseException:  # `validate` says what is wrong with it
+    except OmegaConfBaseException:  # `resolve` reports it
         return None
     return None if value is None else str(value)
 
 
 def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
-    """Set what names of directories are made of; unnamed: keys that are left out of them."""
+    """Set the part of the names of directories that tells the overrides. unnamed: keys to be left
+    out."""
     form = hydra.job.config.override_dirname
     form.exclude_keys = list(unnamed)
     overrides = parse(typed_in(hydra))[0]
@@ -242,8 +241,8 @@ def name_directories(hydra: DictConfig, unnamed: list[str]) -> None:
 
 
 def recorded(hydra: DictConfig) -> list[str]:
-    """Return the overrides of a run as its directory has them, with what they refer to where that
-    resolves."""
+    """Return the overrides of a run as its directory records them, with interpolations resolved
+    where they resolve."""
     try:
         return list(hydra.overrides.task)
     except OmegaConfBaseException:
@@ -263,12 +262,14 @@ def is_sweep(hydra: DictConfig) -> bool:
 
 
 def folder_in(config: DictConfig, key: str) -> tuple[str | None, list[str]]:
-    """Return the folder that a key names, hydra.run.dir or hydra.sweep.dir, or the problem with its
-    name."""
+    """Return the folder that a key names, or None with the problem of its name.
+
+    key: hydra.run.dir or hydra.sweep.dir.
+    """
     path, problems = _name_of_folder(config, key)
     if path is None:
         return None, problems
-    # it also stands in the scripts of SLURM's jobs
+    # The path is also written into the scripts of SLURM's jobs.
     if ".." in PurePath(path).parts or not path.isprintable():
         return None, [
             refusal(
@@ -288,7 +289,11 @@ def _name_of_folder(config: DictConfig, key: str) -> tuple[str | None, list[str]
     except OmegaConfBaseException as error:
         return None, [
             refusal(
-                key, "a value that resolves", first_line(error), _NAMES_A_FOLDER, f"{key}=FOLDER"
+                setting=key,
+                needs="a value that resolves",
+                got=first_line(error),
+                reason=_NAMES_A_FOLDER,
+                use=f"{key}=FOLDER",
             )
         ]
 
@@ -296,10 +301,10 @@ def _name_of_folder(config: DictConfig, key: str) -> tuple[str | None, list[str]
 def directory_of_job(
     config: DictConfig, name: str, digest: str, unnamed: list[str]
 ) -> tuple[str | None, list[str]]:
-    """Return the directory of a job within the folder of its sweep, or the problem with its name.
+    """Return the directory of a job within the folder of its sweep, or None with the problem of its
+    name.
 
-    name, digest: of the job. unnamed: keys that are the same in all jobs, and therefore in no job's
-        name.
+    name, digest: of the job. unnamed: keys that are the same in all jobs, and so in no job's name.
     """
     hydra = config.hydra
     directory = hydra.sweep._get_node("subdir")._value()
@@ -330,7 +335,7 @@ def directory_of_job(
 
 
 def launcher_of(hydra: DictConfig) -> Launcher:
-    """Return what runs the jobs of a sweep."""
+    """Return the launcher of a sweep."""
     choice = str(hydra.runtime.choices.get("hydra/launcher"))
     kind = hydra.launcher.get("kind")
     return Launcher(

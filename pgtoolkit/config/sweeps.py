@@ -1,5 +1,4 @@
-"""The configurations of a sweep: what a command says of it as a whole, and the jobs that its values
-stand for."""
+"""The configurations of a sweep: the sweep as a whole as a command describes it, and its jobs."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ from pgtoolkit.system.report import key_of, refusal
 class ComposedJob:
     """The configuration of a job.
 
-    composed: with its problems. directory: where it belongs in the sweep's folder, None where that
-        does not resolve.
-    digest: of the configuration.
+    composed: the configuration with its problems. directory: the job's, in the sweep's folder; None
+    if its name does not resolve. digest: of the configuration.
     """
 
     composed: Composed
@@ -40,15 +38,13 @@ class ComposedJob:
 
 @dataclass
 class SweepConfig:
-    """What a command says of its sweep as a whole.
+    """A sweep as a whole, as a command describes it.
 
-    unusable: the problems of a sweep of which nothing is looked at any further. problems: of the
-        sweep as a whole.
-    jobs: the overrides of each; of a search, the corners of what it searches. varying: key -> its
-        values, of each
-    override that is not the same in all jobs. folder: where the sweep is written, None if it has no
-        name.
-    compose: the configuration of a job of these overrides and this number.
+    unusable: problems after which nothing else is checked. problems: other problems of the sweep as
+    a whole. jobs: the overrides of each job; of a search, the corners of the space that it
+    searches. varying: key -> its values, for each override that is not the same in all jobs.
+    folder: where the sweep is written; None if its name does not resolve. compose: returns the
+    configuration of a job, from its overrides and its number.
     """
 
     unusable: list[str] = field(default_factory=list)
@@ -65,8 +61,8 @@ class SweepConfig:
 def compose_sweep(
     overrides: list[str], config_dir: Path | None = None, sweep_file: Path | None = None
 ) -> SweepConfig:
-    """Return what overrides say of a sweep; see `compose` for the files."""
-    # What concerns the sweep as a whole is composed without a value for each key.
+    """Return the sweep that overrides describe; see `compose` for the files."""
+    # The sweep as a whole is composed without the keys that have several values.
     of_hydra = [override for override in overrides if override.startswith(("hydra.", "hydra/"))]
     of_jobs = [override for override in overrides if override not in of_hydra]
     single = [override for override in of_jobs if not is_swept(override)]
@@ -92,7 +88,7 @@ def compose_sweep(
             refusal(
                 setting=override,
                 needs="hydra/sweeper=optuna_search",
-                got="the usual sweeper",
+                got="the default sweeper",
                 reason="An interval is searched, not gone through value by value.",
                 use=f"hydra/sweeper=optuna_search, or single values: {key_of(override)}=A,B",
             )
@@ -114,37 +110,40 @@ def compose_sweep(
                 use="plain values of its keys",
             )
         )
-    keys = dict.fromkeys(key_of(override) for of_job in described for override in of_job)
+    keys = dict.fromkeys(key_of(override) for overrides in described for override in overrides)
     unnamed = [key for key in keys if key not in varying] if varying else []
     sweep.compose = _Jobs(of_hydra, config_dir, sweep_file, sweep.folder, unnamed)
     return sweep
 
 
 def _varying(described: list[list[str]]) -> dict[str, list[str]]:
-    values: dict[str, dict[str, None]] = {}
-    for override in (override for of_job in described for override in of_job):
-        values.setdefault(key_of(override), {})[override.partition("=")[2]] = None
-    return {key: [*several] for key, several in values.items() if len(several) > 1}
+    """Return key -> its values, for each override that is not the same in all jobs."""
+    values_by_key: dict[str, dict[str, None]] = {}
+    for overrides in described:
+        for override in overrides:
+            values_by_key.setdefault(key_of(override), {})[override.partition("=")[2]] = None
+    return {key: [*values] for key, values in values_by_key.items() if len(values) > 1}
 
 
 _PLAIN = {
     key.name for key in KEYS if not (key.option or key.free or key.code or key.reads or key.writes)
 }
+"""Keys whose values are numbers and words alone."""
 
 
-def _only(override: str) -> bool:
-    """Return whether jobs that differ in this override are of different kinds: it is more than a
-    number or a word."""
+def _decides_kind(override: str) -> bool:
+    """Return whether jobs that differ in this override have to be composed by Hydra each: its value
+    is more than a number or a word."""
     key, _, value = override.partition("=")
     return key not in _PLAIN or re.fullmatch(r"[\w.+-]+", value) is None
 
 
 class _Jobs:
-    """Composes the jobs of a sweep: one of each kind by Hydra, whose like differ in numbers and
-    words alone.
+    """Composes the jobs of a sweep: Hydra composes one of each kind, and the others of the kind
+    differ from it in numbers and words alone.
 
     of_hydra: overrides of Hydra's own keys. folder: of the sweep. unnamed: keys that are the same
-        in all jobs.
+    in all jobs.
     """
 
     def __init__(
@@ -163,7 +162,9 @@ class _Jobs:
 
     def __call__(self, overrides: list[str], number: int) -> ComposedJob:
         """Return the configuration of a job, by its overrides and its number."""
-        kind = tuple(override if _only(override) else key_of(override) for override in overrides)
+        kind = tuple(
+            override if _decides_kind(override) else key_of(override) for override in overrides
+        )
         composed = self._kinds[kind].compose(overrides) if kind in self._kinds else None
         if composed is None:
             node = compose_node([*self._of_hydra, *overrides], *self._files)
@@ -183,22 +184,24 @@ class _Jobs:
             hydra.job.id = str(number)
         hydra.job.config.override_dirname.exclude_keys = list(self._unnamed)
         name = hydra_keys.name_in(config)
-        known = digest(plain_config(composed.config))
+        digest_of_job = digest(plain_config(composed.config))
         composed = replace(composed, name=name)
         if self._folder is None:
-            return ComposedJob(composed, None, known)
+            return ComposedJob(composed, None, digest_of_job)
         hydra.sweep.dir = str(self._folder)
-        directory, problems = hydra_keys.directory_of_job(config, name, known, self._unnamed)
+        directory, problems = hydra_keys.directory_of_job(
+            config, name, digest_of_job, self._unnamed
+        )
         if problems:
             composed = replace(composed, problems=[*composed.problems, *problems])
-        return ComposedJob(composed, directory, known)
+        return ComposedJob(composed, directory, digest_of_job)
 
 
 class _Kind:
-    """Jobs that choose the same options and set the same keys, to other numbers and words: composed
-    once, by Hydra.
+    """Jobs that choose the same options and set the same keys, to different numbers and words; Hydra
+    composes one of them.
 
-    config: of the job that was composed last, in which the next one is set.
+    config: of the job that was composed last, in which the values of the next one are set.
     """
 
     def __init__(self, config: DictConfig, composed: Composed, overrides: list[str]):
@@ -206,7 +209,7 @@ class _Kind:
         self.config = config
         self._composed = composed
         self._overrides = overrides
-        self._keys = [key_of(override) for override in overrides if not _only(override)]
+        self._keys = [key_of(override) for override in overrides if not _decides_kind(override)]
         self._keys += [
             name for name in interpolated(config, composed.config) if name not in self._keys
         ]

@@ -1,5 +1,5 @@
-"""Rules on programs, folders and credentials that a run's file names, and the lines before a
-start."""
+"""Rules on the programs, folders and addresses that a run's file names, and the lines that are
+printed before a start."""
 
 from __future__ import annotations
 
